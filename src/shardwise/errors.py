@@ -1,0 +1,55 @@
+"""The exceptions of the library, one tree.
+
+ShardwiseError
+├── LayoutError (also ValueError)      a layout that cannot be, or does not cover its tensor
+│   └── NotationError                  a text that is not a layout: knows the position
+└── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Everything that the library raises on purpose.
+
+    >>> import shardwise as sw
+    >>> try:
+    ...     sw.Layout.chunk((8, 6), 2, owners=4)
+    ... except sw.ShardwiseError as error:
+    ...     print(error)
+    no dim 2 in a tensor of shape (8, 6): dims are 0..1 (or -2..-1)
+    """
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A layout that cannot be, or that does not cover its tensor exactly."""
+
+
+class NotationError(LayoutError):
+    """A text that is not a layout. `position` is where reading stopped.
+
+    >>> from shardwise import parse
+    >>> parse("8x6/S0@four")
+    Traceback (most recent call last):
+    shardwise.errors.NotationError: expected how many owners, such as 4 or 4x2 or fsdp=4,tp=2
+      8x6/S0@four
+             ^
+    """
+
+    def __init__(self, text: str, position: int, expected: str) -> None:
+        self.text, self.position, self.expected = text, position, expected
+        shown, caret = _window(text, position)
+        super().__init__(f"expected {expected}\n  {shown}\n  {caret}^")
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        return type(self), (self.text, self.position, self.expected)
+
+
+class PlanError(ShardwiseError, ValueError):
+    """A move that cannot be planned, or a plan that is used on layouts it was not made for."""
+
+
+def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:
+    """The part of a long text around `position`, and the blanks that bring a caret under it."""
+    start = max(0, position - width // 2) if len(text) > width else 0
+    return text[start : start + width], " " * (position - start)

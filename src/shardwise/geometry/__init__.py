@@ -1,0 +1,30 @@
+"""Boxes of cells. All index arithmetic of the library lives here; nothing here knows that owners exist."""
+
+from shardwise.geometry.axis import Axis, Spans
+from shardwise.geometry.box import Box, row_major
+from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles
+from shardwise.geometry.join import gaps, join
+from shardwise.geometry.ragged import Bools, Ints, heads, ints, numbered, running, spread, starts
+
+__all__ = [
+    "Axis",
+    "Bools",
+    "Box",
+    "Boxes",
+    "Ints",
+    "Spans",
+    "cut",
+    "distinct",
+    "gaps",
+    "heads",
+    "ints",
+    "join",
+    "merge",
+    "numbered",
+    "positions",
+    "row_major",
+    "running",
+    "spread",
+    "starts",
+    "tiles",
+]

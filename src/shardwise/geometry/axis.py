@@ -1,0 +1,162 @@
+"""One dimension, cut into parts. A part is one interval or several; a grid is a product of axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.geometry.ragged import Ints, heads, ints, spread, starts
+
+
+class Spans(NamedTuple):
+    """Intervals `start:stop` with the part that each belongs to, in increasing order."""
+
+    start: Ints
+    stop: Ints
+    part: Ints
+
+    @staticmethod
+    def whole(size: int) -> Spans:
+        """The one part that holds all of the dimension."""
+        return Spans(ints([0]), ints([size]), ints([0]))
+
+    @staticmethod
+    def pieces(sizes: Ints, part: Ints) -> Spans:
+        """Neighbouring intervals of these sizes."""
+        edges = starts(sizes)
+        return Spans(edges[:-1], edges[1:], part)
+
+    def chunk(self, count: int) -> Spans:
+        """Every part cut into `count` by torch.chunk's rule: chunk i of part p becomes part p * count + i.
+
+        >>> Spans.whole(10).chunk(4).stop.tolist()
+        [3, 6, 9, 10]
+        """
+        first, length = self._offsets()
+        size = np.maximum(-(-length // count), 1)[self.part]  # the ceil rule: trailing chunks are smaller or empty
+        last = first + self.stop - self.start - 1
+        row, nth = spread(np.where(last >= first, last // size - first // size + 1, 0))
+        chunk = first[row] // size[row] + nth
+        shift = self.start[row] - first[row]
+        start = np.maximum(self.start[row], chunk * size[row] + shift)
+        stop = np.minimum(self.stop[row], (chunk + 1) * size[row] + shift)
+        return Spans(start, stop, self.part[row] * count + chunk)
+
+    def strided(self, factor: int, count: int) -> Spans:
+        """Every part cut into `factor` chunks, these into `count`; chunk i of each together is one part.
+
+        >>> s = Spans.whole(9).strided(2, count=4)
+        >>> [(int(a), int(b), int(p)) for a, b, p in zip(*s)]
+        [(0, 2, 0), (2, 4, 1), (4, 5, 2), (5, 6, 0), (6, 7, 1), (7, 8, 2), (8, 9, 3)]
+        """
+        start, stop, part = self.chunk(factor).chunk(count)
+        return Spans(start, stop, part // (factor * count) * count + part % count)
+
+    def _offsets(self) -> tuple[Ints, Ints]:
+        """Where each interval lies in its part, and the length of every part."""
+        size = self.stop - self.start
+        order = np.argsort(self.part, kind="stable")
+        edges = starts(size[order])
+        first = edges[:-1] - edges[:-1][heads(self.part[order])][np.cumsum(heads(self.part[order])) - 1]
+        offset = np.empty_like(size)
+        offset[order] = first
+        length = np.zeros(int(self.part.max(initial=-1)) + 1, dtype=np.int64)
+        np.add.at(length, self.part, size)
+        return offset, length
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """A dimension of `size` cells: interval i is `cuts[i]:cuts[i + 1]` and belongs to part `part[i]`.
+
+    No interval is empty, neighbours belong to different parts, and parts are numbered as they first appear:
+    axes that mean the same are the same arrays.
+    """
+
+    cuts: Ints
+    part: Ints
+
+    @staticmethod
+    def of(spans: Spans) -> tuple[Axis, Ints]:
+        """The axis of spans that cover it, and which of their parts each part was (empty ones are gone).
+
+        >>> axis, kept = Axis.of(Spans(ints([0, 4, 6]), ints([4, 6, 8]), ints([3, 1, 1])))
+        >>> axis.cuts.tolist(), axis.part.tolist(), kept.tolist()
+        ([0, 4, 8], [0, 1], [3, 1])
+        """
+        full = spans.stop > spans.start
+        start, part = spans.start[full], spans.part[full]
+        first = heads(part)
+        kept, place, number = np.unique(part[first], return_index=True, return_inverse=True)
+        order = np.argsort(place, kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        size = int(spans.stop.max(initial=0))
+        return Axis(np.append(start[first], size), ints(rank[number])), ints(kept[order])
+
+    @property
+    def size(self) -> int:
+        """How many cells."""
+        return int(self.cuts[-1])
+
+    @cached_property
+    def parts(self) -> int:
+        """How many parts."""
+        return int(self.part.max(initial=-1)) + 1
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """How many cells each part has."""
+        total = np.zeros(self.parts, dtype=np.int64)
+        np.add.at(total, self.part, np.diff(self.cuts))
+        return total
+
+    @cached_property
+    def _order(self) -> Ints:
+        """The intervals, part after part."""
+        return ints(np.argsort(self.part, kind="stable"))
+
+    @cached_property
+    def _edges(self) -> Ints:
+        return starts(ints(np.bincount(self.part, minlength=self.parts)))
+
+    def intervals(self, part: int) -> Ints:
+        """The numbers of a part's intervals."""
+        if self.parts == len(self.part):  # the common case: every part is one interval
+            return ints([part])
+        return self._order[self._edges[part] : self._edges[part + 1]]
+
+    def meets(self, intervals: Ints) -> Ints:
+        """The intervals, of any part, that share a part with these."""
+        if self.parts == len(self.part):
+            return intervals
+        return np.flatnonzero(np.isin(self.part, self.part[intervals]))
+
+    def cross(self, other: Axis, only: Ints | None = None) -> Crossing:
+        """Where the intervals of two axes meet; `only` keeps these intervals of the first.
+
+        >>> a, _ = Axis.of(Spans.whole(6).chunk(2)); b, _ = Axis.of(Spans.whole(6).chunk(3))
+        >>> [(int(lo), int(hi)) for lo, hi in zip(*a.cross(b)[:2])]
+        [(0, 2), (2, 3), (3, 4), (4, 6)]
+        """
+        mine = np.arange(len(self.part)) if only is None else only
+        lo, hi = self.cuts[mine], self.cuts[mine + 1]
+        first = np.searchsorted(other.cuts, lo, "right") - 1
+        last = np.searchsorted(other.cuts, hi, "left")
+        row, nth = spread(last - first)
+        theirs = first[row] + nth
+        return Crossing(
+            np.maximum(lo[row], other.cuts[theirs]), np.minimum(hi[row], other.cuts[theirs + 1]), mine[row], theirs
+        )
+
+
+class Crossing(NamedTuple):
+    """Intervals `lo:hi` with the interval of the one and of the other axis that they lie in."""
+
+    lo: Ints
+    hi: Ints
+    mine: Ints
+    theirs: Ints

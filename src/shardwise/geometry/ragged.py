@@ -1,0 +1,61 @@
+"""Rows of different lengths, laid end to end in flat arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+def ints(values: npt.ArrayLike) -> Ints:
+    """An int64 array."""
+    return np.asarray(values, dtype=np.int64)
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """For rows of these lengths: the row of every entry, and its place in that row.
+
+    >>> [a.tolist() for a in spread(ints([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
+    """
+    row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    first = np.cumsum(counts) - counts
+    return row, np.arange(len(row), dtype=np.int64) - first[row]
+
+
+def starts(counts: Ints) -> Ints:
+    """Where each row begins, and at last where they all end.
+
+    >>> starts(ints([2, 0, 3])).tolist()
+    [0, 2, 2, 5]
+    """
+    edges = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=edges[1:])
+    return edges
+
+
+def running(values: Ints, group: Ints) -> Ints:
+    """The sum of the values before this one in its group, where equal groups stand together.
+
+    >>> running(ints([5, 1, 2, 7]), ints([0, 0, 0, 4])).tolist()
+    [0, 5, 6, 0]
+    """
+    if not len(values):
+        return values
+    before = np.cumsum(values) - values
+    first = heads(group)
+    return before - before[first][np.cumsum(first) - 1]
+
+
+def heads(group: Ints) -> Bools:
+    """True where a new group begins, for groups that stand together."""
+    first = np.ones(len(group), dtype=np.bool_)
+    np.not_equal(group[1:], group[:-1], out=first[1:])
+    return first
+
+
+def numbered(group: Ints) -> Ints:
+    """The groups numbered 0, 1, ... where equal groups stand together."""
+    return np.cumsum(heads(group)) - 1

@@ -1,0 +1,28 @@
+"""Where every cell of a tensor lives. Nothing here knows dtypes, data, processes or files."""
+
+from shardwise.layout.diagnosis import Diagnosis, Overlap
+from shardwise.layout.form import Cells, Form, Holders, Piece
+from shardwise.layout.grid import Grid, outer
+from shardwise.layout.layout import Layout, parse
+from shardwise.layout.listing import Listing
+from shardwise.layout.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+
+__all__ = [
+    "Cells",
+    "Diagnosis",
+    "Form",
+    "Grid",
+    "Holders",
+    "Layout",
+    "Listing",
+    "Mesh",
+    "Overlap",
+    "Partial",
+    "Piece",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "outer",
+    "parse",
+]

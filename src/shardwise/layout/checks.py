@@ -1,0 +1,128 @@
+"""Arguments of the constructors, checked: what was asked, what was found, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import LayoutError
+from shardwise.geometry import Boxes, Ints, ints
+
+MOST_CELLS = 2**50  # keeps every volume, position and byte count of the library well inside 64 bits
+
+
+def counted(value: Any, what: str, least: int = 1) -> int:
+    """A whole number of at least `least`, or an error that says what it is for."""
+    try:
+        number = int(value.__index__())
+    except (AttributeError, TypeError):
+        raise LayoutError(f"{what} must be a whole number, not {value!r}") from None
+    if isinstance(value, bool) or number < least:
+        raise LayoutError(f"{what} must be a whole number of at least {least}, not {value!r}")
+    return number
+
+
+def owner_array(owners: Any) -> Ints:
+    """Owners from a number of them (0, 1, 2, ...) or from their numbers in order."""
+    if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
+        return np.arange(counted(owners, "the number of owners"))
+    try:
+        found = np.asarray(owners if isinstance(owners, np.ndarray) else list(owners))
+    except TypeError:
+        raise LayoutError(f"owners must be a number of owners or a list of them, not {owners!r}") from None
+    if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
+        raise LayoutError(f"owners must be a non-empty list of whole numbers, not {owners!r}")
+    if found.min() < 0 or found.max() > np.iinfo(np.int64).max:
+        raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {int(found[(found < 0).argmax()])}")
+    return ints(found)
+
+
+def refuse_repeats(owners: Ints, what: str) -> None:
+    """Raise where an owner is named twice."""
+    unique, count = np.unique(owners, return_counts=True)
+    if len(unique) != len(owners):
+        raise LayoutError(f"{what} names owner {int(unique[count.argmax()])} more than once: every owner has one place")
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """A shape of whole numbers that is not absurdly large."""
+    try:
+        found = tuple(counted(size, "every size of a shape", least=0) for size in shape)
+    except TypeError:
+        raise LayoutError(f"a shape must be a sequence of whole numbers, not {shape!r}") from None
+    if prod(size + 1 for size in found) > MOST_CELLS:
+        raise LayoutError(f"shape {found} has more than 2**50 cells: is a size wrong?")
+    return found
+
+
+def checked_dim(dim: Any, shape: tuple[int, ...]) -> int:
+    """A dim of the shape, counted from the front."""
+    found = counted(dim, "a dim", least=-(2**62))
+    if not -len(shape) <= found < len(shape):
+        if not shape:
+            raise LayoutError(f"no dim {found} in a 0-d tensor: it can only be replicated (or partial)")
+        raise LayoutError(
+            f"no dim {found} in a tensor of shape {shape}: dims are 0..{len(shape) - 1} (or -{len(shape)}..-1)"
+        )
+    return found % len(shape)
+
+
+def checked_sizes(sizes: Any, shape: tuple[int, ...], dim: int, what: str) -> tuple[int, ...]:
+    """Sizes that fill a dim."""
+    try:
+        found = tuple(counted(size, f"each of the {what}", least=0) for size in sizes)
+    except TypeError:
+        raise LayoutError(f"{what} must be a sequence of whole numbers, not {sizes!r}") from None
+    if sum(found) != shape[dim]:
+        shown = f"{list(found[:8])}"[:-1] + (", ...]" if len(found) > 8 else "]")
+        raise LayoutError(f"{what} {shown} add up to {sum(found)}, but dim {dim} of shape {shape} has {shape[dim]}")
+    return found
+
+
+def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
+    """Owners, starts and stops of ranges of the flattened tensor."""
+    rows = list(ranges)
+    if not rows or any(len(row) != 3 for row in rows):
+        raise LayoutError("ranges must be a non-empty list of (owner, start, stop)")
+    found = np.array([[counted(x, "a range", least=0) for x in row[1:]] for row in rows], dtype=np.int64)
+    bad = np.flatnonzero((found[:, 0] > found[:, 1]) | (found[:, 1] > prod(shape)))
+    if len(bad):
+        start, stop = found[bad[0]].tolist()
+        raise LayoutError(f"range {start}:{stop} is not inside the {prod(shape)} cells of shape {shape}")
+    return owner_array([row[0] for row in rows]), found[:, 0], found[:, 1]
+
+
+def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
+    """Owners and boxes, from (owner, lo, hi) rows or from three arrays."""
+    columns = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True)) or [[], [], []]
+    if len(columns) != 3:
+        raise LayoutError("boxes must be rows (owner, lo, hi), or three arrays (owners, lo, hi)")
+    owners = owner_array(columns[0])
+    lo, hi = (_corners(side, len(owners), shape) for side in columns[1:])
+    bad = np.flatnonzero(((lo < 0) | (lo > hi) | (hi > ints(shape))).any(axis=1))
+    if len(bad):
+        i = int(bad[0])
+        raise LayoutError(
+            f"box {i} of owner {owners[i]}, lo={tuple(lo[i].tolist())} hi={tuple(hi[i].tolist())}, is not inside shape "
+            f"{shape}: every axis needs 0 <= lo <= hi <= size"
+        )
+    return owners, Boxes(lo, hi)
+
+
+def _is_columns(pieces: Any) -> bool:
+    return isinstance(pieces, tuple) and all(isinstance(column, np.ndarray) for column in pieces)
+
+
+def _corners(side: Any, count: int, shape: tuple[int, ...]) -> Ints:
+    try:
+        found = np.asarray(side)
+    except ValueError:
+        found = np.empty((0, 0))
+    if found.size == 0 and not shape:
+        return np.zeros((count, 0), dtype=np.int64)
+    if found.shape != (count, len(shape)) or found.dtype.kind not in "iu":
+        raise LayoutError(f"every box needs lo and hi of {len(shape)} whole numbers, as the shape {shape} has")
+    return ints(found)

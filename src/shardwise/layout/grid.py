@@ -1,0 +1,189 @@
+"""A layout that is a product of axes: chunks, meshes, cyclic and fused layouts, replicas and partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.geometry import Axis, Box, Boxes, Ints, Spans, ints, row_major
+from shardwise.layout.form import Cells, Holders, Piece, rename
+
+
+class Idle(NamedTuple):
+    """Owners whose buffer has no cell, and the shapes of these buffers."""
+
+    owners: Ints
+    shapes: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Part p0 of axis 0 crossed with part p1 of axis 1 ... is held by the owners `table[p0, p1, ..., term, replica]`.
+
+    Every owner holds one such block, concatenated into one buffer, or nothing (`idle`).
+    """
+
+    axes: tuple[Axis, ...]
+    table: Ints
+    idle: Idle
+
+    @staticmethod
+    def build(spans: Sequence[Spans], table: Ints) -> Grid:
+        """From the spans of every dimension and owners by part; parts without cells become idle owners."""
+        lengths = [_lengths(s, n) for s, n in zip(spans, table.shape, strict=False)]
+        pairs = [Axis.of(s) for s in spans]
+        empty = reduce(np.logical_or.outer, [n == 0 for n in lengths], np.zeros((), dtype=np.bool_))
+        where = np.nonzero(np.broadcast_to(empty[..., None, None], table.shape))
+        shapes = [n[i] for n, i in zip(lengths, where, strict=False)]
+        idle = _idle(table[where], np.stack(shapes, axis=1) if shapes else np.zeros((0, 0), dtype=np.int64))
+        for axis, (_, kept) in enumerate(pairs):
+            table = table.take(kept, axis=axis)
+        return Grid(tuple(axis for axis, _ in pairs), np.sort(table, axis=-1), idle)
+
+    @staticmethod
+    def detect(shape: Sequence[int], boxes: Boxes, owners: Ints, idle: Idle) -> Grid | None:
+        """The grid that boxes of different owners form, if they do."""
+        block, axes = np.zeros(boxes.count, dtype=np.int64), list[Axis]()
+        for a, size in enumerate(shape):
+            cuts = np.unique(boxes.lo[:, a])
+            number = np.searchsorted(cuts, boxes.lo[:, a])
+            edges = np.append(cuts, size)
+            if not len(cuts) or cuts[0] != 0 or (edges[number + 1] != boxes.hi[:, a]).any():
+                return None
+            axes.append(Axis(edges, np.arange(len(cuts))))
+            block = block * len(cuts) + number
+        parts = [axis.parts for axis in axes]
+        count = np.bincount(block) if boxes.count >= int(np.prod(parts)) else ints([])
+        if len(count) != int(np.prod(parts)) or (count != count[0]).any():
+            return None
+        table = owners[np.lexsort((owners, block))].reshape(*parts, 1, -1)
+        return Grid(tuple(axes), table, _idle(idle.owners, idle.shapes))
+
+    @cached_property
+    def owners(self) -> Ints:
+        """All owners, rising."""
+        return np.sort(np.concatenate([self.table.reshape(-1), self.idle.owners]))
+
+    @cached_property
+    def holders(self) -> Holders:
+        """One row per block and term, in the order of the table."""
+        terms, replicas = self.table.shape[-2:]
+        flat = self.table.reshape(-1)
+        return Holders(np.arange(0, len(flat) + replicas, replicas), flat, terms)
+
+    @cached_property
+    def cells(self) -> Cells:
+        """The product of all intervals, in row-major order."""
+        mine = [np.arange(len(a.part)) for a in self.axes]
+        lo = outer([a.cuts[i] for a, i in zip(self.axes, mine, strict=True)])
+        hi = outer([a.cuts[i + 1] for a, i in zip(self.axes, mine, strict=True)])
+        return Cells(Boxes(lo, hi), self.block(mine))
+
+    def block(self, intervals: Sequence[Ints]) -> Ints:
+        """The block of every combination of these intervals, in row-major order."""
+        total, step = np.zeros(1, dtype=np.int64), int(np.prod(self.table.shape[:-2], dtype=np.int64))
+        for axis, mine in zip(self.axes, intervals, strict=True):
+            step //= max(axis.parts, 1)
+            total = np.add.outer(total, axis.part[mine] * step).reshape(-1)
+        return total
+
+    @cached_property
+    def _places(self) -> tuple[Ints, Ints]:
+        """The owners of the table, rising, and where each stands in it."""
+        flat = self.table.reshape(-1)
+        order = np.argsort(flat)
+        return flat[order], ints(order)
+
+    def place(self, owner: int) -> int | None:
+        """Where an owner stands in the flattened table; None where it holds no cell."""
+        owners, order = self._places
+        at = int(np.searchsorted(owners, owner))
+        return int(order[at]) if at < len(owners) and owners[at] == owner else None
+
+    def blocks(self, owner: int) -> Ints:
+        """The block of an owner, if it has one."""
+        place = self.place(owner)
+        return ints([]) if place is None else ints([place // (self.table.shape[-1] * self.table.shape[-2])])
+
+    def parts(self, owner: int) -> tuple[int, ...] | None:
+        """An owner's part on every axis; None where it holds no cell."""
+        place = self.place(owner)
+        return None if place is None else tuple(map(int, np.unravel_index(place, self.table.shape)[:-2]))
+
+    def pieces(self, owner: int) -> tuple[Piece, ...]:
+        """The boxes of an owner's block, laid out in its one buffer."""
+        parts = self.parts(owner)
+        if parts is None:
+            return ()
+        strides = row_major(self.buffers(owner)[0])
+        sides = [_sides(axis, part) for axis, part in zip(self.axes, parts, strict=True)]
+        return tuple(
+            Piece(
+                Box(tuple(s[0] for s in side), tuple(s[1] for s in side)),
+                0,
+                sum(s[2] * step for s, step in zip(side, strides, strict=True)),
+                strides,
+            )
+            for side in product(*sides)
+        )
+
+    def buffers(self, owner: int) -> tuple[tuple[int, ...], ...]:
+        """The shape of an owner's one buffer."""
+        parts = self.parts(owner)
+        if parts is None:
+            row = int(np.searchsorted(self.idle.owners, owner))
+            return (tuple(self.idle.shapes[row].tolist()),)
+        return (tuple(int(axis.lengths[part]) for axis, part in zip(self.axes, parts, strict=True)),)
+
+    def largest(self) -> int:
+        """The product of the longest parts."""
+        return int(np.prod([axis.lengths.max(initial=0) for axis in self.axes], dtype=np.int64))
+
+    def relabel(self, old: Ints, new: Ints) -> Grid:
+        """The same blocks with other owners."""
+        idle = _idle(rename(self.idle.owners, old, new), self.idle.shapes)
+        return Grid(self.axes, np.sort(rename(self.table, old, new), axis=-1), idle)
+
+    def digest(self) -> bytes:
+        """Axes, owners and idle owners: normalised, so that equal meaning is equal bytes."""
+        arrays = [x for axis in self.axes for x in (axis.cuts, axis.part)]
+        arrays += [ints(self.table.shape), self.table, self.idle.owners, self.idle.shapes]
+        return b"grid" + b"".join(len(a).to_bytes(8, "little") + a.astype("<i8").tobytes() for a in arrays)
+
+
+def outer(columns: Sequence[Ints]) -> Ints:
+    """Every combination of one entry per column, as rows in row-major order."""
+    count = int(np.prod([len(c) for c in columns], dtype=np.int64))
+    rows = np.empty((len(columns), count), dtype=np.int64)
+    shape = [len(c) for c in columns]
+    for axis, column in enumerate(columns):
+        view = [1] * len(columns)
+        view[axis] = len(column)
+        rows[axis].reshape(shape)[...] = column.reshape(view)
+    return rows.T
+
+
+def _sides(axis: Axis, part: int) -> list[tuple[int, int, int]]:
+    """The intervals of a part, with the place of each inside it."""
+    found, offset = list[tuple[int, int, int]](), 0
+    for i in axis.intervals(part).tolist():
+        lo, hi = int(axis.cuts[i]), int(axis.cuts[i + 1])
+        found.append((lo, hi, offset))
+        offset += hi - lo
+    return found
+
+
+def _lengths(spans: Spans, parts: int) -> Ints:
+    total = np.zeros(parts, dtype=np.int64)
+    np.add.at(total, spans.part, spans.stop - spans.start)
+    return total
+
+
+def _idle(owners: Ints, shapes: Ints) -> Idle:
+    order = np.argsort(owners)
+    return Idle(ints(owners[order]), ints(shapes[order]))

@@ -1,0 +1,391 @@
+"""Layout: where every cell of a tensor lives. Constructors for every kind; all lower to a grid or a listing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from shardwise.errors import LayoutError
+from shardwise.geometry import Box, Boxes, Ints, Spans, ints
+from shardwise.layout.checks import (
+    checked_boxes,
+    checked_dim,
+    checked_ranges,
+    checked_shape,
+    checked_sizes,
+    counted,
+    owner_array,
+    refuse_repeats,
+)
+from shardwise.layout.diagnosis import Diagnosis, diagnose
+from shardwise.layout.form import Form, Piece
+from shardwise.layout.grid import Grid
+from shardwise.layout.listing import Listing
+from shardwise.layout.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.notation import Spelling, read
+
+
+class Layout:
+    """Where every cell of a tensor of `shape` lives: a value, frozen and hashable, equal where it means the same.
+
+    >>> rows = Layout.chunk((8, 6), 0, owners=4)
+    >>> print(rows)
+    8x6/S0@4
+    >>> rows.pieces(1)
+    (Piece(box=Box(lo=(2, 0), hi=(4, 6)), buffer=0, offset=0, strides=(6, 1)),)
+    >>> rows.owners(Box((3, 0), (5, 1)))
+    (1, 2)
+    >>> rows == Layout.boxes((8, 6), [(o, (2 * o, 0), (2 * o + 2, 6)) for o in range(4)])
+    True
+    """
+
+    shape: tuple[int, ...]
+    op: str | None  # how the terms of a partial layout are reduced
+    form: Form
+
+    def __init__(self, shape: tuple[int, ...], form: Form, spell: Callable[[], Spelling], op: str | None = None) -> None:
+        """For the constructors below; use those. The spelling is made when asked for: it can be long."""
+        self.__dict__.update(shape=shape, form=form, op=op, _spell=spell)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Layout is frozen: {name!r} cannot be set")
+
+    # --- constructors ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def chunk(shape: Sequence[int], dim: int, owners: int | Sequence[int]) -> Layout:
+        """Split `dim` over the owners by torch.chunk's rule: ceil(size / n) each, the last ones smaller or empty.
+
+        >>> [Layout.chunk((5, 2), 0, owners=4).local_shape(o) for o in range(4)]
+        [(2, 2), (2, 2), (1, 2), (0, 2)]
+        """
+        shape = checked_shape(shape)
+        dim, found = checked_dim(dim, shape), owner_array(owners)
+        spans = Spans.whole(shape[dim]).chunk(len(found))
+        return _along(shape, dim, spans, found, ("mesh", None, (f"S{dim}",)))
+
+    @staticmethod
+    def split(shape: Sequence[int], dim: int, sizes: Sequence[int], owners: int | Sequence[int] | None = None) -> Layout:
+        """Split `dim` into chosen sizes, one per owner; zeros are allowed.
+
+        >>> Layout.split((10, 6), 0, [3, 5, 2]).local_shape(1)
+        (5, 6)
+        """
+        shape = checked_shape(shape)
+        dim = checked_dim(dim, shape)
+        lengths = checked_sizes(sizes, shape, dim, "sizes")
+        found = owner_array(len(lengths) if owners is None else owners)
+        if len(lengths) != len(found):
+            raise LayoutError(f"{len(lengths)} sizes for {len(found)} owners: give one size per owner")
+        spans = Spans.pieces(ints(lengths), np.arange(len(lengths)))
+        return _along(shape, dim, spans, found, ("split", dim, tuple((n,) for n in lengths)))
+
+    @staticmethod
+    def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: Any) -> Layout:
+        """One placement per mesh axis, in DTensor's meaning: applied from left to right.
+
+        Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax"), Shard/Replicate/Partial, or torch's own objects,
+        in a sequence, or in a mapping axis name -> placement.
+
+        >>> print(Layout.on_mesh((8, 6), Mesh(fsdp=4, tp=2), ["S0", "R"]))
+        8x6/S0,R@fsdp=4,tp=2
+        """
+        shape = checked_shape(shape)
+        mesh = mesh if isinstance(mesh, Mesh) else Mesh(**mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
+        return _on_mesh(shape, mesh, mesh.placements(placements))
+
+    @staticmethod
+    def boxes(
+        shape: Sequence[int],
+        pieces: Iterable[tuple[int, Sequence[int], Sequence[int]]] | tuple[Any, Any, Any],
+        *,
+        overlap: Literal["replicas"] | None = None,
+    ) -> Layout:
+        """Arbitrary rectangles (owner, lo, hi); several of one owner are several buffers, in the given order.
+
+        Different owners of the same box are replicas. `overlap="replicas"` says that cells in partly overlapping boxes
+        are equal too, so that any holder may serve them. Three arrays (owners, lo, hi) are accepted as well.
+
+        >>> Layout.boxes((4, 6), [(0, (0, 0), (4, 2)), (1, (0, 2), (4, 6))]).local_shape(1)
+        (4, 4)
+        """
+        shape = checked_shape(shape)
+        owners, boxes = checked_boxes(pieces, shape)
+        if overlap not in (None, "replicas"):
+            raise LayoutError(f"overlap must be None or 'replicas', not {overlap!r}")
+        listing = Listing.of_boxes(shape, boxes, owners, overlapping=overlap is not None)
+        kind = "boxes" if overlap is None else "overlapping"
+        return Layout(
+            shape, listing.as_grid() or listing, lambda: _spelling(shape, kind, None, _corners(boxes), owners)
+        )
+
+    @staticmethod
+    def replicated(shape: Sequence[int], owners: int | Sequence[int]) -> Layout:
+        """All of the tensor on every owner.
+
+        >>> print(Layout.replicated((), owners=[3, 5]))
+        scalar/R@2:3,5
+        """
+        found = owner_array(owners)
+        return Layout.on_mesh(shape, Mesh.of((len(found),), ranks=found), [Replicate()])
+
+    @staticmethod
+    def cyclic(shape: Sequence[int], dim: int, block: int, owners: int | Sequence[int]) -> Layout:
+        """Blocks of `block` cells along `dim`, dealt out to the owners in turn.
+
+        >>> [p.box.lo[0] for p in Layout.cyclic((10,), 0, block=2, owners=2).pieces(0)]
+        [0, 4, 8]
+        """
+        shape = checked_shape(shape)
+        dim, block, found = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
+        refuse_repeats(found, "a cyclic layout")
+        edges = np.append(np.arange(0, shape[dim], block), shape[dim])
+        spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(found))
+        return _along(shape, dim, spans, found, ("cyclic", dim, ((block,),)))
+
+    @staticmethod
+    def flat(shape: Sequence[int], ranges: Iterable[tuple[int, int, int]]) -> Layout:
+        """Ranges (owner, start, stop) of the flattened tensor, each a 1-d buffer (FSDP1, ZeRO, distributed optimizers).
+
+        >>> [str(p.box) for p in Layout.flat((4, 6), [(0, 0, 9), (1, 9, 24)]).pieces(1)]
+        ['[1:2, 3:6]', '[2:4, 0:6]']
+        """
+        shape = checked_shape(shape)
+        owners, start, stop = checked_ranges(ranges, shape)
+        items = tuple(zip(start.tolist(), stop.tolist(), strict=True))
+        listing = Listing.of_ranges(shape, start, stop, owners)
+        return Layout(shape, listing, lambda: _spelling(shape, "flat", None, items, owners))
+
+    @staticmethod
+    def fused(shape: Sequence[int], dim: int, segments: Sequence[int], owners: int | Sequence[int]) -> Layout:
+        """Several tensors stacked along `dim` (q|k|v, gate|up): every segment is split over all owners.
+
+        >>> [str(p.box) for p in Layout.fused((12,), 0, [8, 4], owners=2).pieces(1)]
+        ['[4:8]', '[10:12]']
+        """
+        shape = checked_shape(shape)
+        dim, found = checked_dim(dim, shape), owner_array(owners)
+        lengths = checked_sizes(segments, shape, dim, "segments")
+        refuse_repeats(found, "a fused layout")
+        start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(found))
+        spans = Spans(start, stop, part % len(found))
+        return _along(shape, dim, spans, found, ("fused", dim, tuple((n,) for n in lengths)))
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """How many dims."""
+        return len(self.shape)
+
+    @property
+    def terms(self) -> int:
+        """How many contributions make one cell: 1 unless the layout is partial."""
+        return self.form.holders.terms
+
+    def pieces(self, owner: int) -> tuple[Piece, ...]:
+        """What an owner holds and where it lies in its buffers; nothing for an owner that has only empty buffers."""
+        return self.form.pieces(self._known(owner))
+
+    def owners(self, box: Box | None = None) -> tuple[int, ...]:
+        """The owners that hold a cell of `box`; without a box all owners, also those with nothing. Rising."""
+        if box is None:
+            return tuple(self.form.owners.tolist())
+        if len(box.lo) != self.ndim:
+            raise LayoutError(f"{box} has {len(box.lo)} dims, but the layout has shape {self.shape}")
+        cells, block = self.form.cells
+        lo, hi = cells.overlap(Boxes.of([box], self.ndim))
+        rows = np.unique(block[(lo < hi).all(axis=1)])
+        rows = (rows[:, None] * self.terms + np.arange(self.terms)).reshape(-1)
+        return tuple(np.unique(self.form.holders.expand(rows)[1]).tolist())
+
+    def local_shapes(self, owner: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of an owner's buffers."""
+        return self.form.buffers(self._known(owner))
+
+    def local_shape(self, owner: int) -> tuple[int, ...]:
+        """The shape of an owner's only buffer."""
+        shapes = self.local_shapes(owner)
+        if len(shapes) != 1:
+            raise LayoutError(f"owner {owner} has {len(shapes)} buffers of shapes {shapes}: ask for local_shapes")
+        return shapes[0]
+
+    def _known(self, owner: int) -> int:
+        owners = self.form.owners
+        at = int(np.searchsorted(owners, owner))
+        if at == len(owners) or owners[at] != owner:
+            shown = ", ".join(map(str, owners[:8].tolist())) + (", ..." if len(owners) > 8 else "")
+            raise LayoutError(f"no owner {owner} in {self!r}: it has {len(owners)} owners ({shown})")
+        return int(owner)
+
+    # --- validity ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
+        """Every gap and overlap. A grid has none by construction."""
+        return diagnose(self.form) if isinstance(self.form, Listing) else Diagnosis()
+
+    def validate(self) -> Layout:
+        """The layout itself where its pieces cover every cell exactly, whole replicas aside; else an exact error.
+
+        >>> Layout.boxes((8, 6), [(0, (0, 0), (4, 6)), (1, (3, 0), (7, 6))]).validate()
+        Traceback (most recent call last):
+        shardwise.errors.LayoutError: the pieces of 8x6/boxes=0:4,0:6+3:7,0:6@2 do not cover shape (8, 6) exactly:
+          [7:8, 0:6] has no owner
+          owners 0 and 1 both hold [3:4, 0:6]
+        Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, or say
+        overlap="replicas" if overlapping cells hold equal values.
+        """
+        if self.diagnosis:
+            error = LayoutError(
+                f"the pieces of {self._brief()} do not cover shape {self.shape} exactly:\n{self.diagnosis}\n"
+                "Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, or"
+                ' say\noverlap="replicas" if overlapping cells hold equal values.'
+            )
+            error.diagnosis = self.diagnosis  # type: ignore[attr-defined]
+            raise error
+        return self
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def relabel(self, owners: Mapping[int, int]) -> Layout:
+        """The same layout with owners renamed; those not named keep their number.
+
+        >>> print(Layout.chunk((8, 6), 0, owners=2).relabel({0: 1, 1: 0}))
+        8x6/S0@2:1,0
+        """
+        for owner in owners:
+            self._known(owner)
+        old = self.form.owners
+        new = owner_array([owners.get(o, o) for o in old.tolist()])
+        refuse_repeats(new, "a relabelled layout")
+        order = range(prod(self.spelling.mesh)) if self.spelling.owners is None else self.spelling.owners
+        spelling = replace(self.spelling, owners=_unless_counting(ints([owners.get(o, o) for o in order])))
+        return Layout(self.shape, self.form.relabel(old, new), lambda: spelling, self.op)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that are the same for equal layouts, on every machine."""
+        head = f"shardwise layout 1 {self.shape} {self.op} ".encode()
+        return blake2b(head + self.form.digest(), digest_size=16).hexdigest()
+
+    @cached_property
+    def _hash(self) -> int:
+        return int(self.fingerprint[:15], 16)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (self.shape == other.shape and self.fingerprint == other.fingerprint)
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How the layout was written down: not part of its meaning, so not compared."""
+        return self._spell()  # type: ignore[attr-defined,no-any-return]
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return parse, (str(self),)
+
+    def __str__(self) -> str:
+        return str(self.spelling)
+
+    def _brief(self, width: int = 100) -> str:
+        text = str(self)
+        return text if len(text) <= width else f"{text[:width]}... ({len(self.form.owners)} owners)"
+
+    def __repr__(self) -> str:
+        return f"Layout('{self._brief()}')"
+
+
+def parse(text: str) -> Layout:
+    """The layout of a text: the inverse of str(layout). See `shardwise.notation` for the grammar.
+
+    >>> parse("8x6/S0@4") == Layout.chunk((8, 6), 0, owners=4)
+    True
+    """
+    s = read(text)
+    owners = s.owners if s.owners is not None else range(prod(s.mesh))
+    rows: Any = s.items
+    match s.kind:
+        case "mesh" if s.names is None and len(s.items) == 1 and rows[0][1:].isdigit():
+            return Layout.chunk(s.shape, int(rows[0][1:]), list(owners))
+        case "mesh":
+            return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
+        case "split":
+            return Layout.split(s.shape, s.dim or 0, [r[0] for r in rows], list(owners))
+        case "cyclic":
+            return Layout.cyclic(s.shape, s.dim or 0, rows[0][0], list(owners))
+        case "fused":
+            return Layout.fused(s.shape, s.dim or 0, [r[0] for r in rows], list(owners))
+        case "flat":
+            return Layout.flat(s.shape, [(o, *r) for o, r in zip(owners, rows, strict=True)])
+    return Layout.boxes(
+        s.shape,
+        [(o, r[::2], r[1::2]) for o, r in zip(owners, rows, strict=True)],
+        overlap="replicas" if s.kind == "overlapping" else None,
+    )
+
+
+def _along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints, words: tuple[str, int | None, Any]) -> Layout:
+    """One dim spread over the owners. One that is named several times has as many buffers: that is a listing."""
+    def spell() -> Spelling:
+        return _spelling(shape, *words, owners)
+
+    if len(np.unique(owners)) == len(owners):
+        every = [spans if d == dim else Spans.whole(size) for d, size in enumerate(shape)]
+        table = owners.reshape([len(owners) if d == dim else 1 for d in range(len(shape))] + [1, 1])
+        return Layout(shape, Grid.build(every, table), spell)
+    lo = np.zeros((len(owners), len(shape)), dtype=np.int64)
+    hi = np.tile(ints(shape), (len(owners), 1))
+    lo[:, dim] = hi[:, dim] = shape[dim]  # parts that are not among the spans are empty
+    lo[spans.part, dim], hi[spans.part, dim] = spans.start, spans.stop
+    return Layout(shape, Listing.of_boxes(shape, Boxes(lo, hi), owners, overlapping=False), spell)
+
+
+def _on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    """Placements applied from left to right; the owner table is the mesh with its axes grouped by what they do."""
+    spans = [Spans.whole(size) for size in shape]
+    groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
+    ops, words = set[str](), list[str]()
+    for axis, (asked, count) in enumerate(zip(placements, mesh.shape, strict=True)):
+        if isinstance(asked, Shard | StridedShard):
+            asked = replace(asked, dim=checked_dim(asked.dim, shape))
+            old = spans[asked.dim]
+            spans[asked.dim] = old.chunk(count) if isinstance(asked, Shard) else old.strided(asked.split_factor, count)
+            groups[asked.dim].append(axis)
+        elif isinstance(asked, Partial):
+            ops.add(asked.reduce_op)
+            groups[-2].append(axis)
+        else:
+            groups[-1].append(axis)
+        words.append(str(asked))
+    if len(ops) > 1:
+        raise LayoutError(f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one")
+    table = mesh.ranks.transpose([axis for group in groups for axis in group])
+    table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
+    owners = None if mesh.in_order else tuple(mesh.ranks.reshape(-1).tolist())
+    spelling = Spelling(shape, "mesh", None, tuple(words), mesh.shape, mesh.names if mesh.named else None, owners)
+    return Layout(shape, Grid.build(spans, table), lambda: spelling, ops.pop() if ops else None)
+
+
+def _spelling(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:
+    return Spelling(shape, kind, dim, items, (len(owners),), None, _unless_counting(owners))
+
+
+def _corners(boxes: Boxes) -> tuple[tuple[int, ...], ...]:
+    """lo and hi of every axis in turn, as the notation lists them."""
+    return tuple(map(tuple, np.stack(boxes, axis=2).reshape(boxes.count, -1).tolist()))
+
+
+def _unless_counting(owners: Ints) -> tuple[int, ...] | None:
+    """The owners as the notation writes them: not at all where they are 0, 1, 2, ..."""
+    return None if (owners == np.arange(len(owners))).all() else tuple(owners.tolist())

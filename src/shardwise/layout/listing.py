@@ -1,0 +1,215 @@
+"""A layout that is a list of pieces: arbitrary rectangles, several per owner, and flat ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardwise.geometry import Box, Boxes, Ints, cut, distinct, heads, ints, join, row_major, starts
+from shardwise.layout.form import Cells, Holders, Piece, rename
+from shardwise.layout.grid import Grid, Idle
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """The buffers of all owners, sorted by owner: buffer b is number `number[b]` of `owner[b]` and has `shape[b]`."""
+
+    owner: Ints
+    shape: Ints
+
+    @staticmethod
+    def of(owner: Ints, shape: Ints) -> tuple[Buffers, Ints]:
+        """Sorted by owner, each owner's in the given order; and where each given one went."""
+        order = np.argsort(owner, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return Buffers(owner[order], shape[order]), ints(place)
+
+    def rows(self, owner: int) -> range:
+        """The buffers of one owner."""
+        return range(*np.searchsorted(self.owner, [owner, owner + 1]).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """Piece i holds `boxes[i]` in buffer `buffer[i]`, from element `offset[i]` on with `strides[i]`; none is empty."""
+
+    shape: tuple[int, ...]
+    boxes: Boxes
+    buffer: Ints
+    offset: Ints
+    strides: Ints
+    storage: Buffers
+    overlapping: bool = False
+
+    @staticmethod
+    def of_boxes(shape: tuple[int, ...], boxes: Boxes, owners: Ints, overlapping: bool) -> Listing:
+        """Every box is a contiguous buffer of its own."""
+        size = boxes.hi - boxes.lo
+        buffers, place = Buffers.of(owners, size)
+        full = (size > 0).all(axis=1)
+        order = np.argsort(place[full], kind="stable")
+        strides = np.ones_like(size[full])
+        strides[:, :-1] = np.cumprod(size[full][:, :0:-1], axis=1)[:, ::-1]
+        return Listing(
+            shape,
+            boxes.take(full).take(order),
+            place[full][order],
+            np.zeros(len(order), dtype=np.int64),
+            strides[order],
+            buffers,
+            overlapping,
+        )
+
+    def as_grid(self) -> Grid | None:
+        """The grid that the boxes form, where every owner has one buffer and they do."""
+        if self.overlapping or (np.diff(self.storage.owner) == 0).any():
+            return None
+        empty = np.ones(len(self.storage.owner), dtype=np.bool_)
+        empty[self.buffer] = False
+        return Grid.detect(self.shape, self.boxes, self.piece_owner, Idle(self.storage.owner[empty], self.storage.shape[empty]))
+
+    @staticmethod
+    def of_ranges(shape: tuple[int, ...], start: Ints, stop: Ints, owners: Ints) -> Listing:
+        """Every range of the flattened tensor is a 1-d buffer; it is at most 2 * ndim - 1 boxes."""
+        buffers, place = Buffers.of(owners, (stop - start)[:, None])
+        whole = Boxes(np.zeros((len(start), len(shape)), dtype=np.int64), np.tile(ints(shape), (len(start), 1)))
+        row, boxes = cut(whole, start, stop)
+        strides = ints(row_major(shape))
+        offset = boxes.lo @ strides - start[row]
+        order = np.argsort(place[row], kind="stable")
+        return Listing(
+            shape,
+            boxes.take(order),
+            place[row][order],
+            ints(offset[order]),
+            np.tile(strides, (len(row), 1)),
+            buffers,
+        )
+
+    @property
+    def piece_owner(self) -> Ints:
+        """Whose each piece is; rising."""
+        return self.storage.owner[self.buffer]
+
+    @cached_property
+    def owners(self) -> Ints:
+        """All owners, rising."""
+        return np.unique(self.storage.owner)
+
+    @cached_property
+    def _held(self) -> tuple[Cells, Holders]:
+        """Cells with their holders: equal boxes of several owners are one cell."""
+        first, number = distinct(self.boxes, self.shape)
+        boxes = self.boxes.take(first)
+        row, owner = number, self.piece_owner
+        if self.overlapping:
+            boxes, source, atom = _atoms(boxes)
+            order = np.argsort(number, kind="stable")
+            edges = starts(np.bincount(number, minlength=len(first)))
+            owners = [owner[order[edges[s] : edges[s + 1]]] for s in source.tolist()]
+            row, owner = np.repeat(atom, [len(o) for o in owners]), np.concatenate([*owners, ints([])])
+        order = np.lexsort((owner, row))
+        row, owner = row[order], owner[order]
+        new = heads(row) | heads(owner)  # an owner that holds a cell twice counts once
+        counts = np.bincount(row[new], minlength=boxes.count)
+        return Cells(boxes, np.arange(boxes.count)), Holders.of(ints(counts), owner[new])
+
+    @property
+    def holders(self) -> Holders:
+        """Who holds each cell."""
+        return self._held[1]
+
+    @property
+    def cells(self) -> Cells:
+        """The different boxes; every one is a block of its own."""
+        return self._held[0]
+
+    @cached_property
+    def _by_owner(self) -> tuple[Ints, Ints]:
+        """The blocks of every owner: owners rising, and the block of each entry."""
+        block = np.repeat(np.arange(len(self.holders.counts)), self.holders.counts)
+        order = np.argsort(self.holders.owners, kind="stable")
+        return self.holders.owners[order], block[order]
+
+    def blocks(self, owner: int) -> Ints:
+        """The blocks that an owner holds."""
+        owners, block = self._by_owner
+        first, last = np.searchsorted(owners, [owner, owner + 1])
+        return block[first:last]
+
+    def pieces(self, owner: int) -> tuple[Piece, ...]:
+        """An owner's pieces, buffer after buffer."""
+        rows = self.storage.rows(owner)
+        first, last = np.searchsorted(self.buffer, [rows.start, rows.stop]).tolist()
+        return tuple(
+            Piece(
+                self.boxes.box(i),
+                int(self.buffer[i]) - rows.start,
+                int(self.offset[i]),
+                tuple(self.strides[i].tolist()),
+            )
+            for i in range(first, last)
+        )
+
+    def buffers(self, owner: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of an owner's buffers."""
+        return tuple(tuple(self.storage.shape[b].tolist()) for b in self.storage.rows(owner))
+
+    def largest(self) -> int:
+        """The most cells of one owner."""
+        owner, place = np.unique(self.piece_owner, return_inverse=True)
+        total = np.zeros(len(owner), dtype=np.int64)
+        np.add.at(total, place, self.boxes.volumes())
+        return int(total.max(initial=0))
+
+    def relabel(self, old: Ints, new: Ints) -> Listing:
+        """The same pieces with other owners."""
+        buffers, place = Buffers.of(rename(self.storage.owner, old, new), self.storage.shape)
+        order = np.argsort(place[self.buffer], kind="stable")
+        return Listing(
+            self.shape,
+            self.boxes.take(order),
+            place[self.buffer][order],
+            self.offset[order],
+            self.strides[order],
+            buffers,
+            self.overlapping,
+        )
+
+    def digest(self) -> bytes:
+        """All pieces and buffers, in their order."""
+        arrays = [*self.boxes, self.buffer, self.offset, self.strides, self.storage.owner, self.storage.shape]
+        kind = b"overlapping" if self.overlapping else b"listing"
+        return kind + b"".join(len(a).to_bytes(8, "little") + a.astype("<i8").tobytes() for a in arrays)
+
+
+def _atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
+    """Overlapping boxes cut so that none ends inside another: the atoms, and the (box, atom) pairs that belong."""
+    left, right = join(boxes, boxes)
+    crowded = np.zeros(boxes.count, dtype=np.bool_)
+    crowded[left[left != right]] = True
+    alone = np.flatnonzero(~crowded)
+    atoms = [(boxes.box(i), [i]) for i in alone.tolist()]
+    cluster = list[tuple[Box, list[int]]]()
+    for i in np.flatnonzero(crowded).tolist():
+        cluster = _cut_by(cluster, boxes.box(i), i)
+    atoms += cluster
+    pairs = [(i, n) for n, (_, members) in enumerate(atoms) for i in members]
+    return Boxes.of([a for a, _ in atoms], boxes.ndim), ints([p[0] for p in pairs]), ints([p[1] for p in pairs])
+
+
+def _cut_by(atoms: list[tuple[Box, list[int]]], box: Box, number: int) -> list[tuple[Box, list[int]]]:
+    """The atoms with one more box: what they share with it is cut out and belongs to it too."""
+    found, rest = list[tuple[Box, list[int]]](), [box]
+    for atom, members in atoms:
+        shared = atom & box
+        if shared is None:
+            found.append((atom, members))
+            continue
+        found.append((shared, [*members, number]))
+        found.extend((part, members) for part in atom.minus(shared))
+        rest = [part for r in rest for part in r.minus(shared)]
+    return found + [(part, [number]) for part in rest]

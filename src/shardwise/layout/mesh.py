@@ -1,0 +1,193 @@
+"""Meshes of owners with named axes, and the placements of a tensor on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import LayoutError
+from shardwise.geometry import Ints
+from shardwise.layout.checks import counted, owner_array, refuse_repeats
+from shardwise.notation import OPERATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Split dim `dim` over a mesh axis by torch.chunk's rule."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """Split dim `dim` into `split_factor` chunks and each of these over a mesh axis (DTensor's `_StridedShard`)."""
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"S{self.dim}:{self.split_factor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """The same on every owner of a mesh axis."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every owner of a mesh axis holds a term; `reduce_op` over the terms gives the value."""
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in OPERATIONS:
+            raise LayoutError(f"no reduction {self.reduce_op!r}: use one of {', '.join(OPERATIONS)}")
+
+    def __str__(self) -> str:
+        return "P" if self.reduce_op == "sum" else f"P{self.reduce_op}"
+
+
+Placement = Shard | StridedShard | Replicate | Partial
+
+_WORDS = re.compile(
+    r"(?P<R>R|Replicate\(\))|_?S\(?(?P<dim>-?\d+)(?:[:,] ?(?:sf=)?(?P<factor>\d+))?\)?|(?P<P>P)\(?(?P<op>[a-z]*)\)?"
+)
+
+
+def placement(asked: Any) -> Placement:
+    """A placement from its word ("S0", "S0:2", "R", "P", "Pmax"; also "S(0)", "P(max)"), from ours, or from torch's.
+
+    >>> placement("Pmax"), placement("S(1)")
+    (Partial(reduce_op='max'), Shard(dim=1))
+    """
+    if isinstance(asked, Shard | StridedShard | Replicate | Partial):
+        return asked
+    if isinstance(asked, str):
+        return _read(asked)
+    if hasattr(asked, "reduce_op"):
+        return Partial(str(asked.reduce_op))
+    if hasattr(asked, "split_factor"):
+        return StridedShard(int(asked.dim), int(asked.split_factor))
+    if hasattr(asked, "dim"):
+        return Shard(int(asked.dim))
+    if type(asked).__name__ == "Replicate":
+        return Replicate()
+    raise LayoutError(f"{asked!r} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')")
+
+
+def _read(word: str) -> Placement:
+    found = _WORDS.fullmatch(word.strip())
+    if not found:
+        raise LayoutError(f"{word!r} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
+    if found["R"]:
+        return Replicate()
+    if found["P"]:
+        return Partial(found["op"] or "sum")
+    return StridedShard(int(found["dim"]), int(found["factor"])) if found["factor"] else Shard(int(found["dim"]))
+
+
+class Mesh:
+    """Owners in an array with named axes.
+
+    `ranks` are the owners (0, 1, 2, ... unless given); `hosts` says where they live: a number of owners per host, or a
+    host for every owner in the order of `ranks`.
+
+    >>> Mesh(fsdp=4, tp=2)
+    Mesh(fsdp=4, tp=2)
+    >>> Mesh(fsdp=2, tp=2, ranks=[8, 9, 12, 13]).ranks.tolist()
+    [[8, 9], [12, 13]]
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: Ints
+    hosts: Mapping[int, Hashable] | None
+
+    def __init__(self, *, ranks: Any = None, hosts: int | Sequence[Hashable] | None = None, **axes: int) -> None:
+        sizes = tuple(counted(size, f"the size of mesh axis {name!r}") for name, size in axes.items())
+        self.names, self.shape = tuple(axes), sizes
+        self.ranks = owner_array(prod(sizes) if ranks is None else np.asarray(ranks).reshape(-1))
+        if len(self.ranks) != prod(sizes):
+            raise LayoutError(f"a mesh of {self._sizes()} has {prod(sizes)} owners, but ranks= lists {len(self.ranks)}")
+        refuse_repeats(self.ranks, "a mesh")
+        self.hosts = None if hosts is None else _hosts(hosts, self.ranks.tolist())
+        self.ranks = self.ranks.reshape(sizes)
+        self.ranks.flags.writeable = False
+
+    @staticmethod
+    def of(shape: Sequence[int], names: Sequence[str] | None = None, ranks: Any = None) -> Mesh:
+        """A mesh of that shape; axes without names are called by their number.
+
+        >>> Mesh.of((4, 2))
+        Mesh(4x2)
+        """
+        axes = dict(zip(names or map(str, range(len(shape))), shape, strict=True))
+        return Mesh(ranks=ranks, **axes)
+
+    @property
+    def named(self) -> bool:
+        """True where the axes have names of their own."""
+        return self.names != tuple(map(str, range(len(self.names))))
+
+    @property
+    def in_order(self) -> bool:
+        """True where the owners are 0, 1, 2, ..."""
+        return bool((self.ranks.reshape(-1) == np.arange(self.ranks.size)).all())
+
+    def placements(self, asked: Any) -> tuple[Placement, ...]:
+        """One placement per axis, from a sequence or from a mapping axis name -> placement (others replicate)."""
+        if isinstance(asked, Mapping):
+            for name in asked:
+                if name not in self.names:
+                    near = get_close_matches(str(name), self.names, 1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise LayoutError(f"no axis {name!r} in {self}: it has {', '.join(self.names)}{hint}")
+            asked = [asked.get(name, "R") for name in self.names]
+        if isinstance(asked, str):
+            asked = asked.split(",")
+        found = tuple(placement(p) for p in asked)
+        if len(found) != len(self.shape):
+            raise LayoutError(f"{self} has {len(self.shape)} axes, but {len(found)} placements were given: one per axis")
+        return found
+
+    def _sizes(self) -> str:
+        if self.named:
+            return ", ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+        return "x".join(map(str, self.shape))
+
+    def __repr__(self) -> str:
+        return f"Mesh({self._sizes()}{'' if self.in_order else f', ranks={self.ranks.tolist()}'})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        hosts = None if self.hosts is None else tuple(self.hosts.values())
+        return self.names, self.shape, self.ranks.tobytes(), hosts
+
+
+def _hosts(asked: int | Sequence[Hashable], ranks: Sequence[int]) -> dict[int, Hashable]:
+    if isinstance(asked, int):
+        per_host = counted(asked, "hosts= (owners per host)")
+        return {rank: place // per_host for place, rank in enumerate(ranks)}
+    if len(asked) != len(ranks):
+        raise LayoutError(f"hosts= names {len(asked)} hosts for {len(ranks)} owners: one per owner, or a number per host")
+    return dict(zip(ranks, asked, strict=True))
