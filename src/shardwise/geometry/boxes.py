@@ -84,6 +84,8 @@ def tiles(boxes: Boxes, shape: Sequence[int]) -> bool:
     whole = Boxes(np.zeros((1, len(shape)), dtype=np.int64), ints(shape).reshape(1, -1))
     if int(boxes.volumes().sum()) != int(whole.volumes()[0]):
         return False
+    if not whole.volumes()[0]:
+        return True
     cut = [a for a, size in enumerate(shape) if boxes.lo[:, a].any() or (boxes.hi[:, a] != size).any()]
     lo, hi, sizes = boxes.lo[:, cut], boxes.hi[:, cut], [shape[a] for a in cut]
     signed: tuple[list[Ints], list[Ints]] = [], []

@@ -50,8 +50,8 @@ def diagnose(listing: Listing) -> Diagnosis:
         return Diagnosis()
     first, number = distinct(listing.boxes, listing.shape)
     boxes = listing.boxes.take(first)
-    twice = _twice(listing, number)
-    if not twice and not listing.overlapping and tiles(boxes, listing.shape):
+    twice = [] if listing.overlapping else _twice(listing, number)
+    if not twice and tiles(boxes, listing.shape):
         return Diagnosis()
     left, right = join(boxes, boxes)
     left, right = left[left < right], right[left < right]

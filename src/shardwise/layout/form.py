@@ -61,6 +61,12 @@ class Holders:
         index, nth = spread(self.counts[rows])
         return index, self.owners[self.edges[rows[index]] + nth]
 
+    def pick(self, rows: Ints, turn: Ints) -> Ints:
+        """One owner of each row, counting round and round; -1 where a row is empty."""
+        count = self.counts[rows]
+        place = np.where(count > 0, self.edges[rows] + turn % np.maximum(count, 1), len(self.owners))
+        return np.append(self.owners, -1)[place]
+
     def hold(self, rows: Ints, owners: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Pair by pair: is that owner in that row?"""
         if self.most == 1:

@@ -41,13 +41,23 @@ class Grid:
         where = np.nonzero(np.broadcast_to(empty[..., None, None], table.shape))
         shapes = [n[i] for n, i in zip(lengths, where, strict=False)]
         idle = _idle(table[where], np.stack(shapes, axis=1) if shapes else np.zeros((0, 0), dtype=np.int64))
+        if idle.owners.size == table.size:
+            return Grid.empty([axis.size for axis, _ in pairs], idle)
         for axis, (_, kept) in enumerate(pairs):
             table = table.take(kept, axis=axis)
         return Grid(tuple(axis for axis, _ in pairs), np.sort(table, axis=-1), idle)
 
     @staticmethod
+    def empty(shape: Sequence[int], idle: Idle) -> Grid:
+        """The grid of a tensor without cells: however it was cut, all that is left are idle owners."""
+        axes = tuple(Axis.of(Spans.whole(size))[0] for size in shape)
+        return Grid(axes, np.zeros([*(axis.parts for axis in axes), 1, 1], dtype=np.int64), idle)
+
+    @staticmethod
     def detect(shape: Sequence[int], boxes: Boxes, owners: Ints, idle: Idle) -> Grid | None:
         """The grid that boxes of different owners form, if they do."""
+        if 0 in shape:
+            return Grid.empty(shape, _idle(*idle))
         block, axes = np.zeros(boxes.count, dtype=np.int64), list[Axis]()
         for a, size in enumerate(shape):
             cuts = np.unique(boxes.lo[:, a])

@@ -1,0 +1,64 @@
+"""A plan in words and a small table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.plan.plan import Plan
+
+MOST_ROWS = 16
+
+
+def explain(plan: Plan) -> str:
+    """What moves, against the lower bound, and who sends how much to whom."""
+    moved, total = plan.bytes_moved, plan.bytes_moved + plan.bytes_local
+    lines = [
+        f"from  {plan.source!r}"[:-1].replace("Layout('", "").rstrip("'"),
+        f"to    {plan.target!r}"[:-1].replace("Layout('", "").rstrip("'"),
+        "",
+        f"moves {size(moved)} of {size(total)} between owners; {size(plan.bytes_local)} stay where they are",
+        f"no plan can move less than {size(plan.lower_bound)}",
+        f"{plan.messages:,} messages in {count(plan.rounds, 'round')}; an owner stages at most {size(plan.peak_bytes)} at a time",
+    ]
+    return "\n".join([*lines, *_steps(plan), "", *_table(plan)])
+
+
+def _steps(plan: Plan) -> list[str]:
+    steps = int(plan.copies.step.max(initial=0)) + 1
+    first = f"reduce ({plan.source.op} of {plan.source.terms} terms, in their order)" if plan.reducing else "fetch"
+    return [f"in {steps} steps: {first}, then hand on what arrived"] if steps > 1 else [f"{first}, in one step"] if plan.reducing else []
+
+
+def _table(plan: Plan) -> list[str]:
+    """Owners with what they keep, send and receive."""
+    kept = dict.fromkeys(plan.owners, 0)
+    local = plan.copies.take(~plan.copies.remote)
+    for owner, volume in zip(local.target.tolist(), local.volumes.tolist(), strict=True):
+        kept[owner] += volume * plan.itemsize
+    sent, received = plan.sent, plan.received
+    rows = [("owner", "keeps", "sends", "receives")]
+    rows += [(str(o), size(kept[o]), size(sent[o]), size(received[o])) for o in plan.owners[:MOST_ROWS]]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    more = len(plan.owners) - MOST_ROWS
+    return lines + [f"... and {more:,} more owners; busiest to mean as 1 to {plan.balance:.2f}"] * (more > 0)
+
+
+def size(amount: int) -> str:
+    """Bytes for people.
+
+    >>> size(96), size(1536), size(3 * 2**30)
+    ('96 B', '1.50 KiB', '3.00 GiB')
+    """
+    value, unit = float(amount), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007
+        if value < 1024:
+            break
+        value /= 1024
+    return f"{amount} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,82 @@
+"""Plans as JSON. A plan is a function of its layouts and options, so that is what is written, with fingerprints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.geometry import ints
+from shardwise.layout import parse
+
+if TYPE_CHECKING:
+    from shardwise.plan.copies import Copies
+    from shardwise.plan.plan import Plan
+
+VERSION = 1
+
+
+def to_json(plan: Plan, *, copies: bool = False) -> str:
+    """Layouts, options, fingerprints and totals; with `copies=True` every copy too, for other tools to read."""
+    found: dict[str, Any] = {
+        "shardwise_plan": VERSION,
+        "source": {"layout": str(plan.source), "fingerprint": plan.source.fingerprint},
+        "target": {"layout": str(plan.target), "fingerprint": plan.target.fingerprint},
+        "itemsize": plan.itemsize,
+        "max_bytes": plan.max_bytes,
+        "hosts": plan.hosts,
+        "bytes_moved": plan.bytes_moved,
+        "messages": plan.messages,
+        "peak_bytes": plan.peak_bytes,
+        "copies_fingerprint": digest(plan.copies),
+    }
+    if copies:
+        found["copies"] = [
+            {"source": c.source, "target": c.target, "lo": c.box.lo, "hi": c.box.hi}
+            | {"term": c.term, "step": c.step, "round": c.round}
+            for c in plan.copies
+        ]
+    return json.dumps(found)
+
+
+def from_json(text: str, make: Callable[..., Plan]) -> Plan:
+    """The plan of a file, made again and held against what the file says of it."""
+    found = _read(text)
+    try:
+        source, target = parse(found["source"]["layout"]), parse(found["target"]["layout"])
+        hosts = None if found["hosts"] is None else {int(o): host for o, host in found["hosts"]}
+        plan = make(source, target, itemsize=found["itemsize"], max_bytes=found["max_bytes"], hosts=hosts)
+        for side, layout in ("source", source), ("target", target):
+            _same(f"the fingerprint of the {side}", found[side]["fingerprint"], layout.fingerprint)
+        _same("the fingerprint of the copies", found["copies_fingerprint"], digest(plan.copies))
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ShardwiseError):
+            raise
+        raise PlanError(f"this is not a whole plan file: {type(error).__name__} at {error}") from None
+    return plan
+
+
+def digest(copies: Copies) -> str:
+    """32 hex digits that tell apart different lists of copies."""
+    columns = (*copies.boxes, copies.source, copies.target, copies.term, copies.step, copies.round)
+    return blake2b(b"".join(np.ascontiguousarray(c, dtype="<i8").tobytes() for c in columns), digest_size=16).hexdigest()
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"this is not a plan file: {error}") from None
+    if not isinstance(found, dict) or found.get("shardwise_plan") != VERSION:
+        version = found.get("shardwise_plan") if isinstance(found, dict) else None
+        raise PlanError(f"this is not a plan file of version {VERSION}: it says {version!r}")
+    return found
+
+
+def _same(what: str, said: object, found: object) -> None:
+    if said != found:
+        raise PlanError(f"{what} is {said} in the plan file, but {found} when made again: the file is of another plan")

@@ -1,0 +1,97 @@
+"""Where the cells of two layouts meet: the raw material of a plan, for everybody or for one owner."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.geometry import Boxes, Ints, join, positions
+from shardwise.layout import Cells, Grid, Layout, outer
+
+
+class Regions(NamedTuple):
+    """Boxes that lie in one block of the source and one of the target, in the order of their first corners."""
+
+    boxes: Boxes
+    source: Ints
+    target: Ints
+
+    def take(self, rows: Ints) -> Regions:
+        """Some of them."""
+        return Regions(self.boxes.take(rows), self.source[rows], self.target[rows])
+
+
+def all_regions(source: Layout, target: Layout) -> Regions:
+    """Every region."""
+    if isinstance(source.form, Grid) and isinstance(target.form, Grid):
+        return _crossed(source.form, target.form, [None] * source.ndim)
+    here, there = source.form.cells, target.form.cells
+    return _sorted(source, _joined(here, there))
+
+
+def owner_regions(source: Layout, target: Layout, owner: int) -> Regions:
+    """The regions that decide what one owner sends and receives.
+
+    These are the regions of its own blocks on both sides and, where a block that it needs has replicas to choose from,
+    all regions of that block: who serves whom is settled among them.
+    """
+    if isinstance(source.form, Grid) and isinstance(target.form, Grid):
+        found = _grid_owner(source.form, target.form, owner)
+    else:
+        found = _listed_owner(source, target, owner)
+    return _sorted(source, Regions(Boxes.concat([f.boxes for f in found]), *_columns(found)), unique=True)
+
+
+def _columns(found: list[Regions]) -> tuple[Ints, Ints]:
+    return np.concatenate([f.source for f in found]), np.concatenate([f.target for f in found])
+
+
+def _sorted(source: Layout, regions: Regions, unique: bool = False) -> Regions:
+    """Regions are disjoint, so that their first corners tell them apart."""
+    key = positions(regions.boxes.lo, source.shape)
+    order = np.unique(key, return_index=True)[1] if unique else np.argsort(key, kind="stable")
+    return regions.take(order)
+
+
+def _crossed(source: Grid, target: Grid, only: list[Ints | None]) -> Regions:
+    """Two grids, axis by axis; `only` these intervals of the source."""
+    axes = [a.cross(b, mine) for a, b, mine in zip(source.axes, target.axes, only, strict=True)]
+    boxes = Boxes(outer([c.lo for c in axes]), outer([c.hi for c in axes]))
+    return Regions(boxes, source.block([c.mine for c in axes]), target.block([c.theirs for c in axes]))
+
+
+def _grid_owner(source: Grid, target: Grid, owner: int) -> list[Regions]:
+    none = _crossed(source, target, [np.zeros(0, dtype=np.int64)] * len(source.axes)) if source.axes else None
+    found = [none] if none else []
+    sends, receives = source.parts(owner), target.parts(owner)
+    if sends is not None:
+        found.append(_crossed(source, target, [a.intervals(p) for a, p in zip(source.axes, sends, strict=True)]))
+    if receives is not None:
+        mine = [a.intervals(p) for a, p in zip(target.axes, receives, strict=True)]
+        if source.table.shape[-1] > 1:
+            needed = [b.cross(a, m).theirs for a, b, m in zip(source.axes, target.axes, mine, strict=True)]
+            blocks = [a.meets(np.unique(n)) for a, n in zip(source.axes, needed, strict=True)]
+            found.append(_crossed(source, target, list(blocks)))
+        else:
+            boxes, there, here = _crossed(target, source, list(mine))
+            found.append(Regions(boxes, here, there))
+    return found or [_crossed(source, target, [])]
+
+
+def _listed_owner(source: Layout, target: Layout, owner: int) -> list[Regions]:
+    here, there, holders = source.form.cells, target.form.cells, source.form.holders
+    receives = _joined(here, _only(there, target.form.blocks(owner)))
+    choice = np.unique(receives.source)
+    choice = choice[holders.counts[choice * holders.terms] > 1]
+    return [receives, _joined(_only(here, np.union1d(choice, source.form.blocks(owner))), there)]
+
+
+def _only(cells: Cells, blocks: Ints) -> Cells:
+    rows = np.flatnonzero(np.isin(cells.block, blocks))
+    return Cells(cells.boxes.take(rows), cells.block[rows])
+
+
+def _joined(here: Cells, there: Cells) -> Regions:
+    i, j = join(here.boxes, there.boxes)
+    return Regions(here.boxes.take(i).overlap(there.boxes.take(j)), here.block[i], there.block[j])

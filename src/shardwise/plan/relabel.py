@@ -1,0 +1,90 @@
+"""Target owners permuted so that the most cells stay where they are: an assignment problem."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.geometry import Ints, ints
+from shardwise.layout import Layout
+from shardwise.plan.regions import all_regions
+
+EXACT = 256  # owners up to which the best permutation is found; above, a greedy one that is never worse than none
+
+
+def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
+    """Target owner -> the owner to take its place, so that the fewest bytes move.
+
+    >>> rows = Layout.chunk((8, 2), 0, owners=4)
+    >>> fewest_bytes(rows, rows.relabel({0: 3, 3: 0}))
+    {0: 3, 1: 1, 2: 2, 3: 0}
+    """
+    owners = target.form.owners
+    kept = _kept(source, target, owners)
+    best = _assign(kept) if len(owners) <= EXACT else _greedy(kept)
+    same = np.arange(len(owners))
+    if kept[same, best].sum() <= kept[same, same].sum():
+        best = same
+    return dict(zip(owners.tolist(), owners[best].tolist(), strict=True))
+
+
+def _kept(source: Layout, target: Layout, owners: Ints) -> Ints:
+    """Cells of the block of target owner i (row) that owner j (column) holds already."""
+    regions, volume = all_regions(source, target), None
+    found = np.zeros((len(owners), len(owners)), dtype=np.int64)
+    volume = regions.boxes.volumes()
+    terms = target.terms
+    for here in range(source.terms):
+        held, holder = source.form.holders.expand(regions.source * source.terms + here)
+        mine = np.isin(holder, owners)
+        for there in range(terms):
+            rows, taker = target.form.holders.expand(regions.target[held[mine]] * terms + there)
+            i, j = np.searchsorted(owners, taker), np.searchsorted(owners, holder[mine][rows])
+            np.add.at(found, (i, j), volume[held[mine][rows]])
+    return found
+
+
+def _greedy(kept: Ints) -> Ints:
+    """The largest gain first."""
+    count = len(kept)
+    best, taken = np.full(count, -1), np.zeros(count, dtype=np.bool_)
+    row, column = np.nonzero(kept)
+    for n in np.lexsort((column, row, -kept[row, column])).tolist():
+        if best[row[n]] < 0 and not taken[column[n]]:
+            best[row[n]], taken[column[n]] = column[n], True
+    best[best < 0] = np.flatnonzero(~taken)
+    return ints(best)
+
+
+def _assign(gain: Ints) -> Ints:
+    """For each row a column of its own, the sum of gains largest: shortest augmenting paths with dual prices.
+
+    >>> _assign(ints([[1, 5, 0], [4, 6, 0], [0, 9, 2]])).tolist()
+    [2, 0, 1]
+    """
+    count = len(gain)
+    cost: npt.NDArray[np.int64] = gain.max(initial=0) - gain
+    row_price, column_price = np.zeros((2, count + 1), dtype=np.int64)
+    row_of = np.full(count + 1, -1)  # the row that a column is given to; the last column is where a new row begins
+    for row in range(count):
+        row_of[count], column = row, count
+        slack, previous = np.full(count, np.iinfo(np.int64).max), np.full(count, count)
+        seen = np.zeros(count + 1, dtype=np.bool_)
+        while row_of[column] >= 0:
+            seen[column] = True
+            free = ~seen[:count]
+            offer = cost[row_of[column]] - row_price[row_of[column]] - column_price[:count]
+            closer = free & (offer < slack)
+            slack[closer], previous[closer] = offer[closer], column
+            following = int(np.where(free, slack, np.iinfo(np.int64).max).argmin())
+            step = slack[following]
+            row_price[row_of[seen]] += step
+            column_price[seen] -= step
+            slack[free] -= step
+            column = following
+        while column != count:
+            row_of[column] = row_of[previous[column]]
+            column = int(previous[column])
+    found = np.empty(count, dtype=np.int64)
+    found[row_of[:count]] = np.arange(count)
+    return found

@@ -1,0 +1,80 @@
+"""Rounds under a byte limit: a rule that every owner can apply to its own copies alone.
+
+Let no owner stage more than L cells in a step. Every message is cut into N = ceil(L / (B - D)) equal slices, slice n in
+round n, where B is the limit in cells and D twice the number of peers. A slice is at most its message / N plus one
+cell, so an owner stages at most L / N + D <= B in any round. L is a bound from the two layouts, not a sum over copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwise.errors import PlanError
+from shardwise.geometry import Ints, cut, heads, running, spread
+from shardwise.layout import Grid, Layout
+from shardwise.plan.choose import MOST_SENDERS
+from shardwise.plan.copies import Copies
+
+MOST_ROUNDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many rounds each step takes."""
+
+    rounds: tuple[int, ...]
+
+    @staticmethod
+    def of(max_bytes: int, itemsize: int, loads: tuple[int, ...], owners: int) -> Limit:
+        """For at most `loads[s]` cells staged by an owner in step s."""
+        cells, slack = max_bytes // itemsize, 2 * (owners - 1)
+        if cells <= slack:
+            raise PlanError(
+                f"max_bytes={max_bytes} is too little for {owners} owners and {itemsize} bytes per element: an owner may "
+                f"have to stage one element for each of its peers; give at least {(slack + 1) * itemsize}"
+            )
+        rounds = tuple(1 if load <= cells else -(-load // (cells - slack)) for load in loads)
+        if max(rounds) > MOST_ROUNDS:
+            raise PlanError(f"max_bytes={max_bytes} would take {max(rounds):,} rounds: give more")
+        return Limit(rounds)
+
+
+def loads(source: Layout, target: Layout, takers: int, *, reducing: bool, hosts: bool) -> tuple[int, ...]:
+    """The most cells that an owner can send and receive in each of the three steps, from the layouts alone.
+
+    `takers` is the most owners that need one cell. Without hosts a grid's replicas share what is asked of their block.
+    """
+    terms = source.terms if reducing else 1
+    here, there = source.form.largest(), target.form.largest()
+    shared = isinstance(source.form, Grid) and not reducing and not hosts
+    replicas = max(source.form.holders.most, 1) if shared else 1
+    sent = max(-(-here * takers // replicas), -(-here // MOST_SENDERS) if replicas > 1 else 0) + 1
+    return (sent + there * terms, there * (takers + 1), there * (takers + 1))
+
+
+def in_rounds(copies: Copies, limit: Limit, *, reducing: bool) -> Copies:
+    """The copies cut into slices. Local copies stage nothing and stay whole, unless they are terms of a reduction."""
+    count = np.array(limit.rounds)[copies.step]
+    whole = (count == 1) | ~(copies.remote | (reducing & (copies.step == 0)))
+    if whole.all():
+        return copies
+    return Copies.concat([copies.take(whole), _sliced(copies.take(~whole), count[~whole])])
+
+
+def _sliced(copies: Copies, count: Ints) -> Copies:
+    order = np.lexsort((copies.term, copies.target, copies.source, copies.step))
+    copies, count, volume = copies.take(order), count[order], copies.volumes[order]
+    columns = (copies.step, copies.source, copies.target, copies.term)
+    message = np.cumsum(np.any([heads(c) for c in columns], axis=0)) - 1
+    before = running(volume, message)
+    total = np.zeros(len(volume), dtype=np.int64)
+    np.add.at(total, message, volume)
+    size = -(-total[message] // count)
+    row, nth = spread((before + volume - 1) // size - before // size + 1)
+    nth += (before // size)[row]
+    start = np.maximum(nth * size[row] - before[row], 0)
+    stop = np.minimum((nth + 1) * size[row] - before[row], volume[row])
+    part, boxes = cut(copies.boxes.take(row), start, stop)
+    return replace(copies.take(row[part]), boxes=boxes, round=nth[part])

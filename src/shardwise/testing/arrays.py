@@ -1,0 +1,197 @@
+"""Sharded numpy arrays in one process: scatter, gather, and plans carried out message by message."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import PlanError
+from shardwise.geometry import Box
+from shardwise.layout import Grid, Layout, Piece
+from shardwise.plan import Copy, Part, Plan
+
+Array = npt.NDArray[Any]
+Shards = dict[int, list[Array]]  # the buffers of every owner
+
+COMBINE: Mapping[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "avg": np.add,  # divided by the number of terms at the end
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def scatter(array: npt.ArrayLike, layout: Layout, *, seed: int = 0) -> Shards:
+    """The buffers that every owner has when `array` lies in this layout. Terms of a partial one are drawn at random.
+
+    >>> scatter(np.arange(6), Layout.chunk((6,), 0, owners=2))
+    {0: [array([0, 1, 2])], 1: [array([3, 4, 5])]}
+    """
+    whole = np.asarray(array)
+    if whole.shape != layout.shape:
+        raise PlanError(f"the array has shape {whole.shape}, but the layout {layout!r} has {layout.shape}")
+    terms = _terms(whole, layout, np.random.default_rng(seed))
+    found = empty(layout, whole.dtype)
+    for owner, buffers in found.items():
+        for piece in layout.pieces(owner):
+            view(buffers, piece)[...] = terms[term_of(layout, owner)][piece.box.slices]
+    return found
+
+
+def gather(shards: Mapping[int, Sequence[Array]], layout: Layout) -> Array:
+    """The array that lies in these buffers: the inverse of `scatter`. Replicas must agree."""
+    dtype = next((b.dtype for buffers in shards.values() for b in buffers), np.dtype(float))
+    terms = np.zeros((layout.terms, *layout.shape), dtype=dtype)
+    written = np.zeros((layout.terms, *layout.shape), dtype=np.bool_)
+    for owner in layout.owners():
+        for piece in layout.pieces(owner):
+            at = (term_of(layout, owner), *piece.box.slices, ...)
+            values = view(shards[owner], piece)
+            np.testing.assert_array_equal(terms[at][written[at]], values[written[at]], f"replicas differ on {owner}")
+            terms[at], written[at] = values, True
+    return _combined(list(terms), layout.op)
+
+
+def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
+    """The target's buffers after the plan ran on the source's: packed, sent and unpacked by each owner's own part.
+
+    >>> rows, columns = Layout.chunk((4, 4), 0, owners=2), Layout.chunk((4, 4), 1, owners=2)
+    >>> from shardwise.plan import plan
+    >>> after = simulate(plan(rows, columns), scatter(np.arange(16).reshape(4, 4), rows))
+    >>> after[1][0].tolist()
+    [[2, 3], [6, 7], [10, 11], [14, 15]]
+    """
+    dtype = next((b.dtype for buffers in shards.values() for b in buffers), np.dtype(float))
+    parts = {owner: plan.for_owner(owner) for owner in plan.owners}
+    found = empty(plan.target, dtype)
+    for owner, buffers in found.items():
+        for buffer in buffers:
+            buffer[...] = parts[owner].fill or 0
+    stages = sorted({(c.step, c.round) for part in parts.values() for c in part.copies})
+    for stage in stages:
+        wire = _packed(plan, parts, shards, found, stage)
+        for owner, part in parts.items():
+            _unpack(plan, part, found.get(owner, []), stage, wire)
+        if any(len(message) for message in wire.values()):
+            raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that nobody expected")
+    return found
+
+
+def _packed(
+    plan: Plan, parts: Mapping[int, Part], shards: Mapping[int, Sequence[Array]], found: Shards, stage: tuple[int, int]
+) -> dict[tuple[int, int], Array]:
+    """One message per sender and receiver, packed in the sender's order."""
+    layout, buffers = (plan.source, shards) if stage[0] == 0 else (plan.target, found)
+    wire = defaultdict[tuple[int, int], list[Array]](list)
+    for owner, part in parts.items():
+        for copy in _of_stage(part, stage):
+            if copy.source == owner:
+                cells = read(buffers[owner], layout, owner, copy.box)
+                wire[copy.source, copy.target].append(cells.reshape(-1))
+    return {pair: np.concatenate(cells) for pair, cells in wire.items()}
+
+
+def _unpack(
+    plan: Plan, part: Part, buffers: Sequence[Array], stage: tuple[int, int], wire: dict[tuple[int, int], Array]
+) -> None:
+    """Messages taken apart in the receiver's order; terms are then reduced in theirs."""
+    arrived = list[tuple[Copy, Array]]()
+    for copy in _of_stage(part, stage):
+        if copy.target == part.owner:
+            message = wire[copy.source, copy.target]
+            arrived.append((copy, message[: copy.box.volume].reshape(copy.box.shape)))
+            wire[copy.source, copy.target] = message[copy.box.volume :]
+    if plan.reducing and stage[0] == 0:
+        arrived.sort(key=lambda item: (item[0].box.lo, item[0].box.hi, item[0].term))
+        for (_, _), terms in groupby(arrived, key=lambda item: (item[0].box.lo, item[0].box.hi)):
+            several = list(terms)
+            if [copy.term for copy, _ in several] != list(range(plan.source.terms)):
+                raise PlanError(f"owner {part.owner} gets terms {[c.term for c, _ in several]} of {several[0][0].box}")
+            value = _combined([cells for _, cells in several], plan.source.op)
+            write(buffers, plan.target, part.owner, several[0][0].box, value)
+    else:
+        for copy, cells in arrived:
+            write(buffers, plan.target, part.owner, copy.box, cells)
+
+
+def _of_stage(part: Part, stage: tuple[int, int]) -> Iterator[Copy]:
+    return (copy for copy in part.copies if (copy.step, copy.round) == stage)
+
+
+def empty(layout: Layout, dtype: npt.DTypeLike) -> Shards:
+    """Buffers of the right shapes for every owner."""
+    return {owner: [np.zeros(shape, dtype) for shape in layout.local_shapes(owner)] for owner in layout.owners()}
+
+
+def view(buffers: Sequence[Array], piece: Piece) -> Array:
+    """The cells of a piece inside its owner's buffers."""
+    flat = buffers[piece.buffer].reshape(-1)
+    strides = [stride * flat.itemsize for stride in piece.strides]
+    return np.lib.stride_tricks.as_strided(flat[piece.offset :], piece.box.shape, strides)
+
+
+def read(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> Array:
+    """The cells of a box from an owner's buffers, whatever pieces they lie in."""
+    found = np.zeros(box.shape, buffers[0].dtype)
+    for inside, cells in _parts(buffers, layout, owner, box):
+        found[(*inside.within(box).slices, ...)] = cells
+    return found
+
+
+def write(buffers: Sequence[Array], layout: Layout, owner: int, box: Box, cells: Array) -> None:
+    """The cells of a box into an owner's buffers."""
+    for inside, place in _parts(buffers, layout, owner, box):
+        place[...] = cells[(*inside.within(box).slices, ...)]
+
+
+def _parts(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> Iterator[tuple[Box, Array]]:
+    for piece in layout.pieces(owner):
+        inside = piece.box & box
+        if inside is not None:
+            yield inside, view(buffers, piece)[(*inside.within(piece.box).slices, ...)]
+
+
+def term_of(layout: Layout, owner: int) -> int:
+    """Which term of a partial layout an owner holds."""
+    place = layout.form.place(owner) if isinstance(layout.form, Grid) else None
+    return 0 if place is None or not isinstance(layout.form, Grid) else place // layout.form.table.shape[-1] % layout.terms
+
+
+def _combined(terms: Sequence[Array], op: str | None) -> Array:
+    if op is None:
+        return terms[0]
+    value = reduce(COMBINE[op], terms)
+    return (value / len(terms)).astype(value.dtype) if op == "avg" else value
+
+
+def _terms(value: Array, layout: Layout, random: np.random.Generator) -> list[Array]:
+    """Terms whose reduction is the value, exactly where it is made of whole numbers."""
+    noise = [random.integers(-8, 9, value.shape).astype(value.dtype) for _ in range(layout.terms - 1)]
+    if not noise:
+        return [value]
+    whose = random.integers(0, layout.terms, value.shape)
+    match layout.op:
+        case "sum" | "avg":
+            times = layout.terms if layout.op == "avg" else 1
+            return [value * times - reduce(np.add, noise), *noise]
+        case "max" | "min":
+            away = -1 if layout.op == "max" else 1
+            return [np.where(whose == t, value, value + away * abs(n)) for t, n in enumerate([*noise, noise[0]])]
+        case "product":
+            signs = [np.where(n < 0, -1, 1).astype(value.dtype) for n in noise]
+            return [value * reduce(np.multiply, signs), *signs]
+        case "band":
+            return [np.where(whose == t, value, value | n) for t, n in enumerate([*noise, noise[0]])]
+        case "bor":
+            return [np.where(whose == t, value, value & n) for t, n in enumerate([*noise, noise[0]])]
+    return [value ^ reduce(np.bitwise_xor, noise), *noise]

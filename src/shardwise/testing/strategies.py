@@ -1,0 +1,123 @@
+"""Hypothesis strategies for layouts of every kind, and for pairs of layouts of one tensor. Needs `shardwise[testing]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from hypothesis import strategies as st
+
+from shardwise.geometry import Box
+from shardwise.layout import Layout, Mesh
+from shardwise.notation import OPERATIONS
+
+KINDS = ("chunk", "split", "mesh", "partial", "boxes", "overlapping", "replicated", "cyclic", "flat", "fused")
+
+
+def shapes(max_dims: int = 3, max_size: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes with 0-d tensors and empty dims among them."""
+    return st.lists(st.integers(0, max_size) | st.integers(1, max_size), max_size=max_dims).map(tuple)
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, shape: Sequence[int] | None = None, kinds: Sequence[str] = KINDS, max_owners: int = 6
+) -> Layout:
+    """A valid layout of one of the kinds."""
+    size = tuple(draw(shapes()) if shape is None else shape)
+    possible = [k for k in kinds if size or k in ("mesh", "partial", "boxes", "overlapping", "replicated", "flat")]
+    kind = draw(st.sampled_from(possible))
+    owners = draw(_owners(max_owners))
+    dim = draw(st.integers(-len(size), len(size) - 1)) if size else 0
+    match kind:
+        case "chunk":
+            return Layout.chunk(size, dim, owners)
+        case "split":
+            return Layout.split(size, dim, draw(_cuts(size[dim], len(owners))), owners)
+        case "mesh":
+            return draw(_meshes(size, partial=False))
+        case "partial":
+            return draw(_meshes(size, partial=True))
+        case "boxes":
+            return Layout.boxes(size, draw(_tilings(size, owners)))
+        case "overlapping":
+            return Layout.boxes(size, draw(_overlapping(size, owners)), overlap="replicas")
+        case "replicated":
+            return Layout.replicated(size, owners)
+        case "cyclic":
+            return Layout.cyclic(size, dim, draw(st.integers(1, 4)), owners)
+        case "flat":
+            ends = draw(_cuts(prod(size), len(owners)))
+            starts = [sum(ends[:i]) for i in range(len(ends))]
+            return Layout.flat(size, [(o, a, a + n) for o, a, n in zip(owners, starts, ends, strict=True)])
+    return Layout.fused(size, dim, draw(_cuts(size[dim], draw(st.integers(1, 3)))), owners)
+
+
+@st.composite
+def pairs(
+    draw: st.DrawFn, kinds: Sequence[str] = KINDS, target_kinds: Sequence[str] | None = None
+) -> tuple[Layout, Layout]:
+    """A source and a target layout of one tensor."""
+    shape = draw(shapes())
+    return draw(layouts(shape, kinds)), draw(layouts(shape, kinds if target_kinds is None else target_kinds))
+
+
+def _owners(most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 2 * most), min_size=1, max_size=most, unique=True)
+
+
+@st.composite
+def _cuts(draw: st.DrawFn, size: int, count: int) -> list[int]:
+    """Sizes that add up, zeros among them."""
+    at = sorted(draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1)))
+    return [b - a for a, b in zip([0, *at], [*at, size], strict=True)]
+
+
+@st.composite
+def _meshes(draw: st.DrawFn, shape: tuple[int, ...], *, partial: bool) -> Layout:
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    op = draw(st.sampled_from(OPERATIONS))
+    dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
+    word = st.just("R") | dims.map("S{}".format) | st.tuples(dims, st.integers(1, 3)).map(lambda s: f"S{s[0]}:{s[1]}")
+    words = draw(st.lists(word, min_size=len(sizes), max_size=len(sizes)))
+    if partial:
+        words[draw(st.integers(0, len(words) - 1))] = f"P{op}"
+    ranks = draw(st.permutations(range(prod(sizes))) | st.just(range(prod(sizes))))
+    return Layout.on_mesh(shape, Mesh.of(sizes, ranks=list(ranks)), words)
+
+
+@st.composite
+def _tilings(
+    draw: st.DrawFn, shape: tuple[int, ...], owners: list[int]
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """The whole, halved a few times; every box to one owner or to several."""
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        wide = [a for a in range(len(shape)) if box.shape[a] > 1]
+        if not wide:
+            boxes.append(box)
+            continue
+        axis = draw(st.sampled_from(wide))
+        at = draw(st.integers(box.lo[axis] + 1, box.hi[axis] - 1))
+        boxes.append(Box(box.lo, (*box.hi[:axis], at, *box.hi[axis + 1 :])))
+        boxes.append(Box((*box.lo[:axis], at, *box.lo[axis + 1 :]), box.hi))
+    found = []
+    for box in boxes:
+        who = draw(st.lists(st.sampled_from(owners), min_size=1, max_size=2, unique=True))
+        found += [(owner, box.lo, box.hi) for owner in who]
+    return found
+
+
+@st.composite
+def _overlapping(
+    draw: st.DrawFn, shape: tuple[int, ...], owners: list[int]
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """A tiling, every box grown by a margin."""
+    found = []
+    for owner, lo, hi in draw(_tilings(shape, owners)):
+        margin = draw(st.integers(0, 2))
+        low = tuple(max(0, a - margin) for a in lo)
+        high = tuple(min(size, b + margin) for b, size in zip(hi, shape, strict=True))
+        found.append((owner, low, high))
+    return found
