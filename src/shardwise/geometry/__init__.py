@@ -4,7 +4,7 @@ from shardwise.geometry.axis import Axis, Spans
 from shardwise.geometry.box import Box, row_major
 from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles
 from shardwise.geometry.join import gaps, join
-from shardwise.geometry.ragged import Bools, Ints, heads, ints, numbered, running, spread, starts
+from shardwise.geometry.ragged import Bools, Ints, different, heads, ints, numbered, running, spread, starts
 
 __all__ = [
     "Axis",
@@ -14,6 +14,7 @@ __all__ = [
     "Ints",
     "Spans",
     "cut",
+    "different",
     "distinct",
     "gaps",
     "heads",

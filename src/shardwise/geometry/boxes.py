@@ -40,7 +40,8 @@ class Boxes(NamedTuple):
 
     def take(self, rows: Ints | Bools) -> Boxes:
         """Some of the boxes."""
-        return Boxes(self.lo[rows], self.hi[rows])
+        rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+        return Boxes(self.lo.take(rows, axis=0), self.hi.take(rows, axis=0))
 
     def box(self, row: int) -> Box:
         """One of them."""

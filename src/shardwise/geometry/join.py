@@ -10,16 +10,15 @@ from shardwise.geometry.box import Box
 from shardwise.geometry.boxes import Boxes, merge
 from shardwise.geometry.ragged import Bools, Ints, ints, spread
 
-LEAF = 256  # pairs worth trying one by one: about where another cut of the space costs as much as it saves
+LEAF = 128  # pairs worth trying one by one: about where another cut of the space costs as much as it saves
 
 
 def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     """The pairs (row of left, row of right) that share a cell, in no promised order. No box may be empty.
 
     Space is cut into tiles of about twice the size of a box; tiles that are still crowded are halved again and again,
-    each time along the axis that leaves the fewest pairs to try, all halves of one depth together. Coordinates are
-    first replaced by their rank, so that the depth is bounded by the number of boxes and not by how far apart they
-    lie. Near-linear for boxes that tile; never more than all pairs.
+    each time along the axis that leaves the fewest pairs to try, all halves of one depth together. Near-linear for
+    boxes that tile; never more than all pairs.
 
     >>> a = Boxes(ints([[0, 0], [4, 0]]), ints([[4, 6], [8, 6]])); b = Boxes(ints([[2, 0]]), ints([[3, 9]]))
     >>> [x.tolist() for x in join(a, b)]
@@ -29,21 +28,14 @@ def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
         return ints([]), ints([])
     if not left.ndim:
         return ints(np.repeat(np.arange(left.count), right.count)), ints(np.tile(np.arange(right.count), left.count))
-    ranked = _ranks(left, right)
-    active = _Buckets.tiled(left.count, ranked)
+    lo, hi = Boxes.concat([left, right])
+    both = Boxes(np.asfortranarray(lo), np.asfortranarray(hi))  # whole columns are read
+    active = _Buckets.tiled(left.count, both)
     found = list[tuple[Ints, Ints]]()
     while active.count:
-        active, done = active.halved(ranked)
-        found.append(done.pairs(ranked))
+        active, done = active.halved(both)
+        found.append(done.pairs(both))
     return ints(np.concatenate([f[0] for f in found])), ints(np.concatenate([f[1] for f in found]) - left.count)
-
-
-def _ranks(left: Boxes, right: Boxes) -> Boxes:
-    """Both lists in one, every coordinate replaced by its rank among those of its axis."""
-    both = Boxes.concat([left, right])
-    columns = [np.unique(np.concatenate([both.lo[:, a], both.hi[:, a]]), return_inverse=True)[1] for a in range(both.ndim)]
-    lo, hi = np.split(np.stack(columns, axis=1), 2)
-    return Boxes(np.asfortranarray(lo), np.asfortranarray(hi))  # whole columns are read
 
 
 class _Buckets(NamedTuple):
@@ -121,14 +113,13 @@ class _Buckets(NamedTuple):
 
     def pairs(self, boxes: Boxes) -> tuple[Ints, Ints]:
         """The pairs that meet; each is reported by the one region that holds the first cell of what they share."""
-        order = np.argsort(self.bucket * 2 + (self.box >= self.left), kind="stable")
-        bucket, box = self.bucket[order], self.box[order]
-        sizes = np.bincount(bucket * 2 + (box >= self.left), minlength=2 * self.count).reshape(-1, 2)
-        ends = np.cumsum(sizes.ravel()).reshape(-1, 2)
-        region, nth = spread(ints(sizes[:, 0] * sizes[:, 1]))
-        row, column = np.divmod(nth, sizes[:, 1][region])
-        i = box[(ends[:, 0] - sizes[:, 0])[region] + row]
-        j = box[(ends[:, 1] - sizes[:, 1])[region] + column]
+        is_left = self.box < self.left
+        right = np.flatnonzero(~is_left)
+        right = right[np.argsort(self.bucket[right], kind="stable")]
+        count = np.bincount(self.bucket[right], minlength=self.count)
+        mine, nth = spread(ints(count[self.bucket[is_left]]))
+        region = self.bucket[is_left][mine]
+        i, j = self.box[is_left][mine], self.box[right][(np.cumsum(count) - count)[region] + nth]
         for a in range(boxes.ndim):
             lo, hi = boxes.lo[:, a], boxes.hi[:, a]
             first = np.maximum(lo[i], lo[j])

@@ -49,6 +49,12 @@ def running(values: Ints, group: Ints) -> Ints:
     return before - before[first][np.cumsum(first) - 1]
 
 
+def different(values: Ints) -> Ints:
+    """The different values, rising (np.unique hashes, which takes longer than sorting)."""
+    found = np.sort(values)
+    return found[heads(found)]
+
+
 def heads(group: Ints) -> Bools:
     """True where a new group begins, for groups that stand together."""
     first = np.ones(len(group), dtype=np.bool_)

@@ -61,6 +61,12 @@ class Holders:
         index, nth = spread(self.counts[rows])
         return index, self.owners[self.edges[rows[index]] + nth]
 
+    def rows_of(self, owner: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """For every row: is the owner in it?"""
+        found = np.zeros(len(self.counts), dtype=np.bool_)
+        found[self.edges.searchsorted(np.flatnonzero(self.owners == owner), "right") - 1] = True
+        return found
+
     def pick(self, rows: Ints, turn: Ints) -> Ints:
         """One owner of each row, counting round and round; -1 where a row is empty."""
         count = self.counts[rows]

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Axis, Box, Boxes, Ints, Spans, ints, row_major
+from shardwise.geometry import Axis, Box, Boxes, Ints, Spans, different, ints, row_major
 from shardwise.layout.form import Cells, Holders, Piece, rename
 
 
@@ -60,7 +61,7 @@ class Grid:
             return Grid.empty(shape, _idle(*idle))
         block, axes = np.zeros(boxes.count, dtype=np.int64), list[Axis]()
         for a, size in enumerate(shape):
-            cuts = np.unique(boxes.lo[:, a])
+            cuts = different(boxes.lo[:, a])
             number = np.searchsorted(cuts, boxes.lo[:, a])
             edges = np.append(cuts, size)
             if not len(cuts) or cuts[0] != 0 or (edges[number + 1] != boxes.hi[:, a]).any():
@@ -96,10 +97,10 @@ class Grid:
 
     def block(self, intervals: Sequence[Ints]) -> Ints:
         """The block of every combination of these intervals, in row-major order."""
-        total, step = np.zeros(1, dtype=np.int64), int(np.prod(self.table.shape[:-2], dtype=np.int64))
-        for axis, mine in zip(self.axes, intervals, strict=True):
-            step //= max(axis.parts, 1)
-            total = np.add.outer(total, axis.part[mine] * step).reshape(-1)
+        total = np.zeros(1, dtype=np.int64)
+        steps = row_major(self.table.shape[:-2])
+        for axis, mine, step in zip(self.axes, intervals, steps, strict=True):
+            total = (total[:, None] + axis.part[mine] * step).reshape(-1)
         return total
 
     @cached_property
@@ -168,14 +169,11 @@ class Grid:
 
 def outer(columns: Sequence[Ints]) -> Ints:
     """Every combination of one entry per column, as rows in row-major order."""
-    count = int(np.prod([len(c) for c in columns], dtype=np.int64))
-    rows = np.empty((len(columns), count), dtype=np.int64)
     shape = [len(c) for c in columns]
+    rows = np.empty((len(columns), *shape), dtype=np.int64)
     for axis, column in enumerate(columns):
-        view = [1] * len(columns)
-        view[axis] = len(column)
-        rows[axis].reshape(shape)[...] = column.reshape(view)
-    return rows.T
+        rows[axis] = column.reshape([-1] + [1] * (len(columns) - 1 - axis))
+    return rows.reshape(len(columns), prod(shape)).T
 
 
 def _sides(axis: Axis, part: int) -> list[tuple[int, int, int]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
-from shardwise.geometry import Box, Boxes, Ints, cut, distinct, heads, ints, join, row_major, starts
+from shardwise.geometry import Box, Boxes, Ints, cut, different, distinct, heads, ints, join, row_major, starts
 from shardwise.layout.form import Cells, Holders, Piece, rename
 from shardwise.layout.grid import Grid, Idle
 
@@ -97,11 +98,14 @@ class Listing:
     @cached_property
     def owners(self) -> Ints:
         """All owners, rising."""
-        return np.unique(self.storage.owner)
+        return different(self.storage.owner)
 
     @cached_property
     def _held(self) -> tuple[Cells, Holders]:
         """Cells with their holders: equal boxes of several owners are one cell."""
+        if not self.overlapping and int(self.boxes.volumes().sum()) <= prod(self.shape):  # no box is there twice
+            every = np.arange(self.boxes.count)
+            return Cells(self.boxes, every), Holders.of(np.ones_like(every), self.piece_owner)
         first, number = distinct(self.boxes, self.shape)
         boxes = self.boxes.take(first)
         row, owner = number, self.piece_owner

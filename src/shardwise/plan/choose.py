@@ -39,24 +39,31 @@ class Hosts(NamedTuple):
         return self.host[np.searchsorted(self.owners, owners)]
 
 
-def deliver(boxes: Boxes, row: Ints, need: Need, holders: Holders, hosts: Hosts | None, step: int = 0) -> list[Copies]:
+class Among(NamedTuple):
+    """Where owners live, if that matters; and the one owner that is asked for, if it is one."""
+
+    hosts: Hosts | None = None
+    only: int | None = None
+
+
+def deliver(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, step: int = 0) -> list[Copies]:
     """Every taker gets its region from a holder: itself, one on its host, or one elsewhere, in this order.
 
     `row[r]` is the row of holders of region r. Across hosts a region is fetched once per host, by its takers there in
     equal shares, who hand it on in the next step.
     """
+    hosts, only = among
     if hosts is None and holders.most == 1:  # no choice, and a taker that is the holder serves itself
-        return [serve(boxes.take(need.region), row[need.region], need.target, holders, step=step)]
+        return [serve(boxes, need, row[need.region], holders, step=step)]
     own = holders.hold(row[need.region], need.target)
     kept, need = need.take(own), need.take(~own)
     copies = [Copies.of(boxes.take(kept.region), kept.target, kept.target, step=step)]
-    if hosts is None or not len(need.region):
-        return [*copies, serve(boxes.take(need.region), row[need.region], need.target, holders, step=step)]
+    if hosts is None:
+        return [*copies, serve(boxes, need, row[need.region], holders, only=only, step=step)]
     group, near = _near(row[need.region], need.target, holders, hosts)
     found = near.counts[group] > 0
     at_hand = need.take(found)
-    turn = row[at_hand.region]
-    copies.append(serve(boxes.take(at_hand.region), group[found], at_hand.target, near, turn=turn, step=step))
+    copies.append(serve(boxes, at_hand, group[found], near, turn=row[at_hand.region], only=only, step=step))
     return copies + _relayed(boxes, row, need.take(~found), holders, hosts, step)
 
 
@@ -77,7 +84,7 @@ def _relayed(boxes: Boxes, row: Ints, need: Need, holders: Holders, hosts: Hosts
     team = numbered(need.region * width + hosts.of(need.target))
     size = np.bincount(team)
     item, parts = divided(boxes.take(need.region), running(np.ones_like(team), team), size[team])
-    fetched = serve(parts, row[need.region[item]], need.target[item], holders, step=step)
+    fetched = serve(parts, Need(np.arange(len(item)), need.target[item]), row[need.region[item]], holders, step=step)
     first = np.cumsum(size) - size
     copy, nth = spread(ints(size[team[item]]))
     to = need.target[first[team[item]][copy] + nth]
@@ -96,24 +103,36 @@ def divided(boxes: Boxes, nth: Ints, count: Ints) -> tuple[Ints, Boxes]:
 
 
 def serve(
-    boxes: Boxes, row: Ints, target: Ints, holders: Holders, *, turn: Ints | None = None, step: int = 0
+    boxes: Boxes,
+    need: Need,
+    row: Ints,
+    holders: Holders,
+    *,
+    turn: Ints | None = None,
+    only: int | None = None,
+    step: int = 0,
 ) -> Copies:
-    """Boxes for targets from the holders of their rows, in equal shares to the cell.
+    """What is needed, from the holders of each need's row, in equal shares to the cell.
 
     All that is asked of one row is laid end to end and cut into as many equal lengths as the row has holders: each
     serves one length. So a box is split only where that evens the load, and takers seldom have two senders. Where a
-    row has more holders than are worth asking, `turn` (the row unless given) says with which one to begin.
+    row has more holders than are worth asking, `turn` (the row unless given) says with which one to begin. `only` skips
+    what does not concern that owner, once everybody's place is known.
     """
-    if not boxes.count or holders.most == 1:
-        return Copies.of(boxes, holders.owners[holders.edges[row]], target, step=step)
+    if not len(row) or holders.most == 1:
+        return Copies.of(boxes.take(need.region), holders.owners[holders.edges[row]], need.target, step=step)
     order = np.argsort(row, kind="stable")
     turn = (row if turn is None else turn)[order]
-    boxes, row, target = boxes.take(order), row[order], target[order]
-    volume, group = boxes.volumes(), numbered(row)
+    need, row = need.take(order), row[order]
+    volume, group = boxes.volumes()[need.region], numbered(row)
     before = running(volume, group)
     total, asked = np.zeros((2, int(group[-1]) + 1), dtype=np.int64)
     np.add.at(total, group, volume)
     np.add.at(asked, group, 1)
+    if only is not None:
+        mine = np.flatnonzero((need.target == only) | holders.rows_of(only)[row])
+        need, row, turn, group = need.take(mine), row[mine], turn[mine], group[mine]
+        volume, before = volume[mine], before[mine]
     senders = np.minimum(holders.counts[row], MOST_SENDERS * asked[group])
     each, extra = np.divmod(total[group], senders)
     first, last = _stick(before, each, extra), _stick(before + volume - 1, each, extra)
@@ -121,11 +140,11 @@ def serve(
     stick = first[item] + nth
     start = np.maximum(_begin(stick, each[item], extra[item]) - before[item], 0)
     stop = np.minimum(_begin(stick + 1, each[item], extra[item]) - before[item], volume[item])
-    part, pieces = cut(boxes.take(item), start, stop)
+    part, pieces = cut(boxes.take(need.region[item]), start, stop)
     stick, item = stick[part], item[part]
     count = holders.counts[row[item]]
     chosen = (turn[item] + stick * count // senders[item]) % count
-    return Copies.of(pieces, holders.owners[holders.edges[row[item]] + chosen], target[item], step=step)
+    return Copies.of(pieces, holders.owners[holders.edges[row[item]] + chosen], need.target[item], step=step)
 
 
 def _begin(stick: Ints, each: Ints, extra: Ints) -> Ints:
@@ -139,7 +158,7 @@ def _stick(position: Ints, each: Ints, extra: Ints) -> Ints:
     return np.where(position < longer, position // (each + 1), extra + (position - longer) // np.maximum(each, 1))
 
 
-def reduce(boxes: Boxes, row: Ints, need: Need, holders: Holders, hosts: Hosts | None, turn: Ints) -> list[Copies]:
+def reduce(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, turn: Ints) -> list[Copies]:
     """Regions whose value is a reduction over `holders.terms` contributions, which come in the order of the terms.
 
     Where several takers need a region, each reduces an equal share and gives the result to the others, if that moves
@@ -161,10 +180,10 @@ def reduce(boxes: Boxes, row: Ints, need: Need, holders: Holders, hosts: Hosts |
     at = rows[item]
     to = need.target[at]
     copies = [
-        Copies.of(parts, _supplier(first[at] + term, to, holders, hosts, turn[at]), to, term=term)
+        Copies.of(parts, _supplier(first[at] + term, to, holders, among.hosts, turn[at]), to, term=term)
         for term in range(terms)
     ]
-    return copies + _shared(parts, need, at, ~alone, hosts)
+    return copies + _shared(parts, need, at, ~alone, among)
 
 
 def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, turn: Ints) -> Ints:
@@ -179,7 +198,7 @@ def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, tu
     return np.where(holders.hold(row, target), target, found)
 
 
-def _shared(parts: Boxes, need: Need, at: Ints, wanted: Bools, hosts: Hosts | None) -> list[Copies]:
+def _shared(parts: Boxes, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:
     """Reduced parts go to the other takers of their regions."""
     keep = np.flatnonzero(wanted[need.region[at]])
     if not len(keep):
@@ -191,4 +210,4 @@ def _shared(parts: Boxes, need: Need, at: Ints, wanted: Bools, hosts: Hosts | No
     target = need.target[first[need.region[at]][item] + nth]
     other = target != need.target[at][item]
     reducers = Holders.of(np.ones_like(at), need.target[at])
-    return deliver(parts, np.arange(len(at)), Need(item[other], target[other]), reducers, hosts, step=1)
+    return deliver(parts, np.arange(len(at)), Need(item[other], target[other]), reducers, among, step=1)

@@ -9,7 +9,7 @@ from typing import overload
 
 import numpy as np
 
-from shardwise.geometry import Bools, Box, Boxes, Ints, positions
+from shardwise.geometry import Bools, Box, Boxes, Ints, different, positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,21 @@ class Copies(Sequence[Copy]):
     def in_order(self, shape: Sequence[int]) -> Copies:
         """By step, round and place; at one place by target and term."""
         place = positions(self.boxes.lo, shape)
-        if not self.step.any() and not self.round.any() and not self.term.any():
+        extra = [column for column in (self.round, self.step) if column.any()]
+        if not extra and not self.term.any():
             ahead = (place[1:] > place[:-1]) | ((place[1:] == place[:-1]) & (self.target[1:] > self.target[:-1]))
             if ahead.all():  # as grids without replicas come
                 return self
-        return self.take(np.lexsort((self.term, self.target, place, self.round, self.step)))
+        return self.take(np.lexsort((self.term, self.target, place, *extra)))
+
+    def pairs(self) -> Ints:
+        """A number for every step, sender and receiver that differ."""
+        source, target = self.source, self.target
+        width = int(max(source.max(initial=0), target.max(initial=0))) + 1
+        if width > 2**30:  # numbers too large to be put together are counted first
+            owners = different(np.concatenate([source, target]))
+            source, target, width = owners.searchsorted(source), owners.searchsorted(target), len(owners)
+        return (self.step * width + source) * width + target
 
     @cached_property
     def volumes(self) -> Ints:

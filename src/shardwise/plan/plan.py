@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.errors import PlanError
 from shardwise.geometry import Boxes, Ints, heads, ints, merge
 from shardwise.layout import Grid, Layout, Mesh
-from shardwise.plan.choose import Hosts, Need, deliver, reduce
+from shardwise.plan.choose import Among, Hosts, Need, deliver, reduce
 from shardwise.plan.copies import Copies
 from shardwise.plan.explain import explain
 from shardwise.plan.file import from_json, to_json
@@ -83,17 +83,17 @@ class Plan:
         """The same, computed afresh."""
         if owner not in self.source.form.owners and owner not in self.target.form.owners:
             raise PlanError(f"owner {owner} has no part in the plan from {self.source!r} to {self.target!r}")
-        copies = self._copies(owner_regions(self.source, self.target, owner))
+        copies = self._copies(owner_regions(self.source, self.target, owner), owner)
         return Part(owner, copies.take((copies.source == owner) | (copies.target == owner)), self._fill(owner))
 
-    def _copies(self, regions: Regions) -> Copies:
+    def _copies(self, regions: Regions, only: int | None = None) -> Copies:
         boxes, row, need = self._need(regions)
-        holders, hosts = self.source.form.holders, self._hosts
+        holders, among = self.source.form.holders, Among(self._hosts, only)
         if self.reducing:
             turn = ints(np.searchsorted(self.target.form.owners, need.target))
-            copies = Copies.concat(reduce(boxes, row, need, holders, hosts, turn))
+            copies = Copies.concat(reduce(boxes, row, need, holders, among, turn))
         else:
-            copies = Copies.concat(deliver(boxes, row, need, holders, hosts))
+            copies = Copies.concat(deliver(boxes, row, need, holders, among))
             grids = isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
             copies = copies if grids else _merged(copies)
         copies = copies.in_order(self.source.shape)
@@ -321,14 +321,16 @@ def _host_pairs(
 
 def _merged(copies: Copies) -> Copies:
     """Copies of one sender and receiver that touch become one. (Grids cross in largest boxes anyway.)"""
-    columns = (copies.step, copies.source, copies.target)
-    order = np.lexsort(columns[::-1])
-    copies = copies.take(order)
-    pair = np.cumsum(np.any([heads(c[order]) for c in columns], axis=0)) - 1
-    several = np.bincount(pair)[pair] > 1
+    pair = copies.pairs()
+    order = np.argsort(pair)
+    first = heads(pair[order])
+    several = np.ones(len(pair), dtype=np.bool_)
+    several[order[first & np.append(first[1:], True)[: len(first)]]] = False
+    if not several.any():
+        return copies
     boxes, key = merge(copies.boxes.take(several), pair[several])
-    first = np.searchsorted(pair, key)
-    return Copies.concat([copies.take(~several), replace(copies.take(first), boxes=boxes)])
+    like = copies.take(order[np.searchsorted(pair[order], key)])
+    return Copies.concat([copies.take(~several), replace(like, boxes=boxes)])
 
 
 def _positive(value: int, what: str) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Boxes, Ints, join, positions
+from shardwise.geometry import Boxes, Ints, heads, join, positions
 from shardwise.layout import Cells, Grid, Layout, outer
 
 
@@ -40,18 +40,19 @@ def owner_regions(source: Layout, target: Layout, owner: int) -> Regions:
         found = _grid_owner(source.form, target.form, owner)
     else:
         found = _listed_owner(source, target, owner)
-    return _sorted(source, Regions(Boxes.concat([f.boxes for f in found]), *_columns(found)), unique=True)
-
-
-def _columns(found: list[Regions]) -> tuple[Ints, Ints]:
-    return np.concatenate([f.source for f in found]), np.concatenate([f.target for f in found])
+    if not found:
+        nothing = np.zeros((0, source.ndim), dtype=np.int64)
+        return Regions(Boxes(nothing, nothing), nothing.reshape(-1), nothing.reshape(-1))
+    boxes = Boxes.concat([f.boxes for f in found])
+    here, there = np.concatenate([f.source for f in found]), np.concatenate([f.target for f in found])
+    return _sorted(source, Regions(boxes, here, there), unique=True)
 
 
 def _sorted(source: Layout, regions: Regions, unique: bool = False) -> Regions:
     """Regions are disjoint, so that their first corners tell them apart."""
     key = positions(regions.boxes.lo, source.shape)
-    order = np.unique(key, return_index=True)[1] if unique else np.argsort(key, kind="stable")
-    return regions.take(order)
+    order = np.argsort(key, kind="stable")
+    return regions.take(order[heads(key[order])] if unique else order)
 
 
 def _crossed(source: Grid, target: Grid, only: list[Ints | None]) -> Regions:
@@ -62,8 +63,7 @@ def _crossed(source: Grid, target: Grid, only: list[Ints | None]) -> Regions:
 
 
 def _grid_owner(source: Grid, target: Grid, owner: int) -> list[Regions]:
-    none = _crossed(source, target, [np.zeros(0, dtype=np.int64)] * len(source.axes)) if source.axes else None
-    found = [none] if none else []
+    found = list[Regions]()
     sends, receives = source.parts(owner), target.parts(owner)
     if sends is not None:
         found.append(_crossed(source, target, [a.intervals(p) for a, p in zip(source.axes, sends, strict=True)]))
@@ -76,7 +76,7 @@ def _grid_owner(source: Grid, target: Grid, owner: int) -> list[Regions]:
         else:
             boxes, there, here = _crossed(target, source, list(mine))
             found.append(Regions(boxes, here, there))
-    return found or [_crossed(source, target, [])]
+    return found
 
 
 def _listed_owner(source: Layout, target: Layout, owner: int) -> list[Regions]:
