@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardwise.geometry import Box, Boxes, Ints, spread, starts
+from shardwise.geometry import Box, Boxes, Ints, different, spread, starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,16 @@ class Holders:
         index, nth = spread(self.counts[rows])
         return index, self.owners[self.edges[rows[index]] + nth]
 
+    @cached_property
+    def _row_of(self) -> Ints | None:
+        """The one row of every owner, by its number: where no owner has two and the numbers are not far apart."""
+        most = int(self.owners.max(initial=0))
+        if most > 4 * len(self.owners) + 1024 or len(different(self.owners)) < len(self.owners):
+            return None
+        found = np.full(most + 2, -1)
+        found[self.owners] = np.repeat(np.arange(len(self.counts)), self.counts)
+        return found
+
     def rows_of(self, owner: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """For every row: is the owner in it?"""
         found = np.zeros(len(self.counts), dtype=np.bool_)
@@ -77,6 +87,8 @@ class Holders:
         """Pair by pair: is that owner in that row?"""
         if self.most == 1:
             return self.owners[self.edges[rows]] == owners
+        if self._row_of is not None:
+            return self._row_of[np.minimum(owners, len(self._row_of) - 1)] == rows
         low, high = self.edges[rows], self.edges[rows + 1]
         while (low < high).any():  # bisection, all pairs in step
             middle = (low + high) // 2
