@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test check bench format clean
 
 demo: $(INSTALLED)
-	@$(BIN)/python demo/demo.py
+	@$(BIN)/shardwise demo
 
 test: $(INSTALLED)
 	@$(BIN)/pytest -q -n 2
@@ -24,7 +24,7 @@ format: $(INSTALLED)
 
 clean:
 	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist
-	@find src tests demo benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	@find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last and lies in .venv, so a failed install or a removed .venv is made good by the next run.
 $(INSTALLED): pyproject.toml constraints-dev.txt

@@ -10,7 +10,7 @@
     8x6/flat=0-20,20-48@2                 ranges of the flattened tensor
     scalar/R@4                            a 0-d tensor
 
-Owners follow the @: how many (`8`, `4x2`, `fsdp=4,tp=2`), then after a colon which ones, where they are not 0, 1, 2, ...:
+Owners follow the @: how many (`8`, `4x2`, `fsdp=4,tp=2`), then after a colon which ones, where they are not 0, 1, ...:
 numbers, ranges `8-15` and stepped ranges `0-14/2`, in the order of the mesh, of the boxes or of the ranges.
 """
 
@@ -141,9 +141,11 @@ class _Reader:
         if word is None:
             return "mesh", None, self._list(",", self._placement)
         if word not in KINDS:
-            near = get_close_matches(word, KINDS, 1)
             self.at -= len(word)
-            self._fail(f"a placement (S0, R, P) or one of {', '.join(KINDS)}" + (f"; did you mean {near[0]}?" * bool(near)))
+            upper = _PLACEMENT.match(self.text[self.at :].upper())
+            near = get_close_matches(word, KINDS, 1) or ([upper.group()] if upper else [])
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self._fail(f"a placement (S0, R, P) or one of {', '.join(KINDS)}{hint}")
         dim = self._number(f"the dim, such as {word}0=...") if word in ("split", "cyclic", "fused") else None
         self._literal("=", f"'=' and what follows {word}")
         return word, dim, self._items(word, len(shape))
@@ -172,7 +174,9 @@ class _Reader:
         return first, self._number(expected)
 
     def _placement(self) -> str:
-        return self._match(_PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)")
+        return self._match(
+            _PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
+        )
 
     def _mesh(self) -> tuple[tuple[str, ...] | None, Numbers]:
         expected = "how many owners, such as 4 or 4x2 or fsdp=4,tp=2"

@@ -25,7 +25,7 @@ class Boxes(NamedTuple):
         return Boxes(lo, ints([b.hi for b in boxes]).reshape(len(boxes), ndim))
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]  # boxes are counted, not the two arrays
         """How many boxes."""
         return len(self.lo)
 

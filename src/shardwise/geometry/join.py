@@ -64,7 +64,7 @@ class _Buckets(NamedTuple):
         return _Buckets(Boxes(lo, lo + width), ints(bucket), box, left)
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]  # regions are counted, not the fields
         return self.region.count
 
     def _work(self, keep: Bools | None = None) -> Ints:
@@ -139,7 +139,7 @@ def gaps(boxes: Boxes, whole: Box, clean: Bools) -> list[Box]:
     while todo:
         region, rows = todo.pop()
         inside = boxes.take(rows).overlap(Boxes.of([region], boxes.ndim))
-        meets = (inside.lo < inside.hi).all(axis=1)
+        meets = np.flatnonzero((inside.lo < inside.hi).all(axis=1))
         rows, inside = rows[meets], inside.take(meets)
         volumes = inside.volumes()
         if not len(rows):
@@ -156,5 +156,6 @@ def _halves(region: Box, inside: Boxes) -> tuple[Box, Box]:
     inner = [np.sort(f[(f > lo) & (f < hi)]) for f, lo, hi in zip(faces, region.lo, region.hi, strict=True)]
     axis = max(range(len(inner)), key=lambda a: len(inner[a]))
     at = int(inner[axis][len(inner[axis]) // 2])
-    move = lambda corner: (*corner[:axis], at, *corner[axis + 1 :])  # noqa: E731
-    return Box(region.lo, move(region.hi)), Box(move(region.lo), region.hi)
+    below, above = list(region.hi), list(region.lo)
+    below[axis] = above[axis] = at
+    return Box(region.lo, tuple(below)), Box(tuple(above), region.hi)

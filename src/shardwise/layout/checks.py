@@ -97,7 +97,7 @@ def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> t
 
 def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     """Owners and boxes, from (owner, lo, hi) rows or from three arrays."""
-    columns = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True)) or [[], [], []]
+    columns: Sequence[Any] = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True)) or [[], [], []]
     if len(columns) != 3:
         raise LayoutError("boxes must be rows (owner, lo, hi), or three arrays (owners, lo, hi)")
     owners = owner_array(columns[0])

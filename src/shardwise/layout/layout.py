@@ -49,7 +49,9 @@ class Layout:
     op: str | None  # how the terms of a partial layout are reduced
     form: Form
 
-    def __init__(self, shape: tuple[int, ...], form: Form, spell: Callable[[], Spelling], op: str | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], form: Form, spell: Callable[[], Spelling], op: str | None = None
+    ) -> None:
         """For the constructors below; use those. The spelling is made when asked for: it can be long."""
         self.__dict__.update(shape=shape, form=form, op=op, _spell=spell)
 
@@ -71,7 +73,9 @@ class Layout:
         return _along(shape, dim, spans, found, ("mesh", None, (f"S{dim}",)))
 
     @staticmethod
-    def split(shape: Sequence[int], dim: int, sizes: Sequence[int], owners: int | Sequence[int] | None = None) -> Layout:
+    def split(
+        shape: Sequence[int], dim: int, sizes: Sequence[int], owners: int | Sequence[int] | None = None
+    ) -> Layout:
         """Split `dim` into chosen sizes, one per owner; zeros are allowed.
 
         >>> Layout.split((10, 6), 0, [3, 5, 2]).local_shape(1)
@@ -243,13 +247,11 @@ class Layout:
         overlap="replicas" if overlapping cells hold equal values.
         """
         if self.diagnosis:
-            error = LayoutError(
-                f"the pieces of {self._brief()} do not cover shape {self.shape} exactly:\n{self.diagnosis}\n"
-                "Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, or"
-                ' say\noverlap="replicas" if overlapping cells hold equal values.'
+            raise LayoutError(
+                f"the pieces of {self.brief()} do not cover shape {self.shape} exactly:\n{self.diagnosis}\n"
+                "Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, "
+                'or say\noverlap="replicas" if overlapping cells hold equal values.'
             )
-            error.diagnosis = self.diagnosis  # type: ignore[attr-defined]
-            raise error
         return self
 
     # --- values ------------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ class Layout:
     @cached_property
     def spelling(self) -> Spelling:
         """How the layout was written down: not part of its meaning, so not compared."""
-        return self._spell()  # type: ignore[attr-defined,no-any-return]
+        return self._spell()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return parse, (str(self),)
@@ -298,12 +300,13 @@ class Layout:
     def __str__(self) -> str:
         return str(self.spelling)
 
-    def _brief(self, width: int = 100) -> str:
+    def brief(self, width: int = 100) -> str:
+        """The notation, cut short where it is very long."""
         text = str(self)
         return text if len(text) <= width else f"{text[:width]}... ({len(self.form.owners)} owners)"
 
     def __repr__(self) -> str:
-        return f"Layout('{self._brief()}')"
+        return f"Layout('{self.brief()}')"
 
 
 def parse(text: str) -> Layout:
@@ -337,6 +340,7 @@ def parse(text: str) -> Layout:
 
 def _along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints, words: tuple[str, int | None, Any]) -> Layout:
     """One dim spread over the owners. One that is named several times has as many buffers: that is a listing."""
+
     def spell() -> Spelling:
         return _spelling(shape, *words, owners)
 

@@ -50,7 +50,7 @@ class Listing:
         """Every box is a contiguous buffer of its own."""
         size = boxes.hi - boxes.lo
         buffers, place = Buffers.of(owners, size)
-        full = (size > 0).all(axis=1)
+        full = np.flatnonzero((size > 0).all(axis=1))
         order = np.argsort(place[full], kind="stable")
         strides = np.ones_like(size[full])
         strides[:, :-1] = np.cumprod(size[full][:, :0:-1], axis=1)[:, ::-1]
@@ -70,7 +70,9 @@ class Listing:
             return None
         empty = np.ones(len(self.storage.owner), dtype=np.bool_)
         empty[self.buffer] = False
-        return Grid.detect(self.shape, self.boxes, self.piece_owner, Idle(self.storage.owner[empty], self.storage.shape[empty]))
+        return Grid.detect(
+            self.shape, self.boxes, self.piece_owner, Idle(self.storage.owner[empty], self.storage.shape[empty])
+        )
 
     @staticmethod
     def of_ranges(shape: tuple[int, ...], start: Ints, stop: Ints, owners: Ints) -> Listing:

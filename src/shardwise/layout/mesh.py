@@ -160,7 +160,9 @@ class Mesh:
             asked = asked.split(",")
         found = tuple(placement(p) for p in asked)
         if len(found) != len(self.shape):
-            raise LayoutError(f"{self} has {len(self.shape)} axes, but {len(found)} placements were given: one per axis")
+            raise LayoutError(
+                f"{self} has {len(self.shape)} axes, but {len(found)} placements were given: one per axis"
+            )
         return found
 
     def _sizes(self) -> str:
@@ -189,5 +191,7 @@ def _hosts(asked: int | Sequence[Hashable], ranks: Sequence[int]) -> dict[int, H
         per_host = counted(asked, "hosts= (owners per host)")
         return {rank: place // per_host for place, rank in enumerate(ranks)}
     if len(asked) != len(ranks):
-        raise LayoutError(f"hosts= names {len(asked)} hosts for {len(ranks)} owners: one per owner, or a number per host")
+        raise LayoutError(
+            f"hosts= names {len(asked)} hosts for {len(ranks)} owners: one per owner, or a number per host"
+        )
     return dict(zip(ranks, asked, strict=True))

@@ -14,20 +14,22 @@ def explain(plan: Plan) -> str:
     """What moves, against the lower bound, and who sends how much to whom."""
     moved, total = plan.bytes_moved, plan.bytes_moved + plan.bytes_local
     lines = [
-        f"from  {plan.source!r}"[:-1].replace("Layout('", "").rstrip("'"),
-        f"to    {plan.target!r}"[:-1].replace("Layout('", "").rstrip("'"),
+        f"from  {plan.source.brief()}",
+        f"to    {plan.target.brief()}",
         "",
         f"moves {size(moved)} of {size(total)} between owners; {size(plan.bytes_local)} stay where they are",
         f"no plan can move less than {size(plan.lower_bound)}",
-        f"{plan.messages:,} messages in {count(plan.rounds, 'round')}; an owner stages at most {size(plan.peak_bytes)} at a time",
+        f"{count(plan.messages, 'message')} in {count(plan.rounds, 'round')}; "
+        f"an owner stages at most {size(plan.peak_bytes)} at a time",
     ]
     return "\n".join([*lines, *_steps(plan), "", *_table(plan)])
 
 
 def _steps(plan: Plan) -> list[str]:
-    steps = int(plan.copies.step.max(initial=0)) + 1
-    first = f"reduce ({plan.source.op} of {plan.source.terms} terms, in their order)" if plan.reducing else "fetch"
-    return [f"in {steps} steps: {first}, then hand on what arrived"] if steps > 1 else [f"{first}, in one step"] if plan.reducing else []
+    """What happens in which order, where that is more than one exchange."""
+    reduces = f"{plan.source.op} of {plan.source.terms} terms, in their order"
+    first = [f"reduces on arrival: {reduces}"] if plan.reducing else []
+    return first + ["hands on inside, in a later step, what arrived before"] * bool(plan.copies.step.any())
 
 
 def _table(plan: Plan) -> list[str]:
@@ -42,7 +44,7 @@ def _table(plan: Plan) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     more = len(plan.owners) - MOST_ROWS
-    return lines + [f"... and {more:,} more owners; busiest to mean as 1 to {plan.balance:.2f}"] * (more > 0)
+    return lines + [f"... and {more:,} more owners; the mean load is {plan.balance:.0%} of the busiest"] * (more > 0)
 
 
 def size(amount: int) -> str:

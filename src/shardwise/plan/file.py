@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.geometry import ints
 from shardwise.layout import parse
 
 if TYPE_CHECKING:
@@ -63,7 +62,9 @@ def from_json(text: str, make: Callable[..., Plan]) -> Plan:
 def digest(copies: Copies) -> str:
     """32 hex digits that tell apart different lists of copies."""
     columns = (*copies.boxes, copies.source, copies.target, copies.term, copies.step, copies.round)
-    return blake2b(b"".join(np.ascontiguousarray(c, dtype="<i8").tobytes() for c in columns), digest_size=16).hexdigest()
+    return blake2b(
+        b"".join(np.ascontiguousarray(c, dtype="<i8").tobytes() for c in columns), digest_size=16
+    ).hexdigest()
 
 
 def _read(text: str) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class Plan:
         return explain(self)
 
     def to_json(self, *, copies: bool = False) -> str:
-        """The plan as a file: layouts, options, fingerprints, totals; with `copies=True` every copy, for other tools."""
+        """The plan as a file: layouts, options, fingerprints, totals; with `copies=True` every copy, for tools."""
         return to_json(self, copies=copies)
 
     @staticmethod
@@ -269,9 +269,13 @@ def plan(
 ) -> Plan:
     """How to turn `source` into `target`: each target cell exactly once, with the fewest bytes.
 
-    `max_bytes` bounds what an owner stages at a time, by rounds. `hosts` (owners per host, owner -> host, or a mesh that
-    knows) makes cells cross between hosts once and travel on inside. `relabel` lets the target owners be permuted so
-    that the most cells stay where they are; see `plan.target`.
+    `max_bytes` bounds what an owner stages at a time, by rounds. `hosts` (owners per host, owner -> host, or a mesh
+    that knows) makes cells cross between hosts once and travel on inside. `relabel` lets the target owners be permuted
+    so that the most cells stay where they are; see `plan.target`.
+
+    >>> rows, columns = Layout.chunk((8, 6), 0, owners=4), Layout.chunk((8, 6), 1, owners=4)
+    >>> plan(rows, columns, itemsize=4).messages
+    9
     """
     for side, layout in ("source", source), ("target", target):
         if not isinstance(layout, Layout):
@@ -333,7 +337,7 @@ def _merged(copies: Copies) -> Copies:
     return Copies.concat([copies.take(~several), replace(like, boxes=boxes)])
 
 
-def _positive(value: int, what: str) -> int:
+def _positive(value: object, what: str) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value < 2**62:
         raise PlanError(f"{what} must be a whole number of bytes above 0, not {value!r}")
     return int(value)

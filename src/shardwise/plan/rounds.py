@@ -32,8 +32,8 @@ class Limit:
         cells, slack = max_bytes // itemsize, 2 * (owners - 1)
         if cells <= slack:
             raise PlanError(
-                f"max_bytes={max_bytes} is too little for {owners} owners and {itemsize} bytes per element: an owner may "
-                f"have to stage one element for each of its peers; give at least {(slack + 1) * itemsize}"
+                f"max_bytes={max_bytes} is too little for {owners} owners and {itemsize} bytes per element: an owner "
+                f"may have to stage one element for each of its peers; give at least {(slack + 1) * itemsize}"
             )
         rounds = tuple(1 if load <= cells else -(-load // (cells - slack)) for load in loads)
         if max(rounds) > MOST_ROUNDS:
@@ -51,7 +51,9 @@ def loads(source: Layout, target: Layout, takers: int, *, reducing: bool, hosts:
     shared = isinstance(source.form, Grid) and not reducing and not hosts
     replicas = max(source.form.holders.most, 1) if shared else 1
     sent = max(-(-here * takers // replicas), -(-here // MOST_SENDERS) if replicas > 1 else 0) + 1
-    return (sent + there * terms, there * (takers + 1), there * (takers + 1))
+    apart = not len(np.intersect1d(source.form.owners, target.form.owners))  # then nobody both sends and receives
+    first = max(sent, there * terms) if apart else sent + there * terms
+    return first, there * (takers + 1), there * (takers + 1)
 
 
 def in_rounds(copies: Copies, limit: Limit, *, reducing: bool) -> Copies:

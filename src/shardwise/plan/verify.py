@@ -17,7 +17,7 @@ def verify(source: Layout, target: Layout, copies: Copies, *, reducing: bool) ->
     """Raise a PlanError unless every target cell is written exactly once, from owners that have it by then."""
     results = copies.take((copies.step > 0) | (copies.term == 0)) if reducing else copies
     owner, wanted = _wanted(source, target)
-    _same_cells(results.target, results.boxes, owner, wanted, "gets its cells")
+    _same_cells(results.target, results.boxes, owner, wanted, "its cells")
     if reducing:
         _terms_arrive_together(copies, source.terms)
     _senders_have(source, copies, reducing=reducing)
@@ -35,8 +35,11 @@ def _wanted(source: Layout, target: Layout) -> tuple[Ints, Boxes]:
     return np.concatenate([owner for _, owner in found]), cells.take(rows)
 
 
-def _same_cells(group: Ints, boxes: Boxes, other_group: Ints, other: Boxes, what: str) -> None:
-    """Both cover the same cells equally often in every group: their signed corners cancel (see geometry.tiles)."""
+def _same_cells(group: Ints, boxes: Boxes, other_group: Ints, other: Boxes, what: str, width: int = 2**62) -> None:
+    """Both cover the same cells equally often in every group: their signed corners cancel (see geometry.tiles).
+
+    The owner of a group is its number modulo `width`.
+    """
     groups, places, signs = [], [], []
     extent = (np.concatenate([boxes.hi, other.hi]).max(axis=0, initial=0) + 1).tolist()
     for who, which, sign in (group, boxes, 1), (other_group, other, -1):
@@ -53,7 +56,7 @@ def _same_cells(group: Ints, boxes: Boxes, other_group: Ints, other: Boxes, what
     if sums.any():
         row = np.flatnonzero(new)[np.flatnonzero(sums)[0]]
         point = _point(int(at[row]), extent)
-        raise PlanError(f"owner {int(of[row])} does not have that it {what} exactly once: see the cells at {point}")
+        raise PlanError(f"owner {int(of[row]) % width} does not get {what} exactly once: see the cells at {point}")
 
 
 def _point(position: int, extent: Sequence[int]) -> tuple[int, ...]:
@@ -67,12 +70,13 @@ def _point(position: int, extent: Sequence[int]) -> tuple[int, ...]:
 def _terms_arrive_together(copies: Copies, terms: int) -> None:
     """In every round, every owner gets all terms of the cells that it reduces."""
     reduced = copies.take(copies.step == 0)
-    stage = reduced.round * (int(reduced.target.max(initial=0)) + 1) + reduced.target
+    width = int(reduced.target.max(initial=0)) + 1
+    stage = reduced.round * width + reduced.target
     first = reduced.term == 0
     for term in range(1, terms):
         this = reduced.term == term
         boxes = reduced.boxes.take(first), reduced.boxes.take(this)
-        _same_cells(stage[first], boxes[0], stage[this], boxes[1], f"gets term {term} of what it reduces")
+        _same_cells(stage[first], boxes[0], stage[this], boxes[1], f"term {term} of what it reduces", width)
 
 
 def _senders_have(source: Layout, copies: Copies, *, reducing: bool) -> None:

@@ -44,7 +44,7 @@ def scatter(array: npt.ArrayLike, layout: Layout, *, seed: int = 0) -> Shards:
     found = empty(layout, whole.dtype)
     for owner, buffers in found.items():
         for piece in layout.pieces(owner):
-            view(buffers, piece)[...] = terms[term_of(layout, owner)][piece.box.slices]
+            view(buffers, piece)[...] = terms[term_of(layout, owner)][index(piece.box)]
     return found
 
 
@@ -55,7 +55,7 @@ def gather(shards: Mapping[int, Sequence[Array]], layout: Layout) -> Array:
     written = np.zeros((layout.terms, *layout.shape), dtype=np.bool_)
     for owner in layout.owners():
         for piece in layout.pieces(owner):
-            at = (term_of(layout, owner), *piece.box.slices, ...)
+            at: Any = (term_of(layout, owner), *index(piece.box))
             values = view(shards[owner], piece)
             np.testing.assert_array_equal(terms[at][written[at]], values[written[at]], f"replicas differ on {owner}")
             terms[at], written[at] = values, True
@@ -144,27 +144,34 @@ def read(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> Arra
     """The cells of a box from an owner's buffers, whatever pieces they lie in."""
     found = np.zeros(box.shape, buffers[0].dtype)
     for inside, cells in _parts(buffers, layout, owner, box):
-        found[(*inside.within(box).slices, ...)] = cells
+        found[index(inside.within(box))] = cells
     return found
 
 
 def write(buffers: Sequence[Array], layout: Layout, owner: int, box: Box, cells: Array) -> None:
     """The cells of a box into an owner's buffers."""
     for inside, place in _parts(buffers, layout, owner, box):
-        place[...] = cells[(*inside.within(box).slices, ...)]
+        place[...] = cells[index(inside.within(box))]
 
 
 def _parts(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> Iterator[tuple[Box, Array]]:
     for piece in layout.pieces(owner):
         inside = piece.box & box
         if inside is not None:
-            yield inside, view(buffers, piece)[(*inside.within(piece.box).slices, ...)]
+            yield inside, view(buffers, piece)[index(inside.within(piece.box))]
+
+
+def index(box: Box) -> Any:
+    """The box as an index that gives a view, also of a 0-d array."""
+    return (*box.slices, ...)
 
 
 def term_of(layout: Layout, owner: int) -> int:
     """Which term of a partial layout an owner holds."""
     place = layout.form.place(owner) if isinstance(layout.form, Grid) else None
-    return 0 if place is None or not isinstance(layout.form, Grid) else place // layout.form.table.shape[-1] % layout.terms
+    return (
+        0 if place is None or not isinstance(layout.form, Grid) else place // layout.form.table.shape[-1] % layout.terms
+    )
 
 
 def _combined(terms: Sequence[Array], op: str | None) -> Array:

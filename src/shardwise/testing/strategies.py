@@ -1,4 +1,4 @@
-"""Hypothesis strategies for layouts of every kind, and for pairs of layouts of one tensor. Needs `shardwise[testing]`."""
+"""Hypothesis strategies for layouts of every kind and for pairs of layouts. Needs the extra `shardwise[testing]`."""
 
 from __future__ import annotations
 

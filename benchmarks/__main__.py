@@ -1,0 +1,45 @@
+"""python -m benchmarks [subject ...] [--quick] [--write docs/performance.md]"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import loading, planning, validation
+from benchmarks.measure import FULL, QUICK, Effort
+from benchmarks.table import Section, page, show
+
+SUBJECTS = {
+    "planning": (planning, loading, validation),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, show, and write the page if asked to."""
+    parser = ArgumentParser(prog="python -m benchmarks", description="What shardwise costs, next to what others cost.")
+    parser.add_argument(
+        "subjects", nargs="*", metavar="subject", help=f"one of {', '.join(SUBJECTS)}; all unless given"
+    )
+    parser.add_argument("--quick", action="store_true", help="the same cases with fewer repeats")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables to this markdown page as well")
+    asked = parser.parse_args(arguments)
+    if unknown := [name for name in asked.subjects if name not in SUBJECTS]:
+        parser.error(f"no subject {unknown[0]!r}: there are {', '.join(SUBJECTS)}")
+    if asked.write and asked.subjects:
+        parser.error("--write needs all subjects, since they share the page: name none")
+    sections = _run(asked.subjects or list(SUBJECTS), QUICK if asked.quick else FULL)
+    if asked.write:
+        asked.write.write_text(page(sections, " ".join(["python -m benchmarks", *arguments])))
+
+
+def _run(subjects: Sequence[str], effort: Effort) -> list[Section]:
+    found = list[Section]()
+    for module in (module for name in subjects for module in SUBJECTS[name]):
+        found.append(Section(module.TITLE, module.ABOUT, list(module.rows(effort))))
+        show(found[-1])
+    return found
+
+
+main(sys.argv[1:])

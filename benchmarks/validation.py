@@ -1,0 +1,40 @@
+"""Is a list of rectangles a layout? Ours against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import peers
+from benchmarks.measure import Effort, Job, Row, Target, interleaved
+from benchmarks.table import seconds
+from benchmarks.tilings import Tiling, grid, guillotine
+from shardwise import Layout
+
+TITLE = "Validation"
+ABOUT = """
+`Layout.boxes(shape, (owners, lo, hi)).validate()` against torch's `validate_non_overlapping_shards_metadata`. Ours
+includes making the layout from three arrays, its normal form too, and finds gaps as well as overlaps. torch's
+`ShardMetadata` objects are made before its clock starts, and it looks for overlaps only. The notes give the times of both
+from lists of plain Python numbers, torch's objects included.
+"""
+SHAPE = (100_000, 100_000)
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """All cases."""
+    yield _row("10,000 random rectangles", guillotine(SHAPE, 10_000, seed=1), 15, effort.ours, effort.peer)
+    yield _row("grid of 100 x 100", grid(SHAPE, 100, 100), 40, effort.ours, effort.peer)
+    yield _row("2 x 5,000 tall blocks", grid(SHAPE, 2, 5_000), 1000, effort.ours, effort.slow_peer)
+    yield _row("10,000 row strips", grid(SHAPE, 10_000, 1), 1, effort.ours, effort.ours)
+
+
+def _row(case: str, tiling: Tiling, bound: float, repeats: int, peer_repeats: int) -> Row:
+    objects = peers.shards(tiling.corners())
+    ours, peer, plain, plain_peer = interleaved(
+        Job(lambda _: tiling.layout().validate(), repeats=repeats),
+        Job(lambda _: peers.validate(objects), repeats=peer_repeats),
+        Job(lambda pieces: Layout.boxes(SHAPE, pieces).validate(), tiling.pieces, repeats),
+        Job(lambda corners: peers.validate(peers.shards(corners)), tiling.corners, peer_repeats),
+    )
+    note = f"from plain numbers {seconds(plain.seconds)}, torch {seconds(plain_peer.seconds)}"
+    return Row(case, ours.seconds, peer.seconds, "torch", Target(bound), note)

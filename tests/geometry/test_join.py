@@ -1,0 +1,194 @@
+"""Boxes that meet, and cells that no box holds, against all pairs and painted arrays."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import any_touch, as_boxes, cover, listed, pairs_that_meet
+from rectangles import box_lists, boxes, full_shapes, tilings
+
+from shardwise.geometry import Box, gaps, join, spread
+
+
+def joined(left, right, ndim):
+    """The pairs that join reports, sorted; each once or it shows."""
+    found = join(as_boxes(left, ndim), as_boxes(right, ndim))
+    return sorted(zip(*(side.tolist() for side in found), strict=True))
+
+
+def shifted(box, by):
+    """The box, moved."""
+    return Box(tuple(x + by for x in box.lo), tuple(x + by for x in box.hi))
+
+
+@st.composite
+def two_lists(draw, most=8):
+    shape = draw(full_shapes())
+    return len(shape), draw(box_lists(shape, most=most)), draw(box_lists(shape, most=most))
+
+
+@st.composite
+def scattered(draw):
+    """Small, long, thin and huge boxes, with coordinates up to a million million."""
+    ndim = draw(st.integers(1, 3))
+    size = st.sampled_from([1, 2, 1000, 10**6])
+    place = st.sampled_from([0, 1, 5, 999, 10**6, 10**12]) | st.integers(0, 3000)
+    side = st.tuples(place, size).map(lambda s: (s[0], s[0] + s[1]))
+    box = st.lists(side, min_size=ndim, max_size=ndim).map(lambda s: Box(*zip(*s, strict=True)))
+    return ndim, draw(st.lists(box, max_size=12)), draw(st.lists(box, max_size=12))
+
+
+@given(two_lists())
+def test_join_finds_every_pair_that_shares_a_cell_once(case):
+    ndim, left, right = case
+    assert joined(left, right, ndim) == pairs_that_meet(left, right)
+
+
+@given(scattered())
+def test_join_works_far_out_and_for_sizes_that_differ_widely(case):
+    ndim, left, right = case
+    assert joined(left, right, ndim) == pairs_that_meet(left, right)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+@settings(max_examples=25)
+def test_join_of_crowded_lists_agrees_with_trying_all_pairs(seed, ndim):
+    random = np.random.default_rng(seed)
+    lists = []
+    for _ in range(2):
+        lo = random.integers(0, 60, (50, ndim))
+        hi = lo + random.integers(1, random.choice([3, 30], (50, 1)) + 1, (50, ndim))
+        lists.append([Box(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True)])
+    assert joined(*lists, ndim) == pairs_that_meet(*lists)
+
+
+def test_rows_meet_columns_in_every_pair():
+    rows = [Box((i, 0), (i + 1, 40)) for i in range(30)]
+    columns = [Box((0, i), (30, i + 1)) for i in range(40)]
+    assert joined(rows, columns, 2) == [(i, j) for i in range(30) for j in range(40)]
+
+
+def test_boxes_of_zero_dims_all_meet():
+    assert joined([Box((), ())] * 2, [Box((), ())] * 3, 0) == [(i, j) for i in range(2) for j in range(3)]
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 3])
+def test_nothing_meets_nothing(ndim):
+    one = [Box((0,) * ndim, (1,) * ndim)]
+    assert joined([], [], ndim) == joined(one, [], ndim) == joined([], one, ndim) == []
+
+
+@given(two_lists())
+def test_join_does_not_depend_on_where_the_origin_is(case):
+    ndim, left, right = case
+    far = [[shifted(box, 10**5) for box in side] for side in (left, right)]
+    assert joined(*far, ndim) == pairs_that_meet(left, right)
+
+
+# --- work, counted and not timed -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts what join enters into tiles and tries as pairs: both pass through `spread`."""
+    total = [0]
+
+    def counting(counts):
+        total[0] += int(counts.sum())
+        assert total[0] < 2_000_000, "join takes far more than linear work"
+        return spread(counts)
+
+    monkeypatch.setattr(sys.modules["shardwise.geometry.join"], "spread", counting)
+    return total
+
+
+def square(side, cell=10):
+    """A square cut into side x side equal boxes."""
+    step = [(i * cell, (i + 1) * cell) for i in range(side)]
+    return [Box((a, c), (b, d)) for a, b in step for c, d in step]
+
+
+def test_tilings_are_joined_in_near_linear_work(work):
+    left = square(40)
+    right = [Box(b.lo, b.hi) for b in square(40)][::-1]
+    assert len(joined(left, right, 2)) == 1600
+    assert work[0] < 60 * 3200
+
+
+def test_strips_are_joined_in_near_linear_work(work):
+    strips = [Box((i, 0), (i + 1, 10**6)) for i in range(3000)]
+    assert len(joined(strips, strips, 2)) == 3000
+    assert work[0] < 60 * 6000
+
+
+def test_one_huge_box_among_small_ones_costs_no_more_than_all_pairs(work):
+    size = 3000
+    corner = [Box((0, 0, i), (1, 1, i + 1)) for i in range(size)]
+    rest = [Box((0, 1, 0), (1, size, size)), Box((1, 0, 0), (size, size, size))]
+    tiling = corner + rest
+    assert len(joined(tiling, [Box((0, 0, 0), (size,) * 3)], 3)) == len(tiling)
+    assert work[0] < 60 * len(tiling)
+
+
+# --- gaps ------------------------------------------------------------------------------------------------------------
+
+
+def clean(found):
+    """True for every box that overlaps no other."""
+    return np.array([len(pairs_that_meet([box], found)) == 1 for box in found], dtype=np.bool_)
+
+
+def missing(found, shape):
+    return gaps(as_boxes(found, len(shape)), Box((0,) * len(shape), shape), clean(found))
+
+
+@st.composite
+def holed(draw):
+    """Any boxes, or a tiling that lost some."""
+    shape = draw(full_shapes())
+    found = draw(box_lists(shape) | tilings(shape))
+    keep = draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    return shape, [box for box, kept in zip(found, keep, strict=True) if kept]
+
+
+@given(holed())
+@settings(max_examples=200)
+def test_gaps_are_the_cells_that_no_box_holds(case):
+    shape, found = case
+    holes = missing(found, shape)
+    np.testing.assert_array_equal(cover(holes, shape), cover(found, shape) == 0)
+    assert not any_touch(holes)
+    assert holes == sorted(holes, key=lambda b: (b.lo, b.hi))
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_one_missing_box_of_a_tiling_is_found_as_it_was(data):
+    shape = data.draw(full_shapes(max_size=1000))
+    found = data.draw(tilings(shape, most=20))
+    hole = found.pop()
+    holes = missing(found, shape)
+    assert sum(box.volume for box in holes) == hole.volume
+    assert all(box in hole for box in holes)
+
+
+def test_without_boxes_everything_is_a_gap():
+    assert missing([], (3, 4)) == [Box((0, 0), (3, 4))]
+    assert missing([], ()) == [Box((), ())]
+
+
+def test_missing_rows_of_long_strips_are_found():
+    strips = [Box((i, 0), (i + 1, 10**9)) for i in range(200) if i not in (7, 8, 199)]
+    assert missing(strips, (200, 10**9)) == [Box((7, 0), (9, 10**9)), Box((199, 0), (200, 10**9))]
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_boxes_that_hold_a_box_leave_no_gap_in_it(data):
+    shape = data.draw(full_shapes())
+    inner = data.draw(boxes(shape))
+    cells = as_boxes(data.draw(tilings(shape)), len(shape))
+    assert gaps(cells, inner, np.ones(cells.count, dtype=np.bool_)) == []
+    assert listed(cells)
