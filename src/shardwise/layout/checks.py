@@ -12,6 +12,7 @@ from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, Ints, ints
 
 MOST_CELLS = 2**50  # keeps every volume, position and byte count of the library well inside 64 bits
+MOST_PIECES = 2**26  # owners, or intervals of a dim: far above any world, and still little memory
 
 
 def counted(value: Any, what: str, least: int = 1) -> int:
@@ -28,7 +29,7 @@ def counted(value: Any, what: str, least: int = 1) -> int:
 def owner_array(owners: Any) -> Ints:
     """Owners from a number of them (0, 1, 2, ...) or from their numbers in order."""
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
-        return np.arange(counted(owners, "the number of owners"))
+        return np.arange(not_too_many(counted(owners, "the number of owners"), "owners"))
     try:
         found = np.asarray(owners if isinstance(owners, np.ndarray) else list(owners))
     except TypeError:
@@ -38,6 +39,13 @@ def owner_array(owners: Any) -> Ints:
     if found.min() < 0 or found.max() > np.iinfo(np.int64).max:
         raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {int(found[(found < 0).argmax()])}")
     return ints(found)
+
+
+def not_too_many(number: int, what: str) -> int:
+    """The number, unless it is absurd."""
+    if number > MOST_PIECES:
+        raise LayoutError(f"{number} {what} are more than 2**26: is a number wrong?")
+    return number
 
 
 def refuse_repeats(owners: Ints, what: str) -> None:

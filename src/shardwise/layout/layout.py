@@ -20,6 +20,7 @@ from shardwise.layout.checks import (
     checked_shape,
     checked_sizes,
     counted,
+    not_too_many,
     owner_array,
     refuse_repeats,
 )
@@ -149,6 +150,7 @@ class Layout:
         shape = checked_shape(shape)
         dim, block, found = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
         refuse_repeats(found, "a cyclic layout")
+        not_too_many(shape[dim] // block, "blocks")
         edges = np.append(np.arange(0, shape[dim], block), shape[dim])
         spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(found))
         return _along(shape, dim, spans, found, ("cyclic", dim, ((block,),)))
@@ -363,8 +365,7 @@ def _on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ..
     for axis, (asked, count) in enumerate(zip(placements, mesh.shape, strict=True)):
         if isinstance(asked, Shard | StridedShard):
             asked = replace(asked, dim=checked_dim(asked.dim, shape))
-            old = spans[asked.dim]
-            spans[asked.dim] = old.chunk(count) if isinstance(asked, Shard) else old.strided(asked.split_factor, count)
+            spans[asked.dim] = _sharded(spans[asked.dim], asked, count)
             groups[asked.dim].append(axis)
         elif isinstance(asked, Partial):
             ops.add(asked.reduce_op)
@@ -379,6 +380,14 @@ def _on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ..
     owners = None if mesh.in_order else tuple(mesh.ranks.reshape(-1).tolist())
     spelling = Spelling(shape, "mesh", None, tuple(words), mesh.shape, mesh.names if mesh.named else None, owners)
     return Layout(shape, Grid.build(spans, table), lambda: spelling, ops.pop() if ops else None)
+
+
+def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
+    if isinstance(asked, Shard):
+        return spans.chunk(count)
+    factor = counted(asked.split_factor, "the split factor of a strided shard")
+    not_too_many(min(factor * count * len(spans.start), int(spans.stop.max(initial=0))), "intervals of a strided shard")
+    return spans.strided(factor, count)
 
 
 def _spelling(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:

@@ -118,6 +118,8 @@ class Mesh:
 
     def __init__(self, *, ranks: Any = None, hosts: int | Sequence[Hashable] | None = None, **axes: int) -> None:
         sizes = tuple(counted(size, f"the size of mesh axis {name!r}") for name, size in axes.items())
+        if not axes:
+            raise LayoutError("a mesh needs at least one axis, such as Mesh(tp=4); ranks= and hosts= are no axes")
         self.names, self.shape = tuple(axes), sizes
         self.ranks = owner_array(prod(sizes) if ranks is None else np.asarray(ranks).reshape(-1))
         if len(self.ranks) != prod(sizes):

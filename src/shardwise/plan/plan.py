@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.errors import PlanError
 from shardwise.geometry import Boxes, Ints, heads, ints, merge
-from shardwise.layout import Grid, Layout, Mesh
+from shardwise.layout import Grid, Layout, Mesh, parse
 from shardwise.plan.choose import Among, Hosts, Need, deliver, reduce
 from shardwise.plan.copies import Copies
 from shardwise.plan.explain import explain
@@ -77,10 +77,15 @@ class Plan:
 
     def for_owner(self, owner: int) -> Part:
         """The copies of one owner, at the cost of its own: the same as in `copies`, without looking at all of them."""
-        return _part(self, int(owner))
+        if owner not in self._parts:
+            self._parts[owner] = self._part(int(owner))
+        return self._parts[owner]
 
-    def part(self, owner: int) -> Part:
-        """The same, computed afresh."""
+    @cached_property
+    def _parts(self) -> dict[int, Part]:
+        return {}
+
+    def _part(self, owner: int) -> Part:
         if owner not in self.source.form.owners and owner not in self.target.form.owners:
             raise PlanError(f"owner {owner} has no part in the plan from {self.source!r} to {self.target!r}")
         copies = self._copies(owner_regions(self.source, self.target, owner), owner)
@@ -218,7 +223,7 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that any owner stages at a time: all that it sends and receives in one round."""
-        return int(self.traffic.staged().max(initial=0))
+        return self.traffic.peak()
 
     def matrix(self) -> Ints:
         """Bytes from each owner (row) to each (column), in the order of `owners`."""
@@ -259,28 +264,24 @@ class Plan:
 
 
 def plan(
-    source: Layout,
-    target: Layout,
+    source: Layout | str,
+    target: Layout | str,
     *,
     itemsize: int = 1,
     max_bytes: int | None = None,
     hosts: int | Mapping[int, Hashable] | Mesh | None = None,
     relabel: bool = False,
 ) -> Plan:
-    """How to turn `source` into `target`: each target cell exactly once, with the fewest bytes.
+    """How to turn `source` into `target` (layouts, or their notation): each cell exactly once, with the fewest bytes.
 
     `max_bytes` bounds what an owner stages at a time, by rounds. `hosts` (owners per host, owner -> host, or a mesh
     that knows) makes cells cross between hosts once and travel on inside. `relabel` lets the target owners be permuted
     so that the most cells stay where they are; see `plan.target`.
 
-    >>> rows, columns = Layout.chunk((8, 6), 0, owners=4), Layout.chunk((8, 6), 1, owners=4)
-    >>> plan(rows, columns, itemsize=4).messages
+    >>> plan("8x6/S0@4", "8x6/S1@3", itemsize=4).messages
     9
     """
-    for side, layout in ("source", source), ("target", target):
-        if not isinstance(layout, Layout):
-            raise PlanError(f"the {side} must be a Layout, not {layout!r}; parse(text) makes one from its notation")
-        layout.validate()
+    source, target = _layout(source, "source"), _layout(target, "target")
     if source.shape != target.shape:
         raise PlanError(f"a plan needs one shape, but the source has {source.shape} and the target {target.shape}")
     if relabel:
@@ -292,16 +293,18 @@ def plan(
     return made
 
 
+def _layout(asked: Layout | str, side: str) -> Layout:
+    found = parse(asked) if isinstance(asked, str) else asked
+    if not isinstance(found, Layout):
+        raise PlanError(f"the {side} must be a Layout or its notation, not {asked!r}")
+    return found.validate()
+
+
 @lru_cache(maxsize=256)
 def _plan(
     source: Layout, target: Layout, itemsize: int, max_bytes: int | None, hosts: tuple[tuple[int, Hashable], ...] | None
 ) -> Plan:
     return Plan(source, target, itemsize, max_bytes, hosts)
-
-
-@lru_cache(maxsize=4096)
-def _part(made: Plan, owner: int) -> Part:
-    return made.part(owner)
 
 
 def _host_pairs(

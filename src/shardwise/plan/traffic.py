@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.geometry import Bools, Ints, ints
 from shardwise.plan.copies import Copies
@@ -27,9 +29,7 @@ class Traffic:
         sent, count = copies.take(copies.remote), len(owners)
         stage = np.unique(sent.step * (int(sent.round.max(initial=0)) + 1) + sent.round, return_inverse=True)[1]
         source, target = (np.searchsorted(ints(owners), side) for side in (sent.source, sent.target))
-        key, message = np.unique((stage * count + source) * count + target, return_inverse=True)
-        size = np.zeros(len(key), dtype=np.int64)
-        np.add.at(size, message, sent.volumes * itemsize)
+        key, size = _sums((stage * count + source) * count + target, sent.volumes * itemsize)
         stage, source, target = key // (count * count), key // count % count, key % count
         inside = np.zeros(len(key), dtype=np.bool_) if hosts is None else hosts[source] == hosts[target]
         return Traffic(owners, stage, source, target, size, inside)
@@ -45,17 +45,16 @@ class Traffic:
         np.add.at(found, side, self.size)
         return dict(zip(self.owners, found.tolist(), strict=True))
 
-    def staged(self) -> Ints:
-        """Bytes that each owner (column) sends and receives in each round (row)."""
-        found = np.zeros((self.stages, len(self.owners)), dtype=np.int64)
-        np.add.at(found, (self.stage, self.source), self.size)
-        np.add.at(found, (self.stage, self.target), self.size)
-        return found
+    def peak(self) -> int:
+        """The most bytes that an owner sends and receives in one round."""
+        both = np.concatenate([self.source, self.target])
+        key = np.tile(self.stage, 2) * len(self.owners) + both
+        return int(_sums(key, np.tile(self.size, 2))[1].max(initial=0))
 
     def balance(self) -> float:
         """The mean load of an owner over the most of any."""
-        load = self.staged().sum(axis=0)
-        return float(load.mean() / load.max()) if load.any() else 1.0
+        load = _sums(np.concatenate([self.source, self.target]), np.tile(self.size, 2))[1]
+        return float(load.sum() / len(self.owners) / load.max()) if load.any() else 1.0
 
     def matrix(self) -> Ints:
         """Bytes from each owner (row) to each (column)."""
@@ -78,7 +77,16 @@ class Traffic:
         """
         near = host_latency + self.size / host_bandwidth
         cost = np.where(self.inside, near, latency + self.size / bandwidth)
-        busy = np.zeros((2, self.stages, len(self.owners)))
-        np.add.at(busy[0], (self.stage, self.source), cost)
-        np.add.at(busy[1], (self.stage, self.target), cost)
-        return float(busy.max(axis=(0, 2)).sum())
+        busiest = np.zeros(self.stages)
+        for side in self.source, self.target:
+            key, seconds = _sums(self.stage * len(self.owners) + side, cost)
+            np.maximum.at(busiest, key // len(self.owners), seconds)
+        return float(busiest.sum())
+
+
+def _sums(key: Ints, values: npt.NDArray[Any]) -> tuple[Ints, npt.NDArray[Any]]:
+    """The different keys, and the sum of the values of each."""
+    keys, place = np.unique(key, return_inverse=True)
+    found = np.zeros(len(keys), dtype=values.dtype)
+    np.add.at(found, place, values)
+    return keys, found
