@@ -4,7 +4,7 @@ from shardwise.geometry.axis import Axis, Spans
 from shardwise.geometry.box import Box, row_major
 from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles
 from shardwise.geometry.join import gaps, join
-from shardwise.geometry.ragged import Bools, Ints, different, heads, ints, numbered, running, spread, starts
+from shardwise.geometry.ragged import Bools, Ints, different, heads, ints, numbered, run_of, running, spread, starts
 
 __all__ = [
     "Axis",
@@ -24,6 +24,7 @@ __all__ = [
     "numbered",
     "positions",
     "row_major",
+    "run_of",
     "running",
     "spread",
     "starts",

@@ -55,6 +55,11 @@ def different(values: Ints) -> Ints:
     return found[heads(found)]
 
 
+def run_of(values: Ints, value: int) -> slice:
+    """Where a value stands in rising values."""
+    return slice(int(values.searchsorted(value, "left")), int(values.searchsorted(value, "right")))
+
+
 def heads(group: Ints) -> Bools:
     """True where a new group begins, for groups that stand together."""
     first = np.ones(len(group), dtype=np.bool_)

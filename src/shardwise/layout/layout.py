@@ -13,6 +13,7 @@ import numpy as np
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Ints, Spans, ints
+from shardwise.layout.build import along, on_mesh, unless_counting
 from shardwise.layout.checks import (
     checked_boxes,
     checked_dim,
@@ -26,9 +27,8 @@ from shardwise.layout.checks import (
 )
 from shardwise.layout.diagnosis import Diagnosis, diagnose
 from shardwise.layout.form import Form, Piece
-from shardwise.layout.grid import Grid
 from shardwise.layout.listing import Listing
-from shardwise.layout.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.layout.mesh import Mesh, Replicate
 from shardwise.notation import Spelling, read
 
 
@@ -71,7 +71,9 @@ class Layout:
         shape = checked_shape(shape)
         dim, found = checked_dim(dim, shape), owner_array(owners)
         spans = Spans.whole(shape[dim]).chunk(len(found))
-        return _along(shape, dim, spans, found, ("mesh", None, (f"S{dim}",)))
+        return Layout(
+            shape, along(shape, dim, spans, found), lambda: _spelled(shape, "mesh", None, (f"S{dim}",), found)
+        )
 
     @staticmethod
     def split(
@@ -89,7 +91,11 @@ class Layout:
         if len(lengths) != len(found):
             raise LayoutError(f"{len(lengths)} sizes for {len(found)} owners: give one size per owner")
         spans = Spans.pieces(ints(lengths), np.arange(len(lengths)))
-        return _along(shape, dim, spans, found, ("split", dim, tuple((n,) for n in lengths)))
+        return Layout(
+            shape,
+            along(shape, dim, spans, found),
+            lambda: _spelled(shape, "split", dim, tuple((n,) for n in lengths), found),
+        )
 
     @staticmethod
     def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: Any) -> Layout:
@@ -103,7 +109,8 @@ class Layout:
         """
         shape = checked_shape(shape)
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(**mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
-        return _on_mesh(shape, mesh, mesh.placements(placements))
+        form, op, spelling = on_mesh(shape, mesh, mesh.placements(placements))
+        return Layout(shape, form, lambda: spelling, op)
 
     @staticmethod
     def boxes(
@@ -126,9 +133,7 @@ class Layout:
             raise LayoutError(f"overlap must be None or 'replicas', not {overlap!r}")
         listing = Listing.of_boxes(shape, boxes, owners, overlapping=overlap is not None)
         kind = "boxes" if overlap is None else "overlapping"
-        return Layout(
-            shape, listing.as_grid() or listing, lambda: _spelling(shape, kind, None, _corners(boxes), owners)
-        )
+        return Layout(shape, listing.as_grid() or listing, lambda: _spelled(shape, kind, None, _corners(boxes), owners))
 
     @staticmethod
     def replicated(shape: Sequence[int], owners: int | Sequence[int]) -> Layout:
@@ -153,7 +158,9 @@ class Layout:
         not_too_many(shape[dim] // block, "blocks")
         edges = np.append(np.arange(0, shape[dim], block), shape[dim])
         spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(found))
-        return _along(shape, dim, spans, found, ("cyclic", dim, ((block,),)))
+        return Layout(
+            shape, along(shape, dim, spans, found), lambda: _spelled(shape, "cyclic", dim, ((block,),), found)
+        )
 
     @staticmethod
     def flat(shape: Sequence[int], ranges: Iterable[tuple[int, int, int]]) -> Layout:
@@ -166,7 +173,7 @@ class Layout:
         owners, start, stop = checked_ranges(ranges, shape)
         items = tuple(zip(start.tolist(), stop.tolist(), strict=True))
         listing = Listing.of_ranges(shape, start, stop, owners)
-        return Layout(shape, listing, lambda: _spelling(shape, "flat", None, items, owners))
+        return Layout(shape, listing, lambda: _spelled(shape, "flat", None, items, owners))
 
     @staticmethod
     def fused(shape: Sequence[int], dim: int, segments: Sequence[int], owners: int | Sequence[int]) -> Layout:
@@ -181,7 +188,11 @@ class Layout:
         refuse_repeats(found, "a fused layout")
         start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(found))
         spans = Spans(start, stop, part % len(found))
-        return _along(shape, dim, spans, found, ("fused", dim, tuple((n,) for n in lengths)))
+        return Layout(
+            shape,
+            along(shape, dim, spans, found),
+            lambda: _spelled(shape, "fused", dim, tuple((n,) for n in lengths), found),
+        )
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +281,7 @@ class Layout:
         new = owner_array([owners.get(o, o) for o in old.tolist()])
         refuse_repeats(new, "a relabelled layout")
         order = range(prod(self.spelling.mesh)) if self.spelling.owners is None else self.spelling.owners
-        spelling = replace(self.spelling, owners=_unless_counting(ints([owners.get(o, o) for o in order])))
+        spelling = replace(self.spelling, owners=unless_counting(ints([owners.get(o, o) for o in order])))
         return Layout(self.shape, self.form.relabel(old, new), lambda: spelling, self.op)
 
     @cached_property
@@ -320,17 +331,18 @@ def parse(text: str) -> Layout:
     s = read(text)
     owners = s.owners if s.owners is not None else range(prod(s.mesh))
     rows: Any = s.items
+    dim: Any = s.dim
     match s.kind:
         case "mesh" if s.names is None and len(s.items) == 1 and rows[0][1:].isdigit():
             return Layout.chunk(s.shape, int(rows[0][1:]), list(owners))
         case "mesh":
             return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
         case "split":
-            return Layout.split(s.shape, s.dim or 0, [r[0] for r in rows], list(owners))
+            return Layout.split(s.shape, dim, [r[0] for r in rows], list(owners))
         case "cyclic":
-            return Layout.cyclic(s.shape, s.dim or 0, rows[0][0], list(owners))
+            return Layout.cyclic(s.shape, dim, rows[0][0], list(owners))
         case "fused":
-            return Layout.fused(s.shape, s.dim or 0, [r[0] for r in rows], list(owners))
+            return Layout.fused(s.shape, dim, [r[0] for r in rows], list(owners))
         case "flat":
             return Layout.flat(s.shape, [(o, *r) for o, r in zip(owners, rows, strict=True)])
     return Layout.boxes(
@@ -340,65 +352,10 @@ def parse(text: str) -> Layout:
     )
 
 
-def _along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints, words: tuple[str, int | None, Any]) -> Layout:
-    """One dim spread over the owners. One that is named several times has as many buffers: that is a listing."""
-
-    def spell() -> Spelling:
-        return _spelling(shape, *words, owners)
-
-    if len(np.unique(owners)) == len(owners):
-        every = [spans if d == dim else Spans.whole(size) for d, size in enumerate(shape)]
-        table = owners.reshape([len(owners) if d == dim else 1 for d in range(len(shape))] + [1, 1])
-        return Layout(shape, Grid.build(every, table), spell)
-    lo = np.zeros((len(owners), len(shape)), dtype=np.int64)
-    hi = np.tile(ints(shape), (len(owners), 1))
-    lo[:, dim] = hi[:, dim] = shape[dim]  # parts that are not among the spans are empty
-    lo[spans.part, dim], hi[spans.part, dim] = spans.start, spans.stop
-    return Layout(shape, Listing.of_boxes(shape, Boxes(lo, hi), owners, overlapping=False), spell)
-
-
-def _on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
-    """Placements applied from left to right; the owner table is the mesh with its axes grouped by what they do."""
-    spans = [Spans.whole(size) for size in shape]
-    groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
-    ops, words = set[str](), list[str]()
-    for axis, (asked, count) in enumerate(zip(placements, mesh.shape, strict=True)):
-        if isinstance(asked, Shard | StridedShard):
-            asked = replace(asked, dim=checked_dim(asked.dim, shape))
-            spans[asked.dim] = _sharded(spans[asked.dim], asked, count)
-            groups[asked.dim].append(axis)
-        elif isinstance(asked, Partial):
-            ops.add(asked.reduce_op)
-            groups[-2].append(axis)
-        else:
-            groups[-1].append(axis)
-        words.append(str(asked))
-    if len(ops) > 1:
-        raise LayoutError(f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one")
-    table = mesh.ranks.transpose([axis for group in groups for axis in group])
-    table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
-    owners = None if mesh.in_order else tuple(mesh.ranks.reshape(-1).tolist())
-    spelling = Spelling(shape, "mesh", None, tuple(words), mesh.shape, mesh.names if mesh.named else None, owners)
-    return Layout(shape, Grid.build(spans, table), lambda: spelling, ops.pop() if ops else None)
-
-
-def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
-    if isinstance(asked, Shard):
-        return spans.chunk(count)
-    factor = counted(asked.split_factor, "the split factor of a strided shard")
-    not_too_many(min(factor * count * len(spans.start), int(spans.stop.max(initial=0))), "intervals of a strided shard")
-    return spans.strided(factor, count)
-
-
-def _spelling(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:
-    return Spelling(shape, kind, dim, items, (len(owners),), None, _unless_counting(owners))
+def _spelled(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:
+    return Spelling(shape, kind, dim, items, (len(owners),), None, unless_counting(owners))
 
 
 def _corners(boxes: Boxes) -> tuple[tuple[int, ...], ...]:
     """lo and hi of every axis in turn, as the notation lists them."""
     return tuple(map(tuple, np.stack(boxes, axis=2).reshape(boxes.count, -1).tolist()))
-
-
-def _unless_counting(owners: Ints) -> tuple[int, ...] | None:
-    """The owners as the notation writes them: not at all where they are 0, 1, 2, ..."""
-    return None if (owners == np.arange(len(owners))).all() else tuple(owners.tolist())

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from shardwise.geometry import Box, Boxes, Ints, cut, different, distinct, heads, ints, join, row_major, starts
+from shardwise.geometry import Box, Boxes, Ints, cut, different, distinct, heads, ints, join, row_major, run_of, starts
 from shardwise.layout.form import Cells, Holders, Piece, rename
 from shardwise.layout.grid import Grid, Idle
 
@@ -30,7 +30,8 @@ class Buffers:
 
     def rows(self, owner: int) -> range:
         """The buffers of one owner."""
-        return range(*np.searchsorted(self.owner, [owner, owner + 1]).tolist())
+        found = run_of(self.owner, owner)
+        return range(found.start, found.stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +144,7 @@ class Listing:
     def blocks(self, owner: int) -> Ints:
         """The blocks that an owner holds."""
         owners, block = self._by_owner
-        first, last = np.searchsorted(owners, [owner, owner + 1])
-        return block[first:last]
+        return block[run_of(owners, owner)]
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """An owner's pieces, buffer after buffer."""

@@ -144,11 +144,6 @@ class Mesh:
         """True where the axes have names of their own."""
         return self.names != tuple(map(str, range(len(self.names))))
 
-    @property
-    def in_order(self) -> bool:
-        """True where the owners are 0, 1, 2, ..."""
-        return bool((self.ranks.reshape(-1) == np.arange(self.ranks.size)).all())
-
     def placements(self, asked: Any) -> tuple[Placement, ...]:
         """One placement per axis, from a sequence or from a mapping axis name -> placement (others replicate)."""
         if isinstance(asked, Mapping):
@@ -173,7 +168,8 @@ class Mesh:
         return "x".join(map(str, self.shape))
 
     def __repr__(self) -> str:
-        return f"Mesh({self._sizes()}{'' if self.in_order else f', ranks={self.ranks.tolist()}'})"
+        counting = bool((self.ranks.reshape(-1) == np.arange(self.ranks.size)).all())
+        return f"Mesh({self._sizes()}{f', ranks={self.ranks.tolist()}' * (not counting)})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):

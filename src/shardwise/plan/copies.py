@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
 import numpy as np
 
-from shardwise.geometry import Bools, Box, Boxes, Ints, different, positions
+from shardwise.geometry import Bools, Box, Boxes, Ints, different, heads, merge, positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,19 @@ class Copies(Sequence[Copy]):
             if ahead.all():  # as grids without replicas come
                 return self
         return self.take(np.lexsort((self.term, self.target, place, *extra)))
+
+    def merged(self) -> Copies:
+        """Copies of one step, sender and receiver that touch along a whole side become one."""
+        pair = self.pairs()
+        order = np.argsort(pair)
+        first = heads(pair[order])
+        several = np.ones(len(pair), dtype=np.bool_)
+        several[order[first & np.append(first[1:], True)[: len(first)]]] = False
+        if not several.any():
+            return self
+        boxes, key = merge(self.boxes.take(several), pair[several])
+        like = self.take(order[np.searchsorted(pair[order], key)])
+        return Copies.concat([self.take(~several), replace(like, boxes=boxes)])
 
     def pairs(self) -> Ints:
         """A number for every step, sender and receiver that differ."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, heads, ints, merge
+from shardwise.geometry import Boxes, Ints, ints
 from shardwise.layout import Grid, Layout, Mesh, parse
 from shardwise.plan.choose import Among, Hosts, Need, deliver, reduce
 from shardwise.plan.copies import Copies
@@ -100,7 +100,7 @@ class Plan:
         else:
             copies = Copies.concat(deliver(boxes, row, need, holders, among))
             grids = isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
-            copies = copies if grids else _merged(copies)
+            copies = copies if grids else copies.merged()
         copies = copies.in_order(self.source.shape)
         if self.max_bytes is None:
             return copies
@@ -324,20 +324,6 @@ def _host_pairs(
     if missing:
         raise PlanError(f"hosts names no host for owner {missing[0]} ({len(missing)} of {len(owners)} are missing)")
     return tuple((owner, known[owner]) for owner in owners)
-
-
-def _merged(copies: Copies) -> Copies:
-    """Copies of one sender and receiver that touch become one. (Grids cross in largest boxes anyway.)"""
-    pair = copies.pairs()
-    order = np.argsort(pair)
-    first = heads(pair[order])
-    several = np.ones(len(pair), dtype=np.bool_)
-    several[order[first & np.append(first[1:], True)[: len(first)]]] = False
-    if not several.any():
-        return copies
-    boxes, key = merge(copies.boxes.take(several), pair[several])
-    like = copies.take(order[np.searchsorted(pair[order], key)])
-    return Copies.concat([copies.take(~several), replace(like, boxes=boxes)])
 
 
 def _positive(value: object, what: str) -> int:

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, ints, positions
+from shardwise.geometry import Boxes, Ints, ints, positions, run_of
 from shardwise.layout import Layout
 from shardwise.plan.copies import Copies
 
@@ -102,10 +102,9 @@ def _steps_follow(copies: Copies) -> None:
 def _inside(group: Ints, boxes: Boxes, having_group: Ints, having: Boxes, width: int) -> None:
     """Every box lies in the (disjoint) boxes that its group has: what it shares with them adds up to itself."""
     order, have_order = np.argsort(group, kind="stable"), np.argsort(having_group, kind="stable")
-    volume = boxes.volumes()
+    whose, had_by, volume = group[order], having_group[have_order], boxes.volumes()
     for who in np.unique(group).tolist():
-        mine = order[slice(*np.searchsorted(group[order], [who, who + 1]).tolist())]
-        theirs = have_order[slice(*np.searchsorted(having_group[have_order], [who, who + 1]).tolist())]
+        mine, theirs = order[run_of(whose, who)], have_order[run_of(had_by, who)]
         shared = np.zeros(len(mine), dtype=np.int64)
         for part in np.array_split(theirs, max(1, len(mine) * len(theirs) // 2**20)):
             lo = np.maximum(boxes.lo[mine, None], having.lo[None, part])

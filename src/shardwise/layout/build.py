@@ -1,0 +1,77 @@
+"""From checked arguments to forms: one dim spread over owners, and meshes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.errors import LayoutError
+from shardwise.geometry import Boxes, Ints, Spans, different, ints
+from shardwise.layout.checks import checked_dim, counted, not_too_many
+from shardwise.layout.form import Form
+from shardwise.layout.grid import Grid
+from shardwise.layout.listing import Listing
+from shardwise.layout.mesh import Mesh, Partial, Placement, Shard, StridedShard
+from shardwise.notation import Spelling
+
+
+def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
+    """One dim spread over the owners. One that is named several times has as many buffers: that is a listing."""
+    if len(different(owners)) == len(owners):
+        every = [spans if d == dim else Spans.whole(size) for d, size in enumerate(shape)]
+        table = owners.reshape([len(owners) if d == dim else 1 for d in range(len(shape))] + [1, 1])
+        return Grid.build(every, table)
+    lo = np.zeros((len(owners), len(shape)), dtype=np.int64)
+    hi = np.tile(ints(shape), (len(owners), 1))
+    lo[:, dim] = hi[:, dim] = shape[dim]  # parts that are not among the spans are empty
+    lo[spans.part, dim], hi[spans.part, dim] = spans.start, spans.stop
+    return Listing.of_boxes(shape, Boxes(lo, hi), owners, overlapping=False)
+
+
+class OnMesh(NamedTuple):
+    """A grid, the reduction of its terms, and how it is spelled."""
+
+    form: Grid
+    op: str | None
+    spelling: Spelling
+
+
+def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> OnMesh:
+    """Placements applied from left to right; the owner table is the mesh with its axes grouped by what they do."""
+    spans = [Spans.whole(size) for size in shape]
+    groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
+    ops, words = set[str](), list[str]()
+    for axis, (asked, count) in enumerate(zip(placements, mesh.shape, strict=True)):
+        if isinstance(asked, Shard | StridedShard):
+            asked = replace(asked, dim=checked_dim(asked.dim, shape))
+            spans[asked.dim] = _sharded(spans[asked.dim], asked, count)
+            groups[asked.dim].append(axis)
+        elif isinstance(asked, Partial):
+            ops.add(asked.reduce_op)
+            groups[-2].append(axis)
+        else:
+            groups[-1].append(axis)
+        words.append(str(asked))
+    if len(ops) > 1:
+        raise LayoutError(f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one")
+    table = mesh.ranks.transpose([axis for group in groups for axis in group])
+    table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
+    names, owners = mesh.names if mesh.named else None, unless_counting(mesh.ranks.reshape(-1))
+    spelling = Spelling(shape, "mesh", None, tuple(words), mesh.shape, names, owners)
+    return OnMesh(Grid.build(spans, table), ops.pop() if ops else None, spelling)
+
+
+def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
+    if isinstance(asked, Shard):
+        return spans.chunk(count)
+    factor = counted(asked.split_factor, "the split factor of a strided shard")
+    not_too_many(min(factor * count * len(spans.start), int(spans.stop.max(initial=0))), "intervals of a strided shard")
+    return spans.strided(factor, count)
+
+
+def unless_counting(owners: Ints) -> tuple[int, ...] | None:
+    """The owners as the notation writes them: not at all where they are 0, 1, 2, ..."""
+    return None if (owners == np.arange(len(owners))).all() else tuple(owners.tolist())
