@@ -11,9 +11,7 @@ from benchmarks import loading, planning, validation
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, page, show
 
-SUBJECTS = {
-    "planning": (planning, loading, validation),
-}
+SUBJECTS = {"planning": planning, "loading": loading, "validation": validation}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -36,10 +34,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def _run(subjects: Sequence[str], effort: Effort) -> list[Section]:
     found = list[Section]()
-    for module in (module for name in subjects for module in SUBJECTS[name]):
-        found.append(Section(module.TITLE, module.ABOUT, list(module.rows(effort))))
+    for subject in (SUBJECTS[name] for name in subjects):
+        found.append(Section(subject.TITLE, subject.ABOUT, list(subject.rows(effort))))
         show(found[-1])
     return found
 
 
-main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -22,16 +22,20 @@ class Effort:
 
 
 FULL = Effort(ours=15, peer=7, slow_peer=3)
-QUICK = Effort(ours=5, peer=2, slow_peer=1)
+QUICK = Effort(ours=3, peer=1, slow_peer=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to time: `prepare` makes its input anew before every repeat, while the clock stands."""
+    """Something to time: `prepare` makes the input of every call anew, while the clock stands.
+
+    A repeat is so many calls in a row: more than one where a single call is too short to be timed alone.
+    """
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
     repeats: int = 1
+    calls: int = 1
 
     def due(self, turn: int, turns: int) -> bool:
         """Is this job's repeat due? They are spread evenly over all turns.
@@ -44,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The median of a job's repeats, in seconds, and what the last of them returned."""
+    """Seconds per call, the median of a job's repeats; and what the last call returned."""
 
     seconds: float
     result: Any
@@ -64,17 +68,17 @@ def interleaved(*jobs: Job) -> list[Timed]:
 
 
 def _once(job: Job) -> tuple[float, Any]:
-    given = job.prepare()
+    inputs = [job.prepare() for _ in range(job.calls)]
     with _no_collector():
         start = perf_counter()
-        result = job.run(given)
-        return perf_counter() - start, result
+        for given in inputs:
+            result = job.run(given)
+        return (perf_counter() - start) / job.calls, result
 
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """As in timeit: a sweep through everybody's objects must not be paid by whoever is on the clock."""
-    gc.collect()
+    """As in timeit: a sweep through everybody's objects is not for whoever is on the clock to pay."""
     gc.disable()
     try:
         yield
@@ -83,7 +87,7 @@ def _no_collector() -> Iterator[None]:
 
 
 def peak_bytes(job: Job) -> int:
-    """The most memory that one run of a job allocates at a time, numpy's arrays included."""
+    """The most memory that one call of a job allocates at a time, numpy's arrays included."""
     given = job.prepare()
     tracemalloc.start()
     try:
@@ -95,7 +99,7 @@ def peak_bytes(job: Job) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A ratio to reach: at least so many times cheaper than the peer or, with `most`, at most so many times its cost."""
+    """A ratio to reach: so many times cheaper than the peer or, with `most`, no more than so many times its cost."""
 
     bound: float
     most: bool = False

@@ -63,10 +63,10 @@ def show(section: Section) -> None:
         table.add_column(name, justify="right" if name in NUMBERS else "left")
     for row in section.rows:
         table.add_row(*fields(row), style="red" if row.reached is False else None)
-    console = Console()
+    console = Console(width=max(Console().width, 120))
     console.print(table)
     for note in _notes(section.rows):
-        console.print(note, style="dim", highlight=False)
+        console.print(note, style="dim", highlight=False, markup=False)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -89,7 +89,8 @@ def page(sections: Sequence[Section], command: str) -> str:
 
 def _machine() -> str:
     packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("numpy", "torch"))
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}, {packages}"
+    system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores, {system}, {packages}"
 
 
 _HEAD = """\

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple
 
 import numpy as np
@@ -50,29 +49,24 @@ def listed(tiling: Tiling) -> Tiling:
 
 def guillotine(shape: tuple[int, int], count: int, *, seed: int) -> Tiling:
     """Rectangles of many forms, from random cuts from side to side; owners in random order."""
-    chance = random.Random(seed)
-    found: Corners = []
-    todo = [([0, 0], list(shape), count)]
-    while todo:
-        lo, hi, parts = todo.pop()
-        if parts == 1:
-            found.append((lo, hi))
-            continue
-        axis, at, first = _cut(lo, hi, parts, chance)
-        middle_hi, middle_lo = hi.copy(), lo.copy()
-        middle_hi[axis] = middle_lo[axis] = at
-        todo += [(lo, middle_hi, first), (middle_lo, hi, parts - first)]
-    corners = ints(found)
-    tiling = Tiling(shape, np.random.default_rng(seed).permutation(count), corners[:, 0], corners[:, 1])
+    chance = np.random.default_rng(seed)
+    lo, hi, parts = ints([[0, 0]]), ints([shape]), ints([count])
+    while (parts > 1).any():  # everything that is still to be several rectangles is cut in two
+        done, todo = parts == 1, parts > 1
+        row, (axis, at, first) = np.arange(todo.sum()), _cuts(lo[todo], hi[todo], parts[todo], chance)
+        middle_hi, middle_lo = hi[todo], lo[todo]
+        middle_hi[row, axis] = middle_lo[row, axis] = at
+        lo, hi = np.concatenate([lo[done], lo[todo], middle_lo]), np.concatenate([hi[done], middle_hi, hi[todo]])
+        parts = np.concatenate([parts[done], first, parts[todo] - first])
+    tiling = Tiling(shape, chance.permutation(count), lo, hi)
     tiling.layout().validate()
     return tiling
 
 
-def _cut(lo: list[int], hi: list[int], parts: int, chance: random.Random) -> tuple[int, int, int]:
-    """Where to cut: the axis (mostly the longer one), the place, and how many of the parts go before it."""
-    sides = [hi[0] - lo[0], hi[1] - lo[1]]
-    longer = int(sides[1] > sides[0])
-    axis = 1 - longer if chance.random() < 0.3 and min(sides) > 1 else longer
-    first = chance.randint(max(1, parts // 4), max(1, 3 * parts // 4))
-    at = int(sides[axis] * first / parts * chance.uniform(0.7, 1.3))
-    return axis, lo[axis] + min(max(at, 1), sides[axis] - 1), first
+def _cuts(lo: Ints, hi: Ints, parts: Ints, chance: np.random.Generator) -> tuple[Ints, Ints, Ints]:
+    """Where to cut each: the axis (mostly the longer one), the place, and how many of the parts go before it."""
+    row, sides = np.arange(len(parts)), hi - lo
+    axis = np.argmax(sides, axis=1) ^ ((chance.random(len(parts)) < 0.3) & (sides.min(axis=1) > 1))
+    first = chance.integers(np.maximum(1, parts // 4), np.maximum(1, 3 * parts // 4), endpoint=True)
+    at = ints(sides[row, axis] * first / parts * chance.uniform(0.7, 1.3, len(parts)))
+    return axis, lo[row, axis] + np.clip(at, 1, sides[row, axis] - 1), first

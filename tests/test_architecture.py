@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[1] / "src"
-LAYERS = ["errors", "geometry", "notation", "layout", "plan", "report", "testing", "demo", "cli", "__main__", "__init__"]
+LAYERS = [
+    "errors",
+    "geometry",
+    "notation",
+    "layout",
+    "plan",
+    "report",
+    "testing",
+    "demo",
+    "cli",
+    "__main__",
+    "__init__",
+]
 CORE = LAYERS[: LAYERS.index("testing")]
 
 

@@ -27,7 +27,8 @@ from shardwise.errors import NotationError
 
 KINDS = ("split", "cyclic", "fused", "boxes", "overlapping", "flat")
 OPERATIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
-_PLACEMENT = re.compile(rf"R|S(?P<dim>-?\d+)(:(?P<factor>\d+))?|P(?P<op>{'|'.join(OPERATIONS)})?")
+PLACEMENT = re.compile(rf"R|S(?P<dim>-?\d+)(:(?P<factor>\d+))?|P(?P<op>{'|'.join(OPERATIONS)})?")
+NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Numbers = tuple[int, ...]
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class _Reader:
             return "mesh", None, self._list(",", self._placement)
         if word not in KINDS:
             self.at -= len(word)
-            upper = _PLACEMENT.match(self.text[self.at :].upper())
+            upper = PLACEMENT.match(self.text[self.at :].upper())
             near = get_close_matches(word, KINDS, 1) or ([upper.group()] if upper else [])
             hint = f"; did you mean {near[0]}?" if near else ""
             self._fail(f"a placement (S0, R, P) or one of {', '.join(KINDS)}{hint}")
@@ -177,14 +178,16 @@ class _Reader:
 
     def _placement(self) -> str:
         return self._match(
-            _PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
+            PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
         )
 
     def _mesh(self) -> tuple[tuple[str, ...] | None, Numbers]:
         expected = "how many owners, such as 4 or 4x2 or fsdp=4,tp=2"
-        if not re.match(r"[A-Za-z_]\w*=", self.text[self.at :]):
+        if not re.match(NAME.pattern + "=", self.text[self.at :], re.ASCII):
             return None, self._numbers("x", expected)
-        axes = self._list(",", lambda: (self._match(r"[A-Za-z_]\w*", expected), self._after_equals(expected)))
+        axes = self._list(",", lambda: (self._match(NAME.pattern, expected), self._after_equals(expected)))
+        if len({name for name, _ in axes}) < len(axes):
+            self._fail("different names for the mesh axes")
         return tuple(n for n, _ in axes), tuple(s for _, s in axes)
 
     def _after_equals(self, expected: str) -> int:
@@ -219,7 +222,11 @@ class _Reader:
         return tuple(found)
 
     def _number(self, expected: str) -> int:
-        return int(self._match(r"\d+", expected))
+        digits = self._match(r"[0-9]+", expected)
+        if len(digits) > 18:
+            self.at -= len(digits)
+            self._fail(f"{expected}; this number is absurdly large")
+        return int(digits)
 
     def _literal(self, word: str, expected: str) -> None:
         if not self._accept(word):
@@ -231,7 +238,7 @@ class _Reader:
         return found
 
     def _match(self, pattern: str, expected: str) -> str:
-        found = re.compile(pattern).match(self.text, self.at)
+        found = re.compile(pattern, re.ASCII).match(self.text, self.at)
         if not found:
             self._fail(expected)
         self.at = found.end()

@@ -7,10 +7,10 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from shardwise.geometry import Box, Ints, different, ints
+from shardwise.geometry import Box, different, ints
 from shardwise.layout import Layout
 from shardwise.notation import write_ranges
-from shardwise.plan import Plan, size
+from shardwise.plan import Plan, columns, size
 
 MOST_ROWS, MOST_COLUMNS, MOST_SLICES = 16, 12, 8
 MOST_OWNERS = 16
@@ -130,16 +130,11 @@ def matrix(plan: Plan) -> str:
     rows = [["from \\ to", *map(str, plan.owners)]]
     for owner, row in zip(plan.owners, table.tolist(), strict=True):
         rows.append([str(owner), *(size(n) if n else "." for n in row)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(columns(rows))
 
 
 def _largest(plan: Plan, most: int = 10) -> str:
-    traffic, count = plan.traffic, len(plan.owners)
-    pair, where = np.unique(traffic.source * count + traffic.target, return_inverse=True)
-    total = np.zeros(len(pair), dtype=np.int64)
-    np.add.at(total, where, traffic.size)
-    order: Ints = np.lexsort((pair, -total))[:most]
-    flows = [(plan.owners[pair[i] // count], plan.owners[pair[i] % count], int(total[i])) for i in order.tolist()]
-    lines = [f"{a} -> {b}: {size(n)}" for a, b, n in flows]
-    return "\n".join([f"the {len(lines)} largest of {len(pair):,} flows:", *lines])
+    source, target, total = plan.traffic.flows()
+    order = np.lexsort((target, source, -total))[:most].tolist()
+    lines = [f"{plan.owners[source[i]]} -> {plan.owners[target[i]]}: {size(int(total[i]))}" for i in order]
+    return "\n".join([f"the {len(lines)} largest of {len(total):,} flows:", *lines])

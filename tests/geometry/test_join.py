@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import any_touch, as_boxes, cover, listed, pairs_that_meet
-from rectangles import box_lists, boxes, full_shapes, tilings
+from oracle import any_touch, as_boxes, box_of, cover, listed, pairs_that_meet
+from rectangles import box_lists, boxes, full_shapes, sides, tilings
 
 from shardwise.geometry import Box, gaps, join, spread
 
@@ -31,13 +31,13 @@ def two_lists(draw, most=8):
 
 @st.composite
 def scattered(draw):
-    """Small, long, thin and huge boxes, with coordinates up to a million million."""
-    ndim = draw(st.integers(1, 3))
+    """Small, long, thin and huge boxes, up to a million million cells apart, of any axis."""
     size = st.sampled_from([1, 2, 1000, 10**6])
-    place = st.sampled_from([0, 1, 5, 999, 10**6, 10**12]) | st.integers(0, 3000)
-    side = st.tuples(place, size).map(lambda s: (s[0], s[0] + s[1]))
-    box = st.lists(side, min_size=ndim, max_size=ndim).map(lambda s: Box(*zip(*s, strict=True)))
-    return ndim, draw(st.lists(box, max_size=12)), draw(st.lists(box, max_size=12))
+    place = st.sampled_from([0, 1, 999, 10**6, 10**12]) | st.integers(0, 3000)
+    far = st.tuples(place, size).map(lambda s: (s[0], s[0] + s[1]))
+    axes = draw(st.permutations([far, sides(30), sides(30)]))[: draw(st.integers(1, 3))]
+    box = st.tuples(*axes).map(box_of)
+    return len(axes), draw(st.lists(box, max_size=12)), draw(st.lists(box, max_size=12))
 
 
 @given(two_lists())

@@ -2,9 +2,21 @@
 
 from shardwise.geometry.axis import Axis, Spans
 from shardwise.geometry.box import Box, row_major
-from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles
+from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
-from shardwise.geometry.ragged import Bools, Ints, different, heads, ints, numbered, run_of, running, spread, starts
+from shardwise.geometry.ragged import (
+    Bools,
+    Ints,
+    different,
+    heads,
+    ints,
+    numbered,
+    run_of,
+    running,
+    spread,
+    starts,
+    totals,
+)
 
 __all__ = [
     "Axis",
@@ -29,4 +41,6 @@ __all__ = [
     "spread",
     "starts",
     "tiles",
+    "totals",
+    "uncancelled",
 ]

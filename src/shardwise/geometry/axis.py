@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry.ragged import Ints, heads, ints, spread, starts
+from shardwise.geometry.ragged import Ints, heads, ints, running, spread, starts, totals
 
 
 class Spans(NamedTuple):
@@ -59,13 +59,9 @@ class Spans(NamedTuple):
         """Where each interval lies in its part, and the length of every part."""
         size = self.stop - self.start
         order = np.argsort(self.part, kind="stable")
-        edges = starts(size[order])
-        first = edges[:-1] - edges[:-1][heads(self.part[order])][np.cumsum(heads(self.part[order])) - 1]
         offset = np.empty_like(size)
-        offset[order] = first
-        length = np.zeros(int(self.part.max(initial=-1)) + 1, dtype=np.int64)
-        np.add.at(length, self.part, size)
-        return offset, length
+        offset[order] = running(size[order], self.part[order])
+        return offset, totals(size, self.part, int(self.part.max(initial=-1)) + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +106,7 @@ class Axis:
     @cached_property
     def lengths(self) -> Ints:
         """How many cells each part has."""
-        total = np.zeros(self.parts, dtype=np.int64)
-        np.add.at(total, self.part, np.diff(self.cuts))
-        return total
+        return totals(np.diff(self.cuts), self.part, self.parts)
 
     @cached_property
     def _order(self) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import index
 
 from shardwise.errors import LayoutError
 
@@ -22,8 +23,11 @@ class Box:
     hi: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lo", tuple(int(x) for x in self.lo))
-        object.__setattr__(self, "hi", tuple(int(x) for x in self.hi))
+        try:
+            object.__setattr__(self, "lo", tuple(map(index, self.lo)))
+            object.__setattr__(self, "hi", tuple(map(index, self.hi)))
+        except TypeError:
+            raise LayoutError(f"a box needs whole numbers, not lo={self.lo!r}, hi={self.hi!r}") from None
         if len(self.lo) != len(self.hi):
             raise LayoutError(f"a box needs lo and hi of one length, not {self.lo} and {self.hi}")
         if any(a > b for a, b in zip(self.lo, self.hi, strict=True)):
@@ -50,6 +54,8 @@ class Box:
         >>> Box((0, 0), (4, 6)) & Box((2, 4), (8, 8))
         Box(lo=(2, 4), hi=(4, 6))
         """
+        if len(self.lo) != len(other.lo):
+            raise LayoutError(f"{self} and {other} have different numbers of dims")
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return Box(lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None

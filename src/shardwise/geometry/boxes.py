@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.geometry.box import Box
-from shardwise.geometry.ragged import Bools, Ints, heads, ints
+from shardwise.geometry.ragged import Bools, Ints, different, heads, ints
 
 
 class Boxes(NamedTuple):
@@ -73,37 +73,60 @@ def positions(points: Ints, shape: Sequence[int]) -> Ints:
 def tiles(boxes: Boxes, shape: Sequence[int]) -> bool:
     """True where the boxes cover every cell of the shape exactly once. Takes n log n, whatever their form.
 
-    How often cells are covered is a function on the grid, and its mixed difference along all axes is one signed point
-    per corner of a box. A function that ends somewhere is determined by its mixed difference; so the coverage is one
-    everywhere exactly where the signed corners of the boxes cancel to those of the whole.
-
     >>> tiles(Boxes(ints([[0, 0], [0, 2]]), ints([[2, 2], [2, 3]])), (2, 3))
     True
     >>> tiles(Boxes(ints([[0, 0], [0, 1]]), ints([[2, 2], [2, 3]])), (2, 3))
     False
     """
-    whole = Boxes(np.zeros((1, len(shape)), dtype=np.int64), ints(shape).reshape(1, -1))
+    whole = Boxes.of([Box((0,) * len(shape), tuple(shape))], len(shape))
     if int(boxes.volumes().sum()) != int(whole.volumes()[0]):
         return False
-    if not whole.volumes()[0]:
-        return True
-    cut = [a for a, size in enumerate(shape) if boxes.lo[:, a].any() or (boxes.hi[:, a] != size).any()]
-    lo, hi, sizes = boxes.lo[:, cut], boxes.hi[:, cut], [shape[a] for a in cut]
-    signed: tuple[list[Ints], list[Ints]] = [], []
-    for corner in product((False, True), repeat=len(cut)):
-        odd = sum(corner) % 2
-        signed[odd].append(positions(np.where(corner, hi, lo), sizes))
-        signed[1 - odd].append(positions(np.where(corner, whole.hi[:, cut], whole.lo[:, cut]), sizes))
-    plus, minus = (np.sort(np.concatenate(side)) for side in signed)
-    return bool(np.array_equal(plus, minus))
+    return not boxes.count or uncancelled(boxes, None, whole, None) is None
+
+
+def uncancelled(boxes: Boxes, group: Ints | None, other: Boxes, other_group: Ints | None) -> int | None:
+    """A group whose cells the two lists do not cover equally often, or None where there is none.
+
+    How often cells are covered is a function on the grid, and its mixed difference along all axes is one signed point
+    per corner of a box. A function that ends somewhere is determined by its mixed difference; so two lists cover all
+    cells equally often exactly where their signed corners cancel. Without groups all is one group, number 0.
+    """
+    both, count = Boxes.concat([boxes, other]), boxes.count
+    cut = [a for a in range(both.ndim) if len(different(both.lo[:, a])) > 1 or len(different(both.hi[:, a])) > 1]
+    lo, hi = both.lo[:, cut], both.hi[:, cut]
+    extent = hi.max(axis=0, initial=0).tolist()
+    corners = list(product((False, True), repeat=len(cut)))
+    place = [positions(np.where(corner, hi, lo), extent) for corner in corners]
+    plus = [p[:count] if sum(c) % 2 == 0 else p[count:] for c, p in zip(corners, place, strict=True)]
+    minus = [p[count:] if sum(c) % 2 == 0 else p[:count] for c, p in zip(corners, place, strict=True)]
+    if group is None or other_group is None:
+        same = np.array_equal(np.sort(np.concatenate(plus)), np.sort(np.concatenate(minus)))
+        return None if same else 0
+    return _unpaired(
+        (np.concatenate(plus), np.concatenate([(group, other_group)[sum(c) % 2] for c in corners])),
+        (np.concatenate(minus), np.concatenate([(other_group, group)[sum(c) % 2] for c in corners])),
+    )
+
+
+def _unpaired(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> int | None:
+    """The smallest group in which two lists of (place, group) differ as multisets."""
+    (place, group), (other_place, other_group) = (
+        (p[order], g[order]) for p, g in (first, second) for order in [np.lexsort((p, g))]
+    )
+    length = min(len(group), len(other_group))
+    differs = (place[:length] != other_place[:length]) | (group[:length] != other_group[:length])
+    if differs.any():
+        at = int(differs.argmax())
+        return int(min(group[at], other_group[at]))
+    rest = np.concatenate([group[length:], other_group[length:]])
+    return int(rest[0]) if len(rest) else None
 
 
 def distinct(boxes: Boxes, shape: Sequence[int]) -> tuple[Ints, Ints]:
     """One row of each different box (sorted), and for every row the number of its box in that list."""
-    order = np.lexsort((positions(boxes.hi, shape), positions(boxes.lo, shape)))
-    lo, hi = boxes.lo[order], boxes.hi[order]
-    new = np.ones(len(order), dtype=np.bool_)
-    new[1:] = (lo[1:] != lo[:-1]).any(axis=1) | (hi[1:] != hi[:-1]).any(axis=1)
+    lo, hi = positions(boxes.lo, shape), positions(boxes.hi, shape)
+    order = np.lexsort((hi, lo))
+    new = heads(lo[order], hi[order])
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.cumsum(new) - 1
     return ints(order[new]), number
@@ -129,10 +152,8 @@ def _merge_along(boxes: Boxes, key: Ints, axis: int) -> tuple[Boxes, Ints]:
     columns = [boxes.lo[:, axis], *(side[:, a] for a in others for side in boxes), key]
     order = np.lexsort(columns)
     lo, hi, key = boxes.lo[order], boxes.hi[order], key[order]
-    new = heads(key)
+    new = heads(key, *(side[:, a] for a in others for side in (lo, hi)))
     new[1:] |= lo[1:, axis] != hi[:-1, axis]
-    for a in others:
-        new[1:] |= (lo[1:, a] != lo[:-1, a]) | (hi[1:, a] != hi[:-1, a])
     last = np.append(new[1:], True)[: len(new)]
     return Boxes(lo[new], hi[last]), key[new]
 
@@ -146,30 +167,33 @@ def cut(boxes: Boxes, start: Ints, stop: Ints) -> tuple[Ints, Boxes]:
     >>> [str(part.box(i)) for i in range(part.count)]
     ['[0:1, 3:5]', '[1:3, 0:5]', '[3:4, 0:2]']
     """
-    size = boxes.hi - boxes.lo
-    unit = np.ones((boxes.count, boxes.ndim + 1), dtype=np.int64)  # unit[:, a]: the cells in one step along axis a - 1
-    unit[:, :-1] = np.cumprod(size[:, ::-1], axis=1)[:, ::-1]
-    unit = np.maximum(unit, 1)
-    cursor, found = start.copy(), list[tuple[Ints, Ints, Boxes]]()
-
-    def take(axis: int, limit: Ints) -> None:
-        """Whole steps along `axis` from the cursor to the limit."""
-        rows = np.flatnonzero(limit > cursor)
-        at = cursor[rows, None] // unit[rows, 1:] % np.maximum(size[rows], 1)
-        lo, hi = boxes.lo[rows] + at, boxes.lo[rows] + at + 1
-        hi[:, axis] += (limit[rows] - cursor[rows]) // unit[rows, axis + 1] - 1
-        lo[:, axis + 1 :], hi[:, axis + 1 :] = boxes.lo[rows, axis + 1 :], boxes.hi[rows, axis + 1 :]
-        found.append((rows, cursor[rows], Boxes(lo, hi)))
-        cursor[rows] = limit[rows]
-
     if not boxes.ndim:
         rows = np.flatnonzero(stop > start)
         return rows, boxes.take(rows)
-    for axis in range(boxes.ndim - 1, 0, -1):  # up to the first whole slab of the axis outside
-        up, down = -(-cursor // unit[:, axis]) * unit[:, axis], stop // unit[:, axis + 1] * unit[:, axis + 1]
-        take(axis, np.minimum(up, down))
+    size = np.maximum(boxes.hi - boxes.lo, 1)
+    slab = np.cumprod(size[:, ::-1], axis=1)[
+        :, ::-1
+    ]  # the cells of the box from an axis on: one step of the axis outside
+    step = slab // size  # the cells in one step along an axis
+    cursor, found = start, list[tuple[Ints, Ints, Boxes]]()
+    for axis in range(boxes.ndim - 1, 0, -1):  # up to the first whole slab
+        up, down = -(-cursor // slab[:, axis]) * slab[:, axis], stop // step[:, axis] * step[:, axis]
+        found.append(_steps(boxes, size, step, axis, cursor, np.minimum(up, down)))
+        cursor = np.maximum(cursor, np.minimum(up, down))
     for axis in range(boxes.ndim):  # whole slabs, then what is left over
-        take(axis, stop // unit[:, axis + 1] * unit[:, axis + 1])
+        limit = stop // step[:, axis] * step[:, axis]
+        found.append(_steps(boxes, size, step, axis, cursor, limit))
+        cursor = np.maximum(cursor, limit)
     rows = np.concatenate([f[0] for f in found])
     order = np.lexsort((np.concatenate([f[1] for f in found]), rows))
     return ints(rows[order]), Boxes.concat([f[2] for f in found]).take(ints(order))
+
+
+def _steps(boxes: Boxes, size: Ints, step: Ints, axis: int, start: Ints, stop: Ints) -> tuple[Ints, Ints, Boxes]:
+    """Whole steps along an axis from start to stop, where that is ahead: rows, starts and boxes."""
+    rows = np.flatnonzero(stop > start)
+    at = boxes.lo[rows] + start[rows, None] // step[rows] % size[rows]
+    lo, hi = at, at + 1
+    hi[:, axis] += (stop[rows] - start[rows]) // step[rows, axis] - 1
+    lo[:, axis + 1 :], hi[:, axis + 1 :] = boxes.lo[rows, axis + 1 :], boxes.hi[rows, axis + 1 :]
+    return rows, start[rows], Boxes(lo, hi)

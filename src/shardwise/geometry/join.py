@@ -8,8 +8,9 @@ import numpy as np
 
 from shardwise.geometry.box import Box
 from shardwise.geometry.boxes import Boxes, merge
-from shardwise.geometry.ragged import Bools, Ints, ints, spread
+from shardwise.geometry.ragged import Bools, Ints, ints, spread, starts
 
+MOST_TILES = 8  # tiles that a box may be entered into, on average
 LEAF = 128  # pairs worth trying one by one: about where another cut of the space costs as much as it saves
 
 
@@ -52,6 +53,9 @@ class _Buckets(NamedTuple):
         end = boxes.hi.max(axis=0)
         width = np.minimum(np.maximum(2 * (boxes.hi - boxes.lo).mean(axis=0).astype(np.int64), 1), end)
         first, last = boxes.lo // width, (boxes.hi - 1) // width
+        while np.prod(last - first + 1.0, axis=1).sum() > MOST_TILES * boxes.count:  # a few boxes are very large
+            width = np.minimum(2 * width, end)
+            first, last = boxes.lo // width, (boxes.hi - 1) // width
         grid = -(-end // width)
         box, nth = spread(np.prod(last - first + 1, axis=1))
         bucket = np.zeros(len(box), dtype=np.int64)
@@ -119,7 +123,7 @@ class _Buckets(NamedTuple):
         count = np.bincount(self.bucket[right], minlength=self.count)
         mine, nth = spread(ints(count[self.bucket[is_left]]))
         region = self.bucket[is_left][mine]
-        i, j = self.box[is_left][mine], self.box[right][(np.cumsum(count) - count)[region] + nth]
+        i, j = self.box[is_left][mine], self.box[right][starts(ints(count))[region] + nth]
         for a in range(boxes.ndim):
             lo, hi = boxes.lo[:, a], boxes.hi[:, a]
             first = np.maximum(lo[i], lo[j])

@@ -1,4 +1,4 @@
-"""Rows of different lengths, laid end to end in flat arrays."""
+"""Rows of different lengths laid end to end in flat arrays, and groups in sorted ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
     """
     row = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    first = np.cumsum(counts) - counts
-    return row, np.arange(len(row), dtype=np.int64) - first[row]
+    return row, np.arange(len(row), dtype=np.int64) - starts(counts)[row]
 
 
 def starts(counts: Ints) -> Ints:
@@ -36,37 +35,52 @@ def starts(counts: Ints) -> Ints:
     return edges
 
 
+def heads(*columns: Ints) -> Bools:
+    """True where a new group begins: where any of the columns changes.
+
+    >>> heads(ints([3, 3, 3, 4]), ints([0, 1, 1, 1])).tolist()
+    [True, True, False, True]
+    """
+    first = np.zeros(len(columns[0]), dtype=np.bool_)
+    first[:1] = True
+    for column in columns:
+        first[1:] |= column[1:] != column[:-1]
+    return first
+
+
+def numbered(*columns: Ints) -> Ints:
+    """The groups numbered 0, 1, ... where equal ones stand together."""
+    return np.cumsum(heads(*columns)) - 1
+
+
 def running(values: Ints, group: Ints) -> Ints:
     """The sum of the values before this one in its group, where equal groups stand together.
 
     >>> running(ints([5, 1, 2, 7]), ints([0, 0, 0, 4])).tolist()
     [0, 5, 6, 0]
     """
-    if not len(values):
-        return values
-    before = np.cumsum(values) - values
+    before = starts(values)[:-1]
     first = heads(group)
     return before - before[first][np.cumsum(first) - 1]
 
 
+def totals(values: Ints, group: Ints, count: int) -> Ints:
+    """The sum of the values of every group 0, 1, ..., count - 1, to the last bit.
+
+    >>> totals(ints([5, 1, 2]), ints([2, 0, 2]), 3).tolist()
+    [1, 0, 7]
+    """
+    found = np.zeros(count, dtype=values.dtype)
+    np.add.at(found, group, values)
+    return found
+
+
 def different(values: Ints) -> Ints:
     """The different values, rising (np.unique hashes, which takes longer than sorting)."""
-    found = np.sort(values)
+    found = np.sort(values, axis=None)
     return found[heads(found)]
 
 
 def run_of(values: Ints, value: int) -> slice:
     """Where a value stands in rising values."""
     return slice(int(values.searchsorted(value, "left")), int(values.searchsorted(value, "right")))
-
-
-def heads(group: Ints) -> Bools:
-    """True where a new group begins, for groups that stand together."""
-    first = np.ones(len(group), dtype=np.bool_)
-    np.not_equal(group[1:], group[:-1], out=first[1:])
-    return first
-
-
-def numbered(group: Ints) -> Ints:
-    """The groups numbered 0, 1, ... where equal groups stand together."""
-    return np.cumsum(heads(group)) - 1

@@ -15,7 +15,6 @@ from shardwise.layout.form import Form
 from shardwise.layout.grid import Grid
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh, Partial, Placement, Shard, StridedShard
-from shardwise.notation import Spelling
 
 
 def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
@@ -28,15 +27,15 @@ def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
     hi = np.tile(ints(shape), (len(owners), 1))
     lo[:, dim] = hi[:, dim] = shape[dim]  # parts that are not among the spans are empty
     lo[spans.part, dim], hi[spans.part, dim] = spans.start, spans.stop
-    return Listing.of_boxes(shape, Boxes(lo, hi), owners, overlapping=False)
+    return Listing.of_boxes(shape, Boxes(lo, hi), owners)
 
 
 class OnMesh(NamedTuple):
-    """A grid, the reduction of its terms, and how it is spelled."""
+    """A grid, the reduction of its terms, and the placements in words."""
 
     form: Grid
     op: str | None
-    spelling: Spelling
+    words: tuple[str, ...]
 
 
 def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> OnMesh:
@@ -59,9 +58,8 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
         raise LayoutError(f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one")
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
-    names, owners = mesh.names if mesh.named else None, unless_counting(mesh.ranks.reshape(-1))
-    spelling = Spelling(shape, "mesh", None, tuple(words), mesh.shape, names, owners)
-    return OnMesh(Grid.build(spans, table), ops.pop() if ops else None, spelling)
+    op = ops.pop() if ops and table.shape[-2] > 1 else None  # one term is the value
+    return OnMesh(Grid.build(spans, table), op, tuple(words))
 
 
 def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:

@@ -32,13 +32,14 @@ def owner_array(owners: Any) -> Ints:
         return np.arange(not_too_many(counted(owners, "the number of owners"), "owners"))
     try:
         found = np.asarray(owners if isinstance(owners, np.ndarray) else list(owners))
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         raise LayoutError(f"owners must be a number of owners or a list of them, not {owners!r}") from None
     if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
         raise LayoutError(f"owners must be a non-empty list of whole numbers, not {owners!r}")
-    if found.min() < 0 or found.max() > np.iinfo(np.int64).max:
-        raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {int(found[(found < 0).argmax()])}")
-    return ints(found)
+    for bad in int(found.min()), int(found.max()):
+        if not 0 <= bad < 2**62:
+            raise LayoutError(f"owners are numbered from 0 to 2**62 - 1, not {bad}")
+    return np.array(found, dtype=np.int64)  # a copy: the caller may write into his
 
 
 def not_too_many(number: int, what: str) -> int:
@@ -62,7 +63,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     except TypeError:
         raise LayoutError(f"a shape must be a sequence of whole numbers, not {shape!r}") from None
     if prod(size + 1 for size in found) > MOST_CELLS:
-        raise LayoutError(f"shape {found} has more than 2**50 cells: is a size wrong?")
+        raise LayoutError(f"shape {found} has about 2**50 cells or more: is a size wrong?")
     return found
 
 
@@ -92,7 +93,10 @@ def checked_sizes(sizes: Any, shape: tuple[int, ...], dim: int, what: str) -> tu
 
 def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
     """Owners, starts and stops of ranges of the flattened tensor."""
-    rows = list(ranges)
+    try:
+        rows = [tuple(row) for row in ranges]
+    except TypeError:
+        rows = []
     if not rows or any(len(row) != 3 for row in rows):
         raise LayoutError("ranges must be a non-empty list of (owner, start, stop)")
     found = np.array([[counted(x, "a range", least=0) for x in row[1:]] for row in rows], dtype=np.int64)
@@ -105,7 +109,10 @@ def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> t
 
 def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     """Owners and boxes, from (owner, lo, hi) rows or from three arrays."""
-    columns: Sequence[Any] = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True)) or [[], [], []]
+    try:
+        columns: Sequence[Any] = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True))
+    except (TypeError, ValueError):
+        columns = []
     if len(columns) != 3:
         raise LayoutError("boxes must be rows (owner, lo, hi), or three arrays (owners, lo, hi)")
     owners = owner_array(columns[0])
@@ -127,10 +134,12 @@ def _is_columns(pieces: Any) -> bool:
 def _corners(side: Any, count: int, shape: tuple[int, ...]) -> Ints:
     try:
         found = np.asarray(side)
-    except ValueError:
+    except (ValueError, OverflowError):
         found = np.empty((0, 0))
     if found.size == 0 and not shape:
         return np.zeros((count, 0), dtype=np.int64)
     if found.shape != (count, len(shape)) or found.dtype.kind not in "iu":
         raise LayoutError(f"every box needs lo and hi of {len(shape)} whole numbers, as the shape {shape} has")
-    return ints(found)
+    if found.dtype == np.uint64 and found.max(initial=0) >= 2**62:
+        raise LayoutError("a corner of a box is absurdly large")
+    return np.array(found, dtype=np.int64)

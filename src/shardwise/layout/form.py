@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardwise.geometry import Box, Boxes, Ints, different, spread, starts
+from shardwise.geometry import Bools, Box, Boxes, Ints, heads, ints, run_of, spread, starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +55,22 @@ class Holders:
         """The longest row."""
         return int(self.counts.max(initial=0))
 
+    @cached_property
+    def single(self) -> bool:
+        """True where every row has exactly one owner."""
+        return bool((self.counts == 1).all())
+
     def expand(self, rows: Ints) -> tuple[Ints, Ints]:
         """All owners of these rows: the index into `rows`, and the owner."""
-        if self.most == 1:
+        if self.single:
             return np.arange(len(rows)), self.owners[self.edges[rows]]
         index, nth = spread(self.counts[rows])
         return index, self.owners[self.edges[rows[index]] + nth]
 
-    @cached_property
-    def _row_of(self) -> Ints | None:
-        """The one row of every owner, by its number: where no owner has two and the numbers are not far apart."""
-        most = int(self.owners.max(initial=0))
-        if most > 4 * len(self.owners) + 1024 or len(different(self.owners)) < len(self.owners):
-            return None
-        found = np.full(most + 2, -1)
-        found[self.owners] = np.repeat(np.arange(len(self.counts)), self.counts)
-        return found
-
-    def rows_of(self, owner: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """For every row: is the owner in it?"""
-        found = np.zeros(len(self.counts), dtype=np.bool_)
-        found[self.edges.searchsorted(np.flatnonzero(self.owners == owner), "right") - 1] = True
-        return found
+    def filtered(self, keep: Bools) -> Holders:
+        """The same rows with some of the owners, chosen entry by entry."""
+        row = np.repeat(np.arange(len(self.counts)), self.counts)[keep]
+        return Holders(starts(ints(np.bincount(row, minlength=len(self.counts)))), self.owners[keep], self.terms)
 
     def pick(self, rows: Ints, turn: Ints) -> Ints:
         """One owner of each row, counting round and round; -1 where a row is empty."""
@@ -83,12 +78,46 @@ class Holders:
         place = np.where(count > 0, self.edges[rows] + turn % np.maximum(count, 1), len(self.owners))
         return np.append(self.owners, -1)[place]
 
-    def hold(self, rows: Ints, owners: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    @cached_property
+    def _sorted(self) -> tuple[Ints, Ints]:
+        """The owners, rising, and the row of each."""
+        order = np.argsort(self.owners, kind="stable")
+        return self.owners[order], np.repeat(np.arange(len(self.counts)), self.counts)[order]
+
+    @cached_property
+    def _row_by_number(self) -> Ints | None:
+        """The row of every owner, by its number: where no owner has two and the numbers are not far apart."""
+        owners, row = self._sorted
+        if not len(owners) or owners[-1] > 4 * len(owners) + 1024 or not heads(owners).all():
+            return None
+        found = np.full(int(owners[-1]) + 2, -1)
+        found[owners] = row
+        return found
+
+    def row_of(self, owners: Ints) -> Ints:
+        """A row of each owner, -1 where it has none. In a grid an owner has at most one."""
+        if self._row_by_number is not None:
+            return self._row_by_number[np.minimum(owners, len(self._row_by_number) - 1)]
+        known, row = self._sorted
+        at = known.searchsorted(owners)
+        found = np.append(known, -1)[at] == owners
+        return np.where(found, np.append(row, -1)[at], -1)
+
+    def rows_with(self, owner: int) -> Ints:
+        """All rows of an owner."""
+        known, row = self._sorted
+        return row[run_of(known, owner)]
+
+    def term_of(self, owners: Ints) -> Ints:
+        """Which term of a partial layout each owner holds; 0 where it holds none."""
+        return np.maximum(self.row_of(owners), 0) % self.terms
+
+    def hold(self, rows: Ints, owners: Ints) -> Bools:
         """Pair by pair: is that owner in that row?"""
-        if self.most == 1:
+        if self.single:
             return self.owners[self.edges[rows]] == owners
-        if self._row_of is not None:
-            return self._row_of[np.minimum(owners, len(self._row_of) - 1)] == rows
+        if self._row_by_number is not None:
+            return self.row_of(owners) == rows
         low, high = self.edges[rows], self.edges[rows + 1]
         while (low < high).any():  # bisection, all pairs in step
             middle = (low + high) // 2
@@ -135,3 +164,8 @@ class Form(Protocol):
 def rename(owners: Ints, old: Ints, new: Ints) -> Ints:
     """Each of `owners` (all of them in `old`) replaced by its new number."""
     return new[np.searchsorted(old, owners)]
+
+
+def joined_bytes(kind: bytes, arrays: Sequence[Ints]) -> bytes:
+    """Arrays as bytes that are the same on every machine, and different for different arrays."""
+    return kind + b"".join(len(a).to_bytes(8, "little") + a.astype("<i8").tobytes() for a in arrays)

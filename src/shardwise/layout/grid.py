@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Axis, Box, Boxes, Ints, Spans, different, ints, row_major
-from shardwise.layout.form import Cells, Holders, Piece, rename
+from shardwise.geometry import Axis, Box, Boxes, Ints, Spans, different, ints, row_major, totals
+from shardwise.layout.form import Cells, Holders, Piece, joined_bytes, rename
 
 
 class Idle(NamedTuple):
@@ -36,17 +36,19 @@ class Grid:
     @staticmethod
     def build(spans: Sequence[Spans], table: Ints) -> Grid:
         """From the spans of every dimension and owners by part; parts without cells become idle owners."""
-        lengths = [_lengths(s, n) for s, n in zip(spans, table.shape, strict=False)]
+        parts = table.shape[:-2]
+        lengths = [totals(s.stop - s.start, s.part, n) for s, n in zip(spans, parts, strict=True)]
         pairs = [Axis.of(s) for s in spans]
         empty = reduce(np.logical_or.outer, [n == 0 for n in lengths], np.zeros((), dtype=np.bool_))
         where = np.nonzero(np.broadcast_to(empty[..., None, None], table.shape))
-        shapes = [n[i] for n, i in zip(lengths, where, strict=False)]
+        shapes = [n[i] for n, i in zip(lengths, where[:-2], strict=True)]
         idle = _idle(table[where], np.stack(shapes, axis=1) if shapes else np.zeros((0, 0), dtype=np.int64))
         if idle.owners.size == table.size:
             return Grid.empty([axis.size for axis, _ in pairs], idle)
         for axis, (_, kept) in enumerate(pairs):
-            table = table.take(kept, axis=axis)
-        return Grid(tuple(axis for axis, _ in pairs), np.sort(table, axis=-1), idle)
+            if len(kept) < parts[axis] or (np.diff(kept) < 0).any():  # else the table stays a view of its mesh
+                table = table.take(kept, axis=axis)
+        return Grid(tuple(axis for axis, _ in pairs), _replicas_rising(table), idle)
 
     @staticmethod
     def empty(shape: Sequence[int], idle: Idle) -> Grid:
@@ -103,28 +105,14 @@ class Grid:
             total = (total[:, None] + axis.part[mine] * step).reshape(-1)
         return total
 
-    @cached_property
-    def _places(self) -> tuple[Ints, Ints]:
-        """The owners of the table, rising, and where each stands in it."""
-        flat = self.table.reshape(-1)
-        order = np.argsort(flat)
-        return flat[order], ints(order)
-
-    def place(self, owner: int) -> int | None:
-        """Where an owner stands in the flattened table; None where it holds no cell."""
-        owners, order = self._places
-        at = int(np.searchsorted(owners, owner))
-        return int(order[at]) if at < len(owners) and owners[at] == owner else None
-
     def blocks(self, owner: int) -> Ints:
         """The block of an owner, if it has one."""
-        place = self.place(owner)
-        return ints([]) if place is None else ints([place // (self.table.shape[-1] * self.table.shape[-2])])
+        return self.holders.rows_with(owner) // self.holders.terms
 
     def parts(self, owner: int) -> tuple[int, ...] | None:
         """An owner's part on every axis; None where it holds no cell."""
-        place = self.place(owner)
-        return None if place is None else tuple(map(int, np.unravel_index(place, self.table.shape)[:-2]))
+        block = self.blocks(owner)
+        return tuple(map(int, np.unravel_index(block[0], self.table.shape[:-2]))) if len(block) else None
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """The boxes of an owner's block, laid out in its one buffer."""
@@ -158,13 +146,12 @@ class Grid:
     def relabel(self, old: Ints, new: Ints) -> Grid:
         """The same blocks with other owners."""
         idle = _idle(rename(self.idle.owners, old, new), self.idle.shapes)
-        return Grid(self.axes, np.sort(rename(self.table, old, new), axis=-1), idle)
+        return Grid(self.axes, _replicas_rising(rename(self.table, old, new)), idle)
 
     def digest(self) -> bytes:
         """Axes, owners and idle owners: normalised, so that equal meaning is equal bytes."""
         arrays = [x for axis in self.axes for x in (axis.cuts, axis.part)]
-        arrays += [ints(self.table.shape), self.table, self.idle.owners, self.idle.shapes]
-        return b"grid" + b"".join(len(a).to_bytes(8, "little") + a.astype("<i8").tobytes() for a in arrays)
+        return joined_bytes(b"grid", [*arrays, ints(self.table.shape), self.table, *self.idle])
 
 
 def outer(columns: Sequence[Ints]) -> Ints:
@@ -186,10 +173,8 @@ def _sides(axis: Axis, part: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def _lengths(spans: Spans, parts: int) -> Ints:
-    total = np.zeros(parts, dtype=np.int64)
-    np.add.at(total, spans.part, spans.stop - spans.start)
-    return total
+def _replicas_rising(table: Ints) -> Ints:
+    return table if table.shape[-1] == 1 or (np.diff(table, axis=-1) > 0).all() else np.sort(table, axis=-1)
 
 
 def _idle(owners: Ints, shapes: Ints) -> Idle:

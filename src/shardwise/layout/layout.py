@@ -108,9 +108,10 @@ class Layout:
         8x6/S0,R@fsdp=4,tp=2
         """
         shape = checked_shape(shape)
-        mesh = mesh if isinstance(mesh, Mesh) else Mesh(**mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
-        form, op, spelling = on_mesh(shape, mesh, mesh.placements(placements))
-        return Layout(shape, form, lambda: spelling, op)
+        if not isinstance(mesh, Mesh):
+            mesh = Mesh.of(list(mesh.values()), list(mesh)) if isinstance(mesh, Mapping) else Mesh.of(mesh)
+        form, op, words = on_mesh(shape, mesh, mesh.placements(placements))
+        return Layout(shape, form, lambda: _spelled_mesh(shape, words, mesh), op)
 
     @staticmethod
     def boxes(
@@ -173,7 +174,8 @@ class Layout:
         owners, start, stop = checked_ranges(ranges, shape)
         items = tuple(zip(start.tolist(), stop.tolist(), strict=True))
         listing = Listing.of_ranges(shape, start, stop, owners)
-        return Layout(shape, listing, lambda: _spelled(shape, "flat", None, items, owners))
+        form = (listing.as_grid() or listing) if len(shape) == 1 else listing  # in one dim ranges are boxes
+        return Layout(shape, form, lambda: _spelled(shape, "flat", None, items, owners))
 
     @staticmethod
     def fused(shape: Sequence[int], dim: int, segments: Sequence[int], owners: int | Sequence[int]) -> Layout:
@@ -234,6 +236,7 @@ class Layout:
         return shapes[0]
 
     def _known(self, owner: int) -> int:
+        counted(owner, "an owner", least=0)
         owners = self.form.owners
         at = int(np.searchsorted(owners, owner))
         if at == len(owners) or owners[at] != owner:
@@ -333,7 +336,7 @@ def parse(text: str) -> Layout:
     rows: Any = s.items
     dim: Any = s.dim
     match s.kind:
-        case "mesh" if s.names is None and len(s.items) == 1 and rows[0][1:].isdigit():
+        case "mesh" if s.names is None and len(s.items) == 1 and rows[0][1:].isdigit():  # may name an owner twice
             return Layout.chunk(s.shape, int(rows[0][1:]), list(owners))
         case "mesh":
             return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
@@ -354,6 +357,11 @@ def parse(text: str) -> Layout:
 
 def _spelled(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:
     return Spelling(shape, kind, dim, items, (len(owners),), None, unless_counting(owners))
+
+
+def _spelled_mesh(shape: tuple[int, ...], words: tuple[str, ...], mesh: Mesh) -> Spelling:
+    names = mesh.names if mesh.named else None
+    return Spelling(shape, "mesh", None, words, mesh.shape, names, unless_counting(mesh.ranks.reshape(-1)))
 
 
 def _corners(boxes: Boxes) -> tuple[tuple[int, ...], ...]:

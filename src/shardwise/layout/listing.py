@@ -8,8 +8,24 @@ from math import prod
 
 import numpy as np
 
-from shardwise.geometry import Box, Boxes, Ints, cut, different, distinct, heads, ints, join, row_major, run_of, starts
-from shardwise.layout.form import Cells, Holders, Piece, rename
+from shardwise.geometry import (
+    Box,
+    Boxes,
+    Ints,
+    cut,
+    different,
+    distinct,
+    heads,
+    ints,
+    join,
+    numbered,
+    row_major,
+    run_of,
+    starts,
+    tiles,
+    totals,
+)
+from shardwise.layout.form import Cells, Holders, Piece, joined_bytes, rename
 from shardwise.layout.grid import Grid, Idle
 
 
@@ -47,12 +63,14 @@ class Listing:
     overlapping: bool = False
 
     @staticmethod
-    def of_boxes(shape: tuple[int, ...], boxes: Boxes, owners: Ints, overlapping: bool) -> Listing:
-        """Every box is a contiguous buffer of its own."""
+    def of_boxes(shape: tuple[int, ...], boxes: Boxes, owners: Ints, *, overlapping: bool = False) -> Listing:
+        """Every box is a contiguous buffer of its own. That boxes may overlap is forgotten where they do not."""
         size = boxes.hi - boxes.lo
         buffers, place = Buffers.of(owners, size)
         full = np.flatnonzero((size > 0).all(axis=1))
         order = np.argsort(place[full], kind="stable")
+        if overlapping:
+            overlapping = not tiles(boxes.take(distinct(boxes, shape)[0]), shape)
         strides = np.ones_like(size[full])
         strides[:, :-1] = np.cumprod(size[full][:, :0:-1], axis=1)[:, ::-1]
         return Listing(
@@ -106,7 +124,7 @@ class Listing:
     @cached_property
     def _held(self) -> tuple[Cells, Holders]:
         """Cells with their holders: equal boxes of several owners are one cell."""
-        if not self.overlapping and int(self.boxes.volumes().sum()) <= prod(self.shape):  # no box is there twice
+        if not self.overlapping and int(self.boxes.volumes().sum()) <= prod(self.shape):  # so no cell is held twice
             every = np.arange(self.boxes.count)
             return Cells(self.boxes, every), Holders.of(np.ones_like(every), self.piece_owner)
         first, number = distinct(self.boxes, self.shape)
@@ -120,7 +138,7 @@ class Listing:
             row, owner = np.repeat(atom, [len(o) for o in owners]), np.concatenate([*owners, ints([])])
         order = np.lexsort((owner, row))
         row, owner = row[order], owner[order]
-        new = heads(row) | heads(owner)  # an owner that holds a cell twice counts once
+        new = heads(row, owner)  # an owner that holds a cell twice counts once
         counts = np.bincount(row[new], minlength=boxes.count)
         return Cells(boxes, np.arange(boxes.count)), Holders.of(ints(counts), owner[new])
 
@@ -134,17 +152,9 @@ class Listing:
         """The different boxes; every one is a block of its own."""
         return self._held[0]
 
-    @cached_property
-    def _by_owner(self) -> tuple[Ints, Ints]:
-        """The blocks of every owner: owners rising, and the block of each entry."""
-        block = np.repeat(np.arange(len(self.holders.counts)), self.holders.counts)
-        order = np.argsort(self.holders.owners, kind="stable")
-        return self.holders.owners[order], block[order]
-
     def blocks(self, owner: int) -> Ints:
         """The blocks that an owner holds."""
-        owners, block = self._by_owner
-        return block[run_of(owners, owner)]
+        return self.holders.rows_with(owner)
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """An owner's pieces, buffer after buffer."""
@@ -166,10 +176,7 @@ class Listing:
 
     def largest(self) -> int:
         """The most cells of one owner."""
-        owner, place = np.unique(self.piece_owner, return_inverse=True)
-        total = np.zeros(len(owner), dtype=np.int64)
-        np.add.at(total, place, self.boxes.volumes())
-        return int(total.max(initial=0))
+        return int(totals(self.boxes.volumes(), numbered(self.piece_owner), len(self.buffer)).max(initial=0))
 
     def relabel(self, old: Ints, new: Ints) -> Listing:
         """The same pieces with other owners."""
@@ -188,28 +195,34 @@ class Listing:
     def digest(self) -> bytes:
         """All pieces and buffers, in their order."""
         arrays = [*self.boxes, self.buffer, self.offset, self.strides, self.storage.owner, self.storage.shape]
-        kind = b"overlapping" if self.overlapping else b"listing"
-        return kind + b"".join(len(a).to_bytes(8, "little") + a.astype("<i8").tobytes() for a in arrays)
+        return joined_bytes(b"overlapping" if self.overlapping else b"listing", arrays)
 
 
 def _atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
-    """Overlapping boxes cut so that none ends inside another: the atoms, and the (box, atom) pairs that belong."""
+    """Overlapping boxes cut so that none ends inside another: the atoms, and the (box, atom) pairs that belong.
+
+    Every box adds the atoms of its cells that no earlier box has, and cuts those of the earlier boxes that it meets.
+    """
     left, right = join(boxes, boxes)
-    crowded = np.zeros(boxes.count, dtype=np.bool_)
-    crowded[left[left != right]] = True
-    alone = np.flatnonzero(~crowded)
-    atoms = [(boxes.box(i), [i]) for i in alone.tolist()]
-    cluster = list[tuple[Box, list[int]]]()
-    for i in np.flatnonzero(crowded).tolist():
-        cluster = _cut_by(cluster, boxes.box(i), i)
-    atoms += cluster
-    pairs = [(i, n) for n, (_, members) in enumerate(atoms) for i in members]
-    return Boxes.of([a for a, _ in atoms], boxes.ndim), ints([p[0] for p in pairs]), ints([p[1] for p in pairs])
+    earlier = left[left > right], right[left > right]
+    order = np.lexsort(earlier[::-1])
+    whose, neighbour = earlier[0][order], earlier[1][order]
+    atoms = list[list[tuple[Box, list[int]]]]()
+    for i in range(boxes.count):
+        rest = [boxes.box(i)]
+        for j in neighbour[run_of(whose, i)].tolist():
+            atoms[j], rest = _cut_by(atoms[j], boxes.box(i), i, rest)
+        atoms.append([(part, [i]) for part in rest])
+    every = [atom for found in atoms for atom in found]
+    pairs = [(i, n) for n, (_, members) in enumerate(every) for i in members]
+    return Boxes.of([a for a, _ in every], boxes.ndim), ints([p[0] for p in pairs]), ints([p[1] for p in pairs])
 
 
-def _cut_by(atoms: list[tuple[Box, list[int]]], box: Box, number: int) -> list[tuple[Box, list[int]]]:
-    """The atoms with one more box: what they share with it is cut out and belongs to it too."""
-    found, rest = list[tuple[Box, list[int]]](), [box]
+def _cut_by(
+    atoms: list[tuple[Box, list[int]]], box: Box, number: int, rest: list[Box]
+) -> tuple[list[tuple[Box, list[int]]], list[Box]]:
+    """Atoms cut by one more box, which takes part in what it covers; and what of the rest of that box they leave."""
+    found = list[tuple[Box, list[int]]]()
     for atom, members in atoms:
         shared = atom & box
         if shared is None:
@@ -218,4 +231,4 @@ def _cut_by(atoms: list[tuple[Box, list[int]]], box: Box, number: int) -> list[t
         found.append((shared, [*members, number]))
         found.extend((part, members) for part in atom.minus(shared))
         rest = [part for r in rest for part in r.minus(shared)]
-    return found + [(part, [number]) for part in rest]
+    return found, rest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,7 +13,7 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.geometry import Ints
 from shardwise.layout.checks import counted, owner_array, refuse_repeats
-from shardwise.notation import OPERATIONS
+from shardwise.notation import NAME, OPERATIONS, PLACEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,6 @@ class Partial:
 
 Placement = Shard | StridedShard | Replicate | Partial
 
-_WORDS = re.compile(
-    r"(?P<R>R|Replicate\(\))|_?S\(?(?P<dim>-?\d+)(?:[:,] ?(?:sf=)?(?P<factor>\d+))?\)?|(?P<P>P)\(?(?P<op>[a-z]*)\)?"
-)
-
 
 def placement(asked: Any) -> Placement:
     """A placement from its word ("S0", "S0:2", "R", "P", "Pmax"; also "S(0)", "P(max)"), from ours, or from torch's.
@@ -77,25 +72,25 @@ def placement(asked: Any) -> Placement:
         return asked
     if isinstance(asked, str):
         return _read(asked)
-    if hasattr(asked, "reduce_op"):
-        return Partial(str(asked.reduce_op))
-    if hasattr(asked, "split_factor"):
-        return StridedShard(int(asked.dim), int(asked.split_factor))
-    if hasattr(asked, "dim"):
-        return Shard(int(asked.dim))
-    if type(asked).__name__ == "Replicate":
-        return Replicate()
+    match type(asked).__name__:  # torch's, exactly: a kind that we do not know must not pass for one that we do
+        case "Shard":
+            return Shard(int(asked.dim))
+        case "_StridedShard":
+            return StridedShard(int(asked.dim), int(asked.split_factor))
+        case "Replicate":
+            return Replicate()
+        case "Partial":
+            return Partial(str(asked.reduce_op))
     raise LayoutError(f"{asked!r} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')")
 
 
 def _read(word: str) -> Placement:
-    found = _WORDS.fullmatch(word.strip())
+    plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
+    found = PLACEMENT.fullmatch(plain)  # DTensor writes S(0), P(max) and _S(0, 2)
     if not found:
         raise LayoutError(f"{word!r} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
-    if found["R"]:
-        return Replicate()
-    if found["P"]:
-        return Partial(found["op"] or "sum")
+    if found["dim"] is None:
+        return Replicate() if plain == "R" else Partial(found["op"] or "sum")
     return StridedShard(int(found["dim"]), int(found["factor"])) if found["factor"] else Shard(int(found["dim"]))
 
 
@@ -117,17 +112,23 @@ class Mesh:
     hosts: Mapping[int, Hashable] | None
 
     def __init__(self, *, ranks: Any = None, hosts: int | Sequence[Hashable] | None = None, **axes: int) -> None:
+        for name in axes:
+            if not NAME.fullmatch(name) and not name.isdigit():
+                raise LayoutError(f"{name!r} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
         sizes = tuple(counted(size, f"the size of mesh axis {name!r}") for name, size in axes.items())
         if not axes:
             raise LayoutError("a mesh needs at least one axis, such as Mesh(tp=4); ranks= and hosts= are no axes")
-        self.names, self.shape = tuple(axes), sizes
-        self.ranks = owner_array(prod(sizes) if ranks is None else np.asarray(ranks).reshape(-1))
-        if len(self.ranks) != prod(sizes):
-            raise LayoutError(f"a mesh of {self._sizes()} has {prod(sizes)} owners, but ranks= lists {len(self.ranks)}")
-        refuse_repeats(self.ranks, "a mesh")
-        self.hosts = None if hosts is None else _hosts(hosts, self.ranks.tolist())
-        self.ranks = self.ranks.reshape(sizes)
-        self.ranks.flags.writeable = False
+        self.__dict__.update(names=tuple(axes), shape=sizes)
+        flat = owner_array(prod(sizes) if ranks is None else _flattened(ranks))
+        if len(flat) != prod(sizes):
+            raise LayoutError(f"a mesh of {self._sizes()} has {prod(sizes)} owners, but ranks= lists {len(flat)}")
+        refuse_repeats(flat, "a mesh")
+        flat.flags.writeable = False
+        places = None if hosts is None else _hosts(hosts, flat.tolist())
+        self.__dict__.update(ranks=flat.reshape(sizes), hosts=places)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Mesh is frozen: {name!r} cannot be set")
 
     @staticmethod
     def of(shape: Sequence[int], names: Sequence[str] | None = None, ranks: Any = None) -> Mesh:
@@ -136,8 +137,13 @@ class Mesh:
         >>> Mesh.of((4, 2))
         Mesh(4x2)
         """
-        axes = dict(zip(names or map(str, range(len(shape))), shape, strict=True))
-        return Mesh(ranks=ranks, **axes)
+        try:
+            called = list(names or map(str, range(len(shape))))
+        except TypeError:
+            raise LayoutError(f"a mesh needs a sequence of sizes, such as (4, 2), not {shape!r}") from None
+        if len(called) != len(shape) or len(set(called)) != len(called):
+            raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, not {called}")
+        return Mesh(ranks=ranks, **dict(zip(called, shape, strict=True)))
 
     @property
     def named(self) -> bool:
@@ -182,6 +188,13 @@ class Mesh:
     def _key(self) -> tuple[object, ...]:
         hosts = None if self.hosts is None else tuple(self.hosts.values())
         return self.names, self.shape, self.ranks.tobytes(), hosts
+
+
+def _flattened(ranks: Any) -> Any:
+    try:
+        return np.asarray(ranks).reshape(-1)
+    except ValueError:
+        raise LayoutError(f"ranks= must be an array of owners, not {ranks!r}") from None
 
 
 def _hosts(asked: int | Sequence[Hashable], ranks: Sequence[int]) -> dict[int, Hashable]:

@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Bools, Boxes, Ints, cut, ints, numbered, running, spread
+from shardwise.geometry import Bools, Boxes, Ints, cut, ints, numbered, running, spread, starts, totals
 from shardwise.layout import Holders
 from shardwise.plan.copies import Copies
+from shardwise.plan.hosts import Hosts
 
 MOST_SENDERS = 8  # replicas that serve one taker at most: beyond that more messages buy no bandwidth
+LEAST_SHARE = 2**15  # cells below which work is not shared out among equals: a message would cost more than it saves
 
 
 class Need(NamedTuple):
@@ -28,17 +30,6 @@ class Need(NamedTuple):
         return Need(self.region[rows], self.target[rows])
 
 
-class Hosts(NamedTuple):
-    """The host of every owner, as numbers."""
-
-    owners: Ints
-    host: Ints
-
-    def of(self, owners: Ints) -> Ints:
-        """Their hosts."""
-        return self.host[np.searchsorted(self.owners, owners)]
-
-
 class Among(NamedTuple):
     """Where owners live, if that matters; and the one owner that is asked for, if it is one."""
 
@@ -50,7 +41,7 @@ def deliver(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among,
     """Every taker gets its region from a holder: itself, one on its host, or one elsewhere, in this order.
 
     `row[r]` is the row of holders of region r. Across hosts a region is fetched once per host, by its takers there in
-    equal shares, who hand it on in the next step.
+    turn, who hand it on in the next step.
     """
     hosts, only = among
     if hosts is None and holders.most == 1:  # no choice, and a taker that is the holder serves itself
@@ -69,37 +60,40 @@ def deliver(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among,
 
 def _near(row: Ints, target: Ints, holders: Holders, hosts: Hosts) -> tuple[Ints, Holders]:
     """For each pair of a row and a host of a target: the holders on that host. And which pair each need is."""
-    width = int(hosts.host.max(initial=0)) + 1
-    pair, group = np.unique(row * width + hosts.of(target), return_inverse=True)
-    entry, owner = holders.expand(pair // width)
-    here = hosts.of(owner) == (pair % width)[entry]
+    pair, group = np.unique(row * hosts.count + hosts.host(target), return_inverse=True)
+    entry, owner = holders.expand(pair // hosts.count)
+    here = hosts.host(owner) == (pair % hosts.count)[entry]
     return ints(group), Holders.of(ints(np.bincount(entry[here], minlength=len(pair))), owner[here])
 
 
 def _relayed(boxes: Boxes, row: Ints, need: Need, holders: Holders, hosts: Hosts, step: int) -> list[Copies]:
-    """Regions that no owner of a host holds: its takers fetch a share each and give it to the others there."""
-    order = np.lexsort((need.target, hosts.of(need.target), need.region))
-    need = need.take(ints(order))
-    width = int(hosts.host.max(initial=0)) + 1
-    team = numbered(need.region * width + hosts.of(need.target))
+    """Regions that no owner of a host holds: some of its takers fetch them and give them to the others there."""
+    host = hosts.host(need.target)
+    order = np.lexsort((need.target, host, need.region))
+    need, team = need.take(ints(order)), numbered(need.region[order], host[order])
     size = np.bincount(team)
-    item, parts = divided(boxes.take(need.region), running(np.ones_like(team), team), size[team])
+    place = running(np.ones_like(team), team)
+    item, parts = shared(boxes.take(need.region), place, size[team], turn=row[need.region])
     fetched = serve(parts, Need(np.arange(len(item)), need.target[item]), row[need.region[item]], holders, step=step)
-    first = np.cumsum(size) - size
     copy, nth = spread(ints(size[team[item]]))
-    to = need.target[first[team[item]][copy] + nth]
-    other = to != need.target[item][copy]
-    handed = Copies.of(parts.take(copy[other]), need.target[item][copy[other]], to[other], step=step + 1)
+    to, by = need.target[starts(ints(size))[team[item]][copy] + nth], need.target[item][copy]
+    handed = Copies.of(parts.take(copy[to != by]), by[to != by], to[to != by], step=step + 1)
     return [fetched, handed]
 
 
-def divided(boxes: Boxes, nth: Ints, count: Ints) -> tuple[Ints, Boxes]:
-    """Share `nth` of `count` equal shares of each box, as boxes; and the row that each came from."""
-    if (count == 1).all():
-        return np.arange(boxes.count), boxes
-    each, extra = np.divmod(boxes.volumes(), count)
-    start = nth * each + np.minimum(nth, extra)
-    return cut(boxes, start, start + each + (nth < extra))
+def shared(boxes: Boxes, place: Ints, count: Ints, *, turn: Ints) -> tuple[Ints, Boxes]:
+    """What falls to each member of a team that works on a box together; and the row that every part came from.
+
+    The member at `place` of `count` gets an equal share, where shares are not too small; else fewer members get one,
+    beginning with the one whose turn it is.
+    """
+    volume = boxes.volumes()
+    workers = np.clip(volume // LEAST_SHARE, 1, count)
+    nth = (place - turn) % count
+    rows = np.flatnonzero(nth < workers)
+    each, extra = np.divmod(volume[rows], workers[rows])
+    item, parts = cut(boxes.take(rows), _begin(nth[rows], each, extra), _begin(nth[rows] + 1, each, extra))
+    return rows[item], parts
 
 
 def serve(
@@ -122,38 +116,43 @@ def serve(
     if not len(row) or holders.most == 1:
         return Copies.of(boxes.take(need.region), holders.owners[holders.edges[row]], need.target, step=step)
     order = np.argsort(row, kind="stable")
-    turn = (row if turn is None else turn)[order]
-    need, row = need.take(order), row[order]
+    turn, row, need = (row if turn is None else turn)[order], row[order], need.take(order)
     volume, group = boxes.volumes()[need.region], numbered(row)
-    before = running(volume, group)
-    total, asked = np.zeros((2, int(group[-1]) + 1), dtype=np.int64)
-    np.add.at(total, group, volume)
-    np.add.at(asked, group, 1)
+    before, groups = running(volume, group), int(group[-1]) + 1
+    total, asked = totals(volume, group, groups)[group], np.bincount(group)[group]
     if only is not None:
-        mine = np.flatnonzero((need.target == only) | holders.rows_of(only)[row])
-        need, row, turn, group = need.take(mine), row[mine], turn[mine], group[mine]
-        volume, before = volume[mine], before[mine]
-    senders = np.minimum(holders.counts[row], MOST_SENDERS * asked[group])
-    each, extra = np.divmod(total[group], senders)
-    first, last = _stick(before, each, extra), _stick(before + volume - 1, each, extra)
-    item, nth = spread(last - first + 1)
-    stick = first[item] + nth
-    start = np.maximum(_begin(stick, each[item], extra[item]) - before[item], 0)
-    stop = np.minimum(_begin(stick + 1, each[item], extra[item]) - before[item], volume[item])
-    part, pieces = cut(boxes.take(need.region[item]), start, stop)
-    stick, item = stick[part], item[part]
+        mine = (need.target == only) | np.isin(row, holders.rows_with(only))
+        need, row, turn, volume, before, total, asked = (
+            need.take(mine),
+            *(column[mine] for column in (row, turn, volume, before, total, asked)),
+        )
+    senders = np.minimum(holders.counts[row], MOST_SENDERS * asked)
+    item, stick, pieces = _lengths(boxes.take(need.region), before, np.divmod(total, senders))
     count = holders.counts[row[item]]
     chosen = (turn[item] + stick * count // senders[item]) % count
     return Copies.of(pieces, holders.owners[holders.edges[row[item]] + chosen], need.target[item], step=step)
 
 
-def _begin(stick: Ints, each: Ints, extra: Ints) -> Ints:
-    """Where a stick begins, when the first `extra` of them are one longer than `each`."""
-    return stick * each + np.minimum(stick, extra)
+def _lengths(boxes: Boxes, before: Ints, lengths: tuple[Ints, Ints]) -> tuple[Ints, Ints, Boxes]:
+    """Boxes that lie end to end from `before` on, cut where a length ends: row, number of the length, and part."""
+    each, extra = lengths
+    volume = boxes.volumes()
+    first, last = _length_at(before, each, extra), _length_at(before + volume - 1, each, extra)
+    item, nth = spread(last - first + 1)
+    number = first[item] + nth
+    start = np.maximum(_begin(number, each[item], extra[item]) - before[item], 0)
+    stop = np.minimum(_begin(number + 1, each[item], extra[item]) - before[item], volume[item])
+    part, pieces = cut(boxes.take(item), start, stop)
+    return item[part], number[part], pieces
 
 
-def _stick(position: Ints, each: Ints, extra: Ints) -> Ints:
-    """The stick that a position lies in."""
+def _begin(number: Ints, each: Ints, extra: Ints) -> Ints:
+    """Where a length begins, when the first `extra` of them are one longer than `each`."""
+    return number * each + np.minimum(number, extra)
+
+
+def _length_at(position: Ints, each: Ints, extra: Ints) -> Ints:
+    """The length that a position lies in."""
     longer = extra * (each + 1)
     return np.where(position < longer, position // (each + 1), extra + (position - longer) // np.maximum(each, 1))
 
@@ -161,29 +160,35 @@ def _stick(position: Ints, each: Ints, extra: Ints) -> Ints:
 def reduce(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, turn: Ints) -> list[Copies]:
     """Regions whose value is a reduction over `holders.terms` contributions, which come in the order of the terms.
 
-    Where several takers need a region, each reduces an equal share and gives the result to the others, if that moves
-    fewer cells than reducing everything everywhere. `row[r]` is the row of holders of the first term of region r, and
-    `turn[i]` the number of need i's target among all takers.
+    Where several takers need a region, some of them reduce a share each and give the result to the others, if that
+    moves fewer cells than reducing everything everywhere. `row[r]` is the row of holders of the first term of region r,
+    and `turn[i]` the number of need i's target among all takers.
     """
     terms, takers = holders.terms, np.bincount(need.region, minlength=boxes.count)
-    first = row[need.region]
-    has = np.zeros(len(first), dtype=np.bool_)
-    for term in range(terms):
-        has |= holders.hold(first + term, need.target)
+    has = holders.row_of(need.target) // terms == row[need.region] // terms
     having = np.bincount(need.region[has], minlength=boxes.count)
     alone = takers * terms - having <= terms - (having > 0) + takers - 1
     reducer = alone[need.region] | has | (having[need.region] == 0)
-    nth = running(reducer.astype(np.int64), need.region)
-    share = np.where(alone, 1, np.where(having > 0, having, takers))[need.region]
     rows = np.flatnonzero(reducer)
-    item, parts = divided(boxes.take(need.region[rows]), np.where(share == 1, 0, nth)[rows], share[rows])
+    region, solo = need.region[rows], alone[need.region[rows]]
+    team = np.where(solo, 1, np.bincount(region, minlength=boxes.count)[region])
+    place = np.where(solo, 0, running(np.ones_like(rows), region))
+    item, parts = shared(boxes.take(region), place, team, turn=row[region] // terms)
     at = rows[item]
-    to = need.target[at]
-    copies = [
-        Copies.of(parts, _supplier(first[at] + term, to, holders, among.hosts, turn[at]), to, term=term)
-        for term in range(terms)
-    ]
-    return copies + _shared(parts, need, at, ~alone, among)
+    part, term = _contributions(need.target[at], row[need.region[at]], holders, among.only)
+    to = need.target[at][part]
+    by = _supplier(row[need.region[at]][part] + term, to, holders, among.hosts, turn[at][part])
+    return [Copies.of(parts.take(part), by, to, term=term), *_given_on(parts, need, at, ~alone, among)]
+
+
+def _contributions(target: Ints, row: Ints, holders: Holders, only: int | None) -> tuple[Ints, Ints]:
+    """Pairs of a part and a term: all; or for one owner all terms of what it reduces, and its own term of the rest."""
+    if only is None:
+        return np.divmod(np.arange(len(target) * holders.terms), holders.terms)
+    own = int(holders.row_of(ints([only]))[0])
+    mine, gives = target == only, (row // holders.terms == own // holders.terms) & (own >= 0)
+    part, nth = spread(np.where(mine, holders.terms, gives))
+    return part, np.where(mine[part], nth, own % holders.terms)
 
 
 def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, turn: Ints) -> Ints:
@@ -198,16 +203,15 @@ def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, tu
     return np.where(holders.hold(row, target), target, found)
 
 
-def _shared(parts: Boxes, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:
+def _given_on(parts: Boxes, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:
     """Reduced parts go to the other takers of their regions."""
     keep = np.flatnonzero(wanted[need.region[at]])
     if not len(keep):
         return []
     parts, at = parts.take(keep), at[keep]
-    count = np.bincount(need.region)
-    first = np.cumsum(count) - count
-    item, nth = spread(ints(count[need.region[at]]))
-    target = need.target[first[need.region[at]][item] + nth]
+    count = ints(np.bincount(need.region))
+    item, nth = spread(count[need.region[at]])
+    target = need.target[starts(count)[need.region[at]][item] + nth]
     other = target != need.target[at][item]
     reducers = Holders.of(np.ones_like(at), need.target[at])
     return deliver(parts, np.arange(len(at)), Need(item[other], target[other]), reducers, among, step=1)

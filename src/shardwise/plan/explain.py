@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from shardwise.geometry import ints, totals
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -34,17 +37,23 @@ def _steps(plan: Plan) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     """Owners with what they keep, send and receive."""
-    kept = dict.fromkeys(plan.owners, 0)
     local = plan.copies.take(~plan.copies.remote)
-    for owner, volume in zip(local.target.tolist(), local.volumes.tolist(), strict=True):
-        kept[owner] += volume * plan.itemsize
+    kept = totals(
+        local.volumes * plan.itemsize, ints(plan.owners).searchsorted(local.target), len(plan.owners)
+    ).tolist()
     sent, received = plan.sent, plan.received
-    rows = [("owner", "keeps", "sends", "receives")]
-    rows += [(str(o), size(kept[o]), size(sent[o]), size(received[o])) for o in plan.owners[:MOST_ROWS]]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    rows = [["owner", "keeps", "sends", "receives"]]
+    for owner, bytes_kept in list(zip(plan.owners, kept, strict=True))[:MOST_ROWS]:
+        rows.append([str(owner), size(bytes_kept), size(sent[owner]), size(received[owner])])
+    lines = columns(rows)
     more = len(plan.owners) - MOST_ROWS
     return lines + [f"... and {more:,} more owners; the mean load is {plan.balance:.0%} of the busiest"] * (more > 0)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of words in columns, flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.rjust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def size(amount: int) -> str:

@@ -27,7 +27,7 @@ def to_json(plan: Plan, *, copies: bool = False) -> str:
         "target": {"layout": str(plan.target), "fingerprint": plan.target.fingerprint},
         "itemsize": plan.itemsize,
         "max_bytes": plan.max_bytes,
-        "hosts": plan.hosts,
+        "hosts": None if plan.hosts is None else [list(plan.hosts.owners), list(plan.hosts.numbers)],
         "bytes_moved": plan.bytes_moved,
         "messages": plan.messages,
         "peak_bytes": plan.peak_bytes,
@@ -47,7 +47,7 @@ def from_json(text: str, make: Callable[..., Plan]) -> Plan:
     found = _read(text)
     try:
         source, target = parse(found["source"]["layout"]), parse(found["target"]["layout"])
-        hosts = None if found["hosts"] is None else {int(o): host for o, host in found["hosts"]}
+        hosts = None if found["hosts"] is None else dict(zip(*found["hosts"], strict=True))
         plan = make(source, target, itemsize=found["itemsize"], max_bytes=found["max_bytes"], hosts=hosts)
         for side, layout in ("source", source), ("target", target):
             _same(f"the fingerprint of the {side}", found[side]["fingerprint"], layout.fingerprint)

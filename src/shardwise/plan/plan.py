@@ -9,15 +9,16 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, ints
-from shardwise.layout import Grid, Layout, Mesh, parse
-from shardwise.plan.choose import Among, Hosts, Need, deliver, reduce
+from shardwise.geometry import Boxes, Ints, ints, spread
+from shardwise.layout import Grid, Holders, Layout, Mesh, parse
+from shardwise.plan.choose import Among, Need, deliver, reduce
 from shardwise.plan.copies import Copies
 from shardwise.plan.explain import explain
 from shardwise.plan.file import from_json, to_json
+from shardwise.plan.hosts import Hosts
 from shardwise.plan.regions import Regions, all_regions, owner_regions
 from shardwise.plan.relabel import fewest_bytes
-from shardwise.plan.rounds import Limit, in_rounds, loads
+from shardwise.plan.rounds import in_rounds, loads, rounds_of_steps
 from shardwise.plan.traffic import Traffic
 from shardwise.plan.verify import verify
 
@@ -64,62 +65,92 @@ class Plan:
 
     source: Layout
     target: Layout
-    itemsize: int = 1
+    itemsize: int = 4
     max_bytes: int | None = None
-    hosts: tuple[tuple[int, Hashable], ...] | None = field(default=None, repr=False)
+    hosts: Hosts | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None and not self._rounds:  # made now, so that a limit that cannot be kept is refused
+            raise PlanError("a plan takes at least one step")
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def copies(self) -> Copies:
         """All copies of all owners, by step, round and place."""
-        return self._copies(all_regions(self.source, self.target))
+        regions = all_regions(self.source, self.target)
+        return self._chosen(*self._need(regions), Among(self.hosts))
 
     def for_owner(self, owner: int) -> Part:
         """The copies of one owner, at the cost of its own: the same as in `copies`, without looking at all of them."""
-        if owner not in self._parts:
-            self._parts[owner] = self._part(int(owner))
-        return self._parts[owner]
+        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, owner)
 
-    @cached_property
-    def _parts(self) -> dict[int, Part]:
-        return {}
+    def _copies_of(self, owner: int) -> Copies:
+        """What `copies` has of one owner."""
+        regions = owner_regions(self.source, self.target, owner)
+        copies = self._chosen(*self._need(regions, owner), Among(self.hosts, owner))
+        return copies.take((copies.source == owner) | (copies.target == owner))
 
-    def _part(self, owner: int) -> Part:
-        if owner not in self.source.form.owners and owner not in self.target.form.owners:
-            raise PlanError(f"owner {owner} has no part in the plan from {self.source!r} to {self.target!r}")
-        copies = self._copies(owner_regions(self.source, self.target, owner), owner)
-        return Part(owner, copies.take((copies.source == owner) | (copies.target == owner)), self._fill(owner))
-
-    def _copies(self, regions: Regions, only: int | None = None) -> Copies:
-        boxes, row, need = self._need(regions)
-        holders, among = self.source.form.holders, Among(self._hosts, only)
+    def _chosen(self, boxes: Boxes, row: Ints, need: Need, among: Among) -> Copies:
+        holders = self.source.form.holders
         if self.reducing:
             turn = ints(np.searchsorted(self.target.form.owners, need.target))
             copies = Copies.concat(reduce(boxes, row, need, holders, among, turn))
         else:
             copies = Copies.concat(deliver(boxes, row, need, holders, among))
-            grids = isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
-            copies = copies if grids else copies.merged()
+            if not (isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)):
+                copies = copies.merged()  # grids cross in the largest boxes that there are
         copies = copies.in_order(self.source.shape)
         if self.max_bytes is None:
             return copies
-        return in_rounds(copies, self.limit, reducing=self.reducing).in_order(self.source.shape)
+        return in_rounds(copies, self._rounds, reducing=self.reducing).in_order(self.source.shape)
 
-    def _need(self, regions: Regions) -> tuple[Boxes, Ints, Need]:
+    def _need(self, regions: Regions, only: int | None = None) -> tuple[Boxes, Ints, Need]:
         """The boxes to deliver, for each its row of holders (of its first term), and who needs it."""
-        terms, holders = self.source.terms, self.target.form.holders
-        if self.carrying and terms == 1:
-            return regions.boxes, regions.source, Need(*holders.expand(regions.target))
-        if self.carrying:
-            region = np.repeat(np.arange(regions.boxes.count), terms)
-            term = np.tile(np.arange(terms), regions.boxes.count)
-            need = Need(*holders.expand(regions.target[region] * terms + term))
-            return regions.boxes.take(region), regions.source[region] * terms + term, need
-        wanted = np.arange(1 if self.target.op in NEUTRAL else holders.terms)
-        entry, owner = holders.expand((regions.target[:, None] * holders.terms + wanted).reshape(-1))
-        order = np.lexsort((owner, entry // len(wanted)))
-        return regions.boxes, regions.source * terms, Need(entry[order] // len(wanted), owner[order])
+        terms, takers = self.source.terms, self._takers
+        if self.carrying and terms > 1:  # every term is a region of its own
+            region, term = np.divmod(np.arange(regions.boxes.count * terms), terms)
+            regions = regions.take(region)
+            row = regions.source * terms + term
+            return regions.boxes, row, self._takers_of(regions.target * terms + term, row, takers, only)
+        row = regions.source * terms
+        return regions.boxes, row, self._takers_of(regions.target, row, takers, only)
+
+    @cached_property
+    def _takers(self) -> Holders:
+        """Who is to get a value: a row for every row of the target's holders, or for every block where the value is
+        whole (of a partial target then its first term, or all of them: see NEUTRAL)."""
+        holders = self.target.form.holders
+        if self.carrying or holders.terms == 1:
+            return holders
+        first, last = holders.edges[: -1 : holders.terms], holders.edges[holders.terms :: holders.terms]
+        if self.target.op in NEUTRAL:
+            last = holders.edges[1 :: holders.terms]
+        row, nth = spread(last - first)
+        owners = holders.owners[first[row] + nth]
+        return Holders.of(last - first, owners[np.lexsort((owners, row))])
+
+    def _takers_of(self, target: Ints, row: Ints, takers: Holders, only: int | None) -> Need:
+        """Everybody who needs a region; for one owner only those who bear on what it sends or receives.
+
+        These are all takers of what it holds, and of what has a choice of holders; of the rest only the owner itself
+        and, with hosts, its neighbours.
+        """
+        holders = self.source.form.holders
+        if only is None or self.reducing:
+            return Need(*takers.expand(target))
+        all_of = (holders.counts[row] > 1) | np.isin(row, holders.rows_with(only))
+        beside = takers.owners == only
+        if self.hosts is not None:
+            beside |= self.hosts.host(takers.owners) == self.hosts.host(ints([only]))
+        found = []
+        for which, whom in (all_of, takers), (~all_of, takers.filtered(beside)):
+            rows = np.flatnonzero(which)
+            entry, owner = whom.expand(target[rows])
+            found.append((rows[entry], owner))
+        region, owner = (np.concatenate(side) for side in zip(*found, strict=True))
+        order = np.lexsort((owner, region))
+        return Need(region[order], owner[order])
 
     @property
     def carrying(self) -> bool:
@@ -134,25 +165,16 @@ class Plan:
     def _fill(self, owner: int) -> int | None:
         """What a term of a partial target starts with when it gets no cells: the others hold the whole value."""
         value = NEUTRAL.get(self.target.op or "")
-        if value is None or self.carrying or not len(blocks := self.target.form.blocks(owner)):
+        if value is None or self.carrying or not len(self.target.form.blocks(owner)):
             return None
-        first = self.target.form.holders.hold(blocks * self.target.terms, ints([owner]))
-        return None if first[0] else value
+        return value if self.target.form.holders.term_of(ints([owner]))[0] else None
 
     @cached_property
-    def _hosts(self) -> Hosts | None:
-        if self.hosts is None:
-            return None
-        numbers = {host: n for n, host in enumerate(dict.fromkeys(host for _, host in self.hosts))}
-        return Hosts(ints([o for o, _ in self.hosts]), ints([numbers[host] for _, host in self.hosts]))
-
-    @cached_property
-    def limit(self) -> Limit:
+    def _rounds(self) -> tuple[int, ...]:
         """The rounds that max_bytes makes of every step."""
-        holders = self.target.form.holders
-        takers = holders.most * (1 if self.carrying or self.target.op in NEUTRAL else holders.terms)
-        bounds = loads(self.source, self.target, takers, reducing=self.reducing, hosts=self.hosts is not None)
-        return Limit.of(self.max_bytes or 0, self.itemsize, bounds, len(self.owners))
+        most, hosts = self._takers.most, self.hosts is not None
+        bounds = loads(self.source, self.target, most, reducing=self.reducing, hosts=hosts)
+        return rounds_of_steps(self.max_bytes or 0, self.itemsize, bounds, len(self.owners))
 
     # --- what it costs -----------------------------------------------------------------------------------------------
 
@@ -182,9 +204,7 @@ class Plan:
         holders, volume = self.source.form.holders, boxes.volumes()
         if not self.reducing:
             return int(volume[need.region[~holders.hold(row[need.region], need.target)]].sum()) * self.itemsize
-        has = np.zeros(len(need.region), dtype=np.bool_)
-        for term in range(holders.terms):
-            has |= holders.hold(row[need.region] + term, need.target)
+        has = holders.row_of(need.target) // holders.terms == row[need.region] // holders.terms
         takers = np.bincount(need.region, minlength=boxes.count)
         having = np.bincount(need.region[has], minlength=boxes.count) > 0
         return int((volume * (holders.terms - having + takers - 1)).sum()) * self.itemsize
@@ -192,7 +212,7 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """The messages, and what they add up to."""
-        hosts = None if self._hosts is None else self._hosts.of(ints(self.owners))
+        hosts = None if self.hosts is None else self.hosts.host(ints(self.owners))
         return Traffic.of(self.copies, self.owners, self.itemsize, hosts)
 
     @property
@@ -267,7 +287,7 @@ def plan(
     source: Layout | str,
     target: Layout | str,
     *,
-    itemsize: int = 1,
+    itemsize: int = 4,
     max_bytes: int | None = None,
     hosts: int | Mapping[int, Hashable] | Mesh | None = None,
     relabel: bool = False,
@@ -286,11 +306,10 @@ def plan(
         raise PlanError(f"a plan needs one shape, but the source has {source.shape} and the target {target.shape}")
     if relabel:
         target = target.relabel(fewest_bytes(source, target))
-    limit = None if max_bytes is None else _positive(max_bytes, "max_bytes")
-    made = _plan(source, target, _positive(itemsize, "itemsize"), limit, _host_pairs(hosts, source, target))
-    if made.max_bytes is not None:
-        made.limit  # noqa: B018  a limit that cannot be held is refused now, not when copies are looked at
-    return made
+    limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
+    owners = np.union1d(source.form.owners, target.form.owners)
+    where = None if hosts is None else Hosts.of(hosts, owners)
+    return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
 
 
 def _layout(asked: Layout | str, side: str) -> Layout:
@@ -300,33 +319,18 @@ def _layout(asked: Layout | str, side: str) -> Layout:
     return found.validate()
 
 
-@lru_cache(maxsize=256)
-def _plan(
-    source: Layout, target: Layout, itemsize: int, max_bytes: int | None, hosts: tuple[tuple[int, Hashable], ...] | None
-) -> Plan:
-    return Plan(source, target, itemsize, max_bytes, hosts)
+@lru_cache(maxsize=1024)
+def _part(
+    source: Layout, target: Layout, itemsize: int, max_bytes: int | None, hosts: Hosts | None, owner: int
+) -> Part:
+    """Kept by value: a model has thousands of tensors, but few different pairs of layouts."""
+    made = Plan(source, target, itemsize, max_bytes, hosts)
+    if owner not in made.owners:
+        raise PlanError(f"owner {owner!r} has no part in the plan from {source!r} to {target!r}")
+    return Part(int(owner), made._copies_of(int(owner)), made._fill(int(owner)))
 
 
-def _host_pairs(
-    hosts: int | Mapping[int, Hashable] | Mesh | None, source: Layout, target: Layout
-) -> tuple[tuple[int, Hashable], ...] | None:
-    """Everybody's host, owners rising."""
-    if hosts is None:
-        return None
-    owners = np.union1d(source.form.owners, target.form.owners).tolist()
-    if isinstance(hosts, int):
-        size = _positive(hosts, "hosts (owners per host)")
-        return tuple((owner, owner // size) for owner in owners)
-    known = hosts.hosts if isinstance(hosts, Mesh) else hosts
-    if not isinstance(known, Mapping):
-        raise PlanError(f"hosts must be a number of owners per host, or owner -> host, not {hosts!r}")
-    missing = [owner for owner in owners if owner not in known]
-    if missing:
-        raise PlanError(f"hosts names no host for owner {missing[0]} ({len(missing)} of {len(owners)} are missing)")
-    return tuple((owner, known[owner]) for owner in owners)
-
-
-def _positive(value: object, what: str) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value < 2**62:
-        raise PlanError(f"{what} must be a whole number of bytes above 0, not {value!r}")
+def _positive(value: object, what: str, most: int) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= most:
+        raise PlanError(f"{what} must be a whole number of bytes from 1 to {most}, not {value!r}")
     return int(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.geometry import Ints, ints
+from shardwise.geometry import Ints, ints, totals
 from shardwise.layout import Layout
 from shardwise.plan.regions import all_regions
 
@@ -20,38 +20,42 @@ def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
     {0: 3, 1: 1, 2: 2, 3: 0}
     """
     owners = target.form.owners
-    kept = _kept(source, target, owners)
-    best = _assign(kept) if len(owners) <= EXACT else _greedy(kept)
+    block, holder, cells = _kept(source, target, owners)
     same = np.arange(len(owners))
-    if kept[same, best].sum() <= kept[same, same].sum():
-        best = same
-    return dict(zip(owners.tolist(), owners[best].tolist(), strict=True))
+    if len(owners) <= EXACT:
+        kept = np.zeros((len(owners), len(owners)), dtype=np.int64)
+        kept[block, holder] = cells
+        best = _assign(kept)
+    else:
+        best = _greedy(len(owners), block, holder, cells)
+    stays, kept_best = cells[block == holder].sum(), cells[best[block] == holder].sum()
+    return dict(zip(owners.tolist(), owners[best if kept_best > stays else same].tolist(), strict=True))
 
 
-def _kept(source: Layout, target: Layout, owners: Ints) -> Ints:
-    """Cells of the block of target owner i (row) that owner j (column) holds already."""
-    regions, volume = all_regions(source, target), None
-    found = np.zeros((len(owners), len(owners)), dtype=np.int64)
-    volume = regions.boxes.volumes()
-    terms = target.terms
+def _kept(source: Layout, target: Layout, owners: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cells of the block of target owner i that owner j holds already: i, j (numbers in `owners`) and how many."""
+    regions = all_regions(source, target)
+    volume, keys, cells = regions.boxes.volumes(), [ints([])], [ints([])]
     for here in range(source.terms):
         held, holder = source.form.holders.expand(regions.source * source.terms + here)
         mine = np.isin(holder, owners)
-        for there in range(terms):
-            rows, taker = target.form.holders.expand(regions.target[held[mine]] * terms + there)
-            i, j = np.searchsorted(owners, taker), np.searchsorted(owners, holder[mine][rows])
-            np.add.at(found, (i, j), volume[held[mine][rows]])
-    return found
+        held, holder = held[mine], holder[mine]
+        for there in range(target.terms):
+            rows, taker = target.form.holders.expand(regions.target[held] * target.terms + there)
+            keys.append(owners.searchsorted(taker) * len(owners) + owners.searchsorted(holder[rows]))
+            cells.append(volume[held[rows]])
+    key, place = np.unique(np.concatenate(keys), return_inverse=True)
+    return *np.divmod(key, len(owners)), totals(np.concatenate(cells), place, len(key))
 
 
-def _greedy(kept: Ints) -> Ints:
-    """The largest gain first."""
-    count = len(kept)
+def _greedy(count: int, row: Ints, column: Ints, gain: Ints) -> Ints:
+    """The largest gain first; owners without one keep their place where it is free."""
     best, taken = np.full(count, -1), np.zeros(count, dtype=np.bool_)
-    row, column = np.nonzero(kept)
-    for n in np.lexsort((column, row, -kept[row, column])).tolist():
+    for n in np.lexsort((column, row, -gain)).tolist():
         if best[row[n]] < 0 and not taken[column[n]]:
             best[row[n]], taken[column[n]] = column[n], True
+    stay = np.flatnonzero((best < 0) & ~taken)
+    best[stay], taken[stay] = stay, True
     best[best < 0] = np.flatnonzero(~taken)
     return ints(best)
 

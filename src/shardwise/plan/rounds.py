@@ -7,12 +7,12 @@ cell, so an owner stages at most L / N + D <= B in any round. L is a bound from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Ints, cut, heads, running, spread
+from shardwise.geometry import Ints, cut, numbered, running, spread, totals
 from shardwise.layout import Grid, Layout
 from shardwise.plan.choose import MOST_SENDERS
 from shardwise.plan.copies import Copies
@@ -20,25 +20,18 @@ from shardwise.plan.copies import Copies
 MOST_ROUNDS = 1_000_000
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How many rounds each step takes."""
-
-    rounds: tuple[int, ...]
-
-    @staticmethod
-    def of(max_bytes: int, itemsize: int, loads: tuple[int, ...], owners: int) -> Limit:
-        """For at most `loads[s]` cells staged by an owner in step s."""
-        cells, slack = max_bytes // itemsize, 2 * (owners - 1)
-        if cells <= slack:
-            raise PlanError(
-                f"max_bytes={max_bytes} is too little for {owners} owners and {itemsize} bytes per element: an owner "
-                f"may have to stage one element for each of its peers; give at least {(slack + 1) * itemsize}"
-            )
-        rounds = tuple(1 if load <= cells else -(-load // (cells - slack)) for load in loads)
-        if max(rounds) > MOST_ROUNDS:
-            raise PlanError(f"max_bytes={max_bytes} would take {max(rounds):,} rounds: give more")
-        return Limit(rounds)
+def rounds_of_steps(max_bytes: int, itemsize: int, loads: tuple[int, ...], owners: int) -> tuple[int, ...]:
+    """How many rounds each step takes, when an owner stages at most `loads[s]` cells in step s."""
+    cells, slack = max_bytes // itemsize, 2 * (owners - 1)
+    if cells <= slack:
+        raise PlanError(
+            f"max_bytes={max_bytes} is too little for {owners} owners and {itemsize} bytes per element: an owner may "
+            f"have to stage one element for each of its peers; give at least {(slack + 1) * itemsize}"
+        )
+    rounds = tuple(1 if load <= cells else -(-load // (cells - slack)) for load in loads)
+    if max(rounds) > MOST_ROUNDS:
+        raise PlanError(f"max_bytes={max_bytes} would take {max(rounds):,} rounds: give more")
+    return rounds
 
 
 def loads(source: Layout, target: Layout, takers: int, *, reducing: bool, hosts: bool) -> tuple[int, ...]:
@@ -56,9 +49,9 @@ def loads(source: Layout, target: Layout, takers: int, *, reducing: bool, hosts:
     return first, there * (takers + 1), there * (takers + 1)
 
 
-def in_rounds(copies: Copies, limit: Limit, *, reducing: bool) -> Copies:
+def in_rounds(copies: Copies, rounds: tuple[int, ...], *, reducing: bool) -> Copies:
     """The copies cut into slices. Local copies stage nothing and stay whole, unless they are terms of a reduction."""
-    count = np.array(limit.rounds)[copies.step]
+    count = np.array(rounds)[copies.step]
     whole = (count == 1) | ~(copies.remote | (reducing & (copies.step == 0)))
     if whole.all():
         return copies
@@ -68,12 +61,9 @@ def in_rounds(copies: Copies, limit: Limit, *, reducing: bool) -> Copies:
 def _sliced(copies: Copies, count: Ints) -> Copies:
     order = np.lexsort((copies.term, copies.target, copies.source, copies.step))
     copies, count, volume = copies.take(order), count[order], copies.volumes[order]
-    columns = (copies.step, copies.source, copies.target, copies.term)
-    message = np.cumsum(np.any([heads(c) for c in columns], axis=0)) - 1
+    message = numbered(copies.step, copies.source, copies.target, copies.term)
     before = running(volume, message)
-    total = np.zeros(len(volume), dtype=np.int64)
-    np.add.at(total, message, volume)
-    size = -(-total[message] // count)
+    size = -(-totals(volume, message, len(volume))[message] // count)
     row, nth = spread((before + volume - 1) // size - before // size + 1)
     nth += (before // size)[row]
     start = np.maximum(nth * size[row] - before[row], 0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.geometry import Bools, Ints, ints
+from shardwise.geometry import Bools, Ints, ints, totals
 from shardwise.plan.copies import Copies
 
 
@@ -41,9 +41,7 @@ class Traffic:
 
     def total(self, side: Ints) -> dict[int, int]:
         """Bytes by owner, for senders or receivers."""
-        found = np.zeros(len(self.owners), dtype=np.int64)
-        np.add.at(found, side, self.size)
-        return dict(zip(self.owners, found.tolist(), strict=True))
+        return dict(zip(self.owners, totals(self.size, side, len(self.owners)).tolist(), strict=True))
 
     def peak(self) -> int:
         """The most bytes that an owner sends and receives in one round."""
@@ -55,6 +53,11 @@ class Traffic:
         """The mean load of an owner over the most of any."""
         load = _sums(np.concatenate([self.source, self.target]), np.tile(self.size, 2))[1]
         return float(load.sum() / len(self.owners) / load.max()) if load.any() else 1.0
+
+    def flows(self) -> tuple[Ints, Ints, Ints]:
+        """Sender, receiver (numbers in `owners`) and bytes of every pair that talks."""
+        key, size = _sums(self.source * len(self.owners) + self.target, self.size)
+        return *np.divmod(key, len(self.owners)), size
 
     def matrix(self) -> Ints:
         """Bytes from each owner (row) to each (column)."""
@@ -87,6 +90,4 @@ class Traffic:
 def _sums(key: Ints, values: npt.NDArray[Any]) -> tuple[Ints, npt.NDArray[Any]]:
     """The different keys, and the sum of the values of each."""
     keys, place = np.unique(key, return_inverse=True)
-    found = np.zeros(len(keys), dtype=values.dtype)
-    np.add.at(found, place, values)
-    return keys, found
+    return keys, totals(values, place, len(keys))

@@ -1,27 +1,29 @@
-"""Proof that a plan does what it says, from both layouts and its copies alone. Shares no code with the planner."""
+"""Proof that copies do what a plan says, from both layouts and the copies alone. Uses nothing of the planner."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, ints, positions, run_of
+from shardwise.geometry import Boxes, Ints, different, ints, join, totals, uncancelled
 from shardwise.layout import Layout
 from shardwise.plan.copies import Copies
 
 
 def verify(source: Layout, target: Layout, copies: Copies, *, reducing: bool) -> None:
     """Raise a PlanError unless every target cell is written exactly once, from owners that have it by then."""
+    owners = different(np.concatenate([source.form.owners, target.form.owners, copies.source, copies.target]))
     results = copies.take((copies.step > 0) | (copies.term == 0)) if reducing else copies
     owner, wanted = _wanted(source, target)
-    _same_cells(results.target, results.boxes, owner, wanted, "its cells")
+    _same_cells(owners, (results.target, results.boxes), (owner, wanted), "its cells")
     if reducing:
-        _terms_arrive_together(copies, source.terms)
-    _senders_have(source, copies, reducing=reducing)
-    _steps_follow(copies)
+        _terms_arrive_together(owners, copies, source.terms)
+    else:
+        _terms_stay(source, target, copies)
+    _senders_have(owners, source, copies, reducing=reducing)
+    for step in range(1, int(copies.step.max(initial=0)) + 1):
+        now, before = copies.take(copies.step == step), copies.take((copies.step < step) & (copies.term == 0))
+        _inside(owners, (now.source, now.boxes), (before.target, before.boxes))
 
 
 def _wanted(source: Layout, target: Layout) -> tuple[Ints, Boxes]:
@@ -29,87 +31,67 @@ def _wanted(source: Layout, target: Layout) -> tuple[Ints, Boxes]:
     whole = (source.op, source.terms) != (target.op, target.terms)
     first_only = whole and target.op in ("sum", "product", "bxor")
     cells, block = target.form.cells
-    terms = range(1 if first_only else target.terms)
-    found = [target.form.holders.expand(block * target.terms + term) for term in terms]
+    found = [
+        target.form.holders.expand(block * target.terms + term) for term in range(1 if first_only else target.terms)
+    ]
     rows = np.concatenate([entry for entry, _ in found])
     return np.concatenate([owner for _, owner in found]), cells.take(rows)
 
 
-def _same_cells(group: Ints, boxes: Boxes, other_group: Ints, other: Boxes, what: str, width: int = 2**62) -> None:
-    """Both cover the same cells equally often in every group: their signed corners cancel (see geometry.tiles).
-
-    The owner of a group is its number modulo `width`.
-    """
-    groups, places, signs = [], [], []
-    extent = (np.concatenate([boxes.hi, other.hi]).max(axis=0, initial=0) + 1).tolist()
-    for who, which, sign in (group, boxes, 1), (other_group, other, -1):
-        for corner in product((False, True), repeat=boxes.ndim):
-            groups.append(who)
-            places.append(positions(np.where(corner, which.hi, which.lo), extent))
-            signs.append(np.full(len(who), sign * (-1) ** sum(corner)))
-    of, at = np.concatenate(groups), np.concatenate(places)
-    order = np.lexsort((at, of))
-    of, at = of[order], at[order]
-    new = np.ones(len(of), dtype=np.bool_)
-    new[1:] = (of[1:] != of[:-1]) | (at[1:] != at[:-1])
-    sums = np.add.reduceat(np.concatenate(signs)[order], np.flatnonzero(new)) if len(of) else ints([])
-    if sums.any():
-        row = np.flatnonzero(new)[np.flatnonzero(sums)[0]]
-        point = _point(int(at[row]), extent)
-        raise PlanError(f"owner {int(of[row]) % width} does not get {what} exactly once: see the cells at {point}")
+def _same_cells(owners: Ints, got: tuple[Ints, Boxes], asked: tuple[Ints, Boxes], what: str) -> None:
+    """Both lists of (owner, box) cover the same cells equally often."""
+    first, second = (owners.searchsorted(side[0]) for side in (got, asked))
+    bad = uncancelled(got[1], first, asked[1], second)
+    if bad is not None:
+        raise PlanError(f"owner {owners[bad]} does not get {what} exactly once")
 
 
-def _point(position: int, extent: Sequence[int]) -> tuple[int, ...]:
-    found = list[int]()
-    for size in reversed(extent):
-        position, coordinate = divmod(position, size + 1)
-        found.append(coordinate)
-    return tuple(reversed(found))
-
-
-def _terms_arrive_together(copies: Copies, terms: int) -> None:
+def _terms_arrive_together(owners: Ints, copies: Copies, terms: int) -> None:
     """In every round, every owner gets all terms of the cells that it reduces."""
     reduced = copies.take(copies.step == 0)
-    width = int(reduced.target.max(initial=0)) + 1
-    stage = reduced.round * width + reduced.target
-    first = reduced.term == 0
-    for term in range(1, terms):
-        this = reduced.term == term
-        boxes = reduced.boxes.take(first), reduced.boxes.take(this)
-        _same_cells(stage[first], boxes[0], stage[this], boxes[1], f"term {term} of what it reduces", width)
+    for stage in range(int(reduced.round.max(initial=0)) + 1):
+        now = reduced.take(reduced.round == stage)
+        first = now.take(now.term == 0)
+        for term in range(1, terms):
+            this = now.take(now.term == term)
+            what = f"term {term} of what it reduces"
+            _same_cells(owners, (this.target, this.boxes), (first.target, first.boxes), what)
 
 
-def _senders_have(source: Layout, copies: Copies, *, reducing: bool) -> None:
+def _terms_stay(source: Layout, target: Layout, copies: Copies) -> None:
+    """Where terms are carried over, each comes from a holder of the same term."""
+    if source.terms == target.terms:
+        here, there = source.form.holders.term_of(copies.source), target.form.holders.term_of(copies.target)
+        wrong = np.flatnonzero(here != there)
+        if len(wrong):
+            copy = copies[int(wrong[0])]
+            raise PlanError(f"owner {copy.target} gets {copy.box} from owner {copy.source}, which holds another term")
+
+
+def _senders_have(owners: Ints, source: Layout, copies: Copies, *, reducing: bool) -> None:
     """In step 0 every sender holds what it sends, and the term that it is said to be."""
     cells, block = source.form.cells
     terms = source.terms
     entry, owner = source.form.holders.expand((block[:, None] * terms + np.arange(terms)).reshape(-1))
-    row, term = entry // terms, entry % terms
     first = copies.take(copies.step == 0)
-    sends = first.term if reducing else np.zeros(len(first), dtype=np.int64)
-    holds = term if reducing else np.zeros(len(owner), dtype=np.int64)
-    width = max(terms, 1)
-    _inside(first.source * width + sends, first.boxes, owner * width + holds, cells.take(row), width)
+    _inside(owners, (first.source, first.boxes), (owner, cells.take(entry // terms)))
+    wrong = np.flatnonzero(source.form.holders.term_of(first.source) != first.term) if reducing else ints([])
+    if len(wrong):
+        copy = first[int(wrong[0])]
+        raise PlanError(f"owner {copy.source} is to send term {copy.term} of {copy.box}, but it holds another")
 
 
-def _steps_follow(copies: Copies) -> None:
-    """In later steps a sender passes on what earlier steps brought it."""
-    for step in range(1, int(copies.step.max(initial=0)) + 1):
-        now, before = copies.take(copies.step == step), copies.take((copies.step < step) & (copies.term == 0))
-        _inside(now.source, now.boxes, before.target, before.boxes, 1)
+def _inside(owners: Ints, sent: tuple[Ints, Boxes], had: tuple[Ints, Boxes]) -> None:
+    """Every box lies in the (disjoint) boxes that its owner has: what it shares with them adds up to itself."""
+    mine, theirs = (_with_owner(owners.searchsorted(who), boxes) for who, boxes in (sent, had))
+    i, j = join(mine, theirs)
+    shared = totals(mine.take(i).overlap(theirs.take(j)).volumes(), i, mine.count)
+    bad = np.flatnonzero(shared != mine.volumes())
+    if len(bad):
+        row = int(bad[0])
+        raise PlanError(f"owner {sent[0][row]} is to send {sent[1].box(row)}, which it does not have at that time")
 
 
-def _inside(group: Ints, boxes: Boxes, having_group: Ints, having: Boxes, width: int) -> None:
-    """Every box lies in the (disjoint) boxes that its group has: what it shares with them adds up to itself."""
-    order, have_order = np.argsort(group, kind="stable"), np.argsort(having_group, kind="stable")
-    whose, had_by, volume = group[order], having_group[have_order], boxes.volumes()
-    for who in np.unique(group).tolist():
-        mine, theirs = order[run_of(whose, who)], have_order[run_of(had_by, who)]
-        shared = np.zeros(len(mine), dtype=np.int64)
-        for part in np.array_split(theirs, max(1, len(mine) * len(theirs) // 2**20)):
-            lo = np.maximum(boxes.lo[mine, None], having.lo[None, part])
-            hi = np.minimum(boxes.hi[mine, None], having.hi[None, part])
-            shared += np.prod(np.maximum(hi - lo, 0), axis=2, dtype=np.int64).sum(axis=1)
-        if (shared != volume[mine]).any():
-            bad = boxes.box(int(mine[np.flatnonzero(shared != volume[mine])[0]]))
-            raise PlanError(f"owner {who // width} is to send {bad}, which it does not have at that time")
+def _with_owner(number: Ints, boxes: Boxes) -> Boxes:
+    """Boxes in a space with one more axis, along which owners lie apart."""
+    return Boxes(np.column_stack([number, boxes.lo]), np.column_stack([number + 1, boxes.hi]))

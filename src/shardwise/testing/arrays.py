@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Box
-from shardwise.layout import Grid, Layout, Piece
+from shardwise.geometry import Box, ints
+from shardwise.layout import Layout, Piece
 from shardwise.plan import Copy, Part, Plan
 
 Array = npt.NDArray[Any]
@@ -50,14 +50,15 @@ def scatter(array: npt.ArrayLike, layout: Layout, *, seed: int = 0) -> Shards:
 
 def gather(shards: Mapping[int, Sequence[Array]], layout: Layout) -> Array:
     """The array that lies in these buffers: the inverse of `scatter`. Replicas must agree."""
-    dtype = next((b.dtype for buffers in shards.values() for b in buffers), np.dtype(float))
+    dtype = _dtype(shards, layout)
     terms = np.zeros((layout.terms, *layout.shape), dtype=dtype)
     written = np.zeros((layout.terms, *layout.shape), dtype=np.bool_)
     for owner in layout.owners():
         for piece in layout.pieces(owner):
             at: Any = (term_of(layout, owner), *index(piece.box))
             values = view(shards[owner], piece)
-            np.testing.assert_array_equal(terms[at][written[at]], values[written[at]], f"replicas differ on {owner}")
+            if not np.array_equal(terms[at][written[at]], values[written[at]], equal_nan=values.dtype.kind in "fc"):
+                raise PlanError(f"owner {owner} holds other values in {piece.box} than another owner of these cells")
             terms[at], written[at] = values, True
     return _combined(list(terms), layout.op)
 
@@ -71,30 +72,35 @@ def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
     >>> after[1][0].tolist()
     [[2, 3], [6, 7], [10, 11], [14, 15]]
     """
-    dtype = next((b.dtype for buffers in shards.values() for b in buffers), np.dtype(float))
+    dtype = _dtype(shards, plan.source)
     parts = {owner: plan.for_owner(owner) for owner in plan.owners}
     found = empty(plan.target, dtype)
     for owner, buffers in found.items():
         for buffer in buffers:
             buffer[...] = parts[owner].fill or 0
-    stages = sorted({(c.step, c.round) for part in parts.values() for c in part.copies})
-    for stage in stages:
-        wire = _packed(plan, parts, shards, found, stage)
-        for owner, part in parts.items():
-            _unpack(plan, part, found.get(owner, []), stage, wire)
+    todo = {owner: _by_stage(part) for owner, part in parts.items()}
+    for stage in sorted({stage for stages in todo.values() for stage in stages}):
+        now = {owner: stages.get(stage, []) for owner, stages in todo.items()}
+        wire = _packed(plan, now, shards, found, stage)
+        for owner, copies in now.items():
+            _unpack(plan, owner, copies, found.get(owner, []), stage, wire)
         if any(len(message) for message in wire.values()):
             raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that nobody expected")
     return found
 
 
 def _packed(
-    plan: Plan, parts: Mapping[int, Part], shards: Mapping[int, Sequence[Array]], found: Shards, stage: tuple[int, int]
+    plan: Plan,
+    now: Mapping[int, list[Copy]],
+    shards: Mapping[int, Sequence[Array]],
+    found: Shards,
+    stage: tuple[int, int],
 ) -> dict[tuple[int, int], Array]:
     """One message per sender and receiver, packed in the sender's order."""
     layout, buffers = (plan.source, shards) if stage[0] == 0 else (plan.target, found)
     wire = defaultdict[tuple[int, int], list[Array]](list)
-    for owner, part in parts.items():
-        for copy in _of_stage(part, stage):
+    for owner, copies in now.items():
+        for copy in copies:
             if copy.source == owner:
                 cells = read(buffers[owner], layout, owner, copy.box)
                 wire[copy.source, copy.target].append(cells.reshape(-1))
@@ -102,12 +108,17 @@ def _packed(
 
 
 def _unpack(
-    plan: Plan, part: Part, buffers: Sequence[Array], stage: tuple[int, int], wire: dict[tuple[int, int], Array]
+    plan: Plan,
+    owner: int,
+    copies: list[Copy],
+    buffers: Sequence[Array],
+    stage: tuple[int, int],
+    wire: dict[tuple[int, int], Array],
 ) -> None:
     """Messages taken apart in the receiver's order; terms are then reduced in theirs."""
     arrived = list[tuple[Copy, Array]]()
-    for copy in _of_stage(part, stage):
-        if copy.target == part.owner:
+    for copy in copies:
+        if copy.target == owner:
             message = wire[copy.source, copy.target]
             arrived.append((copy, message[: copy.box.volume].reshape(copy.box.shape)))
             wire[copy.source, copy.target] = message[copy.box.volume :]
@@ -116,16 +127,29 @@ def _unpack(
         for (_, _), terms in groupby(arrived, key=lambda item: (item[0].box.lo, item[0].box.hi)):
             several = list(terms)
             if [copy.term for copy, _ in several] != list(range(plan.source.terms)):
-                raise PlanError(f"owner {part.owner} gets terms {[c.term for c, _ in several]} of {several[0][0].box}")
+                raise PlanError(f"owner {owner} gets terms {[c.term for c, _ in several]} of {several[0][0].box}")
             value = _combined([cells for _, cells in several], plan.source.op)
-            write(buffers, plan.target, part.owner, several[0][0].box, value)
+            write(buffers, plan.target, owner, several[0][0].box, value)
     else:
         for copy, cells in arrived:
-            write(buffers, plan.target, part.owner, copy.box, cells)
+            write(buffers, plan.target, owner, copy.box, cells)
 
 
-def _of_stage(part: Part, stage: tuple[int, int]) -> Iterator[Copy]:
-    return (copy for copy in part.copies if (copy.step, copy.round) == stage)
+def _by_stage(part: Part) -> dict[tuple[int, int], list[Copy]]:
+    """The copies of each round of each step."""
+    found = defaultdict[tuple[int, int], list[Copy]](list)
+    for copy in part.copies:
+        found[copy.step, copy.round].append(copy)
+    return found
+
+
+def _dtype(shards: Mapping[int, Sequence[Array]], layout: Layout) -> np.dtype[Any]:
+    """The dtype of all buffers, which must be those of the layout."""
+    for owner in layout.owners():
+        found = [b.shape for b in shards[owner]] if owner in shards else None
+        if found != list(layout.local_shapes(owner)):
+            raise PlanError(f"owner {owner} of {layout!r} has buffers {layout.local_shapes(owner)}, not {found}")
+    return np.result_type(*{b.dtype for buffers in shards.values() for b in buffers})
 
 
 def empty(layout: Layout, dtype: npt.DTypeLike) -> Shards:
@@ -168,10 +192,7 @@ def index(box: Box) -> Any:
 
 def term_of(layout: Layout, owner: int) -> int:
     """Which term of a partial layout an owner holds."""
-    place = layout.form.place(owner) if isinstance(layout.form, Grid) else None
-    return (
-        0 if place is None or not isinstance(layout.form, Grid) else place // layout.form.table.shape[-1] % layout.terms
-    )
+    return int(layout.form.holders.term_of(ints([owner]))[0])
 
 
 def _combined(terms: Sequence[Array], op: str | None) -> Array:
@@ -183,22 +204,24 @@ def _combined(terms: Sequence[Array], op: str | None) -> Array:
 
 def _terms(value: Array, layout: Layout, random: np.random.Generator) -> list[Array]:
     """Terms whose reduction is the value, exactly where it is made of whole numbers."""
-    noise = [random.integers(-8, 9, value.shape).astype(value.dtype) for _ in range(layout.terms - 1)]
-    if not noise:
+    others = layout.terms - 1
+    if not others:
         return [value]
+    noise = [random.integers(0, 2, value.shape).astype(value.dtype) for _ in range(others)]
     whose = random.integers(0, layout.terms, value.shape)
     match layout.op:
-        case "sum" | "avg":
-            times = layout.terms if layout.op == "avg" else 1
-            return [value * times - reduce(np.add, noise), *noise]
-        case "max" | "min":
-            away = -1 if layout.op == "max" else 1
-            return [np.where(whose == t, value, value + away * abs(n)) for t, n in enumerate([*noise, noise[0]])]
+        case "sum":
+            return [value - reduce(np.add, noise), *noise]  # unsigned numbers wrap round, and back
         case "product":
-            signs = [np.where(n < 0, -1, 1).astype(value.dtype) for n in noise]
-            return [value * reduce(np.multiply, signs), *signs]
-        case "band":
-            return [np.where(whose == t, value, value | n) for t, n in enumerate([*noise, noise[0]])]
-        case "bor":
-            return [np.where(whose == t, value, value & n) for t, n in enumerate([*noise, noise[0]])]
-    return [value ^ reduce(np.bitwise_xor, noise), *noise]
+            signs = noise if value.dtype.kind in "ub" else [1 - 2 * n for n in noise]
+            units = [np.where(n == 0, 1, n).astype(value.dtype) for n in signs]
+            return [value * reduce(np.multiply, units), *units]
+        case "bxor":
+            return [value ^ reduce(np.bitwise_xor, noise), *noise]
+        case "avg":
+            return [value] * layout.terms
+        case "max" | "band":
+            away = np.minimum(value, noise[0]) if layout.op == "max" else value | noise[0]
+        case _:
+            away = np.maximum(value, noise[0]) if layout.op == "min" else value & noise[0]
+    return [np.where(whose == term, value, away).astype(value.dtype) for term in range(layout.terms)]

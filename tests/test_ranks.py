@@ -1,0 +1,41 @@
+"""The fixture `ranks` itself: results in order, the first failure, and an end to waiting."""
+
+import os
+import time
+
+import pytest
+from ranks import RankError, ranks  # noqa: F401  pytest looks fixtures up by name
+
+
+def test_results_come_in_the_order_of_the_ranks(ranks):  # noqa: F811
+    def total(rank):
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([rank + 1])
+        dist.all_reduce(value)
+        return rank, int(value)
+
+    assert ranks(3, total) == [(0, 6), (1, 6), (2, 6)]
+
+
+def test_the_rank_that_failed_first_is_reported(ranks):  # noqa: F811
+    def fail(rank):
+        import torch.distributed as dist
+
+        if rank == 1:
+            raise ValueError("this is why")
+        dist.barrier()
+
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 3 failed first.*ValueError: this is why"):
+        ranks(3, fail)
+
+
+def test_a_rank_that_dies_is_reported(ranks):  # noqa: F811
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed first.*\n.*died without a word"):
+        ranks(2, lambda rank: os._exit(3) if rank == 0 else time.sleep(60))
+
+
+def test_a_rank_that_never_ends_is_named(ranks):  # noqa: F811
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 did not end in time"):
+        ranks(2, lambda rank: time.sleep(60 * rank), timeout=1.0)
