@@ -35,8 +35,8 @@ def shardwise() -> None:
 def show(layout: LayoutText) -> None:
     """Draw who holds what."""
     found = parse(layout).validate()
-    replicas = "" if found.op is None else f", {found.terms} terms to {found.op}"
-    typer.echo(f"{found}: shape {found.shape} over {len(found.owners())} owners{replicas}\n")
+    terms = "" if found.op is None else f", {found.terms} terms to {found.op}"
+    typer.echo(f"{found}: shape {found.shape} over {len(found.owners())} owners{terms}\n")
     typer.echo(report.draw(found))
 
 

@@ -15,7 +15,7 @@ from shardwise.report import draw
 from shardwise.testing import gather, scatter, simulate
 
 TRAINER = Mesh(fsdp=8, tp=2, hosts=8)
-SERVER = Mesh(tp=4, hosts=8)
+SERVER = Mesh(tp=4)
 HIDDEN, HEADS_KV, INNER, WORDS, LAYERS = 4096, 1024, 14336, 128256, 32  # the sizes of Llama 3 8B
 
 # FSDP over tensor parallelism splits a dim that tp has split already: the strided shard S0:2
@@ -60,14 +60,13 @@ def _plans() -> Iterator[tuple[str, Plan, int]]:
 
 
 def _table(plans: list[tuple[str, Plan, int]]) -> Table:
-    table = Table("tensor", "trainer", "server", "moves", "stays", "messages")
+    table = Table("tensors", "trainer", "server", "moves", "stays", "messages")
     for column in table.columns[3:]:
         column.justify = "right"
     for name, made, times in plans:
-        shape, source = str(made.source).split("@")[0].split("/")
-        server = str(made.target).split("/")[1].split("@")[0]
+        trainer, server = (",".join(map(str, side.spelling.items)) for side in (made.source, made.target))
         moves, stays = size(made.bytes_moved), size(made.bytes_local)
-        table.add_row(f"{times} {name} {shape}", source, server, moves, stays, str(made.messages))
+        table.add_row(f"{times} {name}", trainer, server, moves, stays, str(made.messages))
     return table
 
 

@@ -103,6 +103,15 @@ class Axis:
         """How many parts."""
         return int(self.part.max(initial=-1)) + 1
 
+    @property
+    def simple(self) -> bool:
+        """True where every part is one interval, and so has its number."""
+        return self.parts == len(self.part)
+
+    def part_of(self, intervals: Ints) -> Ints:
+        """The parts of these intervals."""
+        return intervals if self.simple else self.part[intervals]
+
     @cached_property
     def lengths(self) -> Ints:
         """How many cells each part has."""
@@ -119,13 +128,13 @@ class Axis:
 
     def intervals(self, part: int) -> Ints:
         """The numbers of a part's intervals."""
-        if self.parts == len(self.part):  # the common case: every part is one interval
+        if self.simple:
             return ints([part])
         return self._order[self._edges[part] : self._edges[part + 1]]
 
     def meets(self, intervals: Ints) -> Ints:
         """The intervals, of any part, that share a part with these."""
-        if self.parts == len(self.part):
+        if self.simple:
             return intervals
         return np.flatnonzero(np.isin(self.part, self.part[intervals]))
 
@@ -136,9 +145,11 @@ class Axis:
         >>> [(int(lo), int(hi)) for lo, hi in zip(*a.cross(b)[:2])]
         [(0, 2), (2, 3), (3, 4), (4, 6)]
         """
-        if only is not None and len(only) == 1:
+        if only is None:
+            return self._cross_all(other)
+        if len(only) == 1:
             return self._cross_one(other, int(only[0]))
-        mine = np.arange(len(self.part)) if only is None else only
+        mine = only
         lo, hi = self.cuts[mine], self.cuts[mine + 1]
         first = np.searchsorted(other.cuts, lo, "right") - 1
         last = np.searchsorted(other.cuts, hi, "left")
@@ -147,6 +158,15 @@ class Axis:
         return Crossing(
             np.maximum(lo[row], other.cuts[theirs]), np.minimum(hi[row], other.cuts[theirs + 1]), mine[row], theirs
         )
+
+    def _cross_all(self, other: Axis) -> Crossing:
+        """The same for all intervals: the cuts of both in one sort, the last bit telling whose they are."""
+        cuts = np.sort(np.concatenate([2 * self.cuts, 2 * other.cuts + 1]))
+        theirs = np.cumsum(cuts & 1) - 1
+        mine = np.arange(len(cuts)) - theirs - 1
+        cuts >>= 1
+        last = np.flatnonzero(cuts[1:] > cuts[:-1])  # of equal cuts the last knows both
+        return Crossing(cuts[last], cuts[last + 1], mine[last], theirs[last])
 
     def _cross_one(self, other: Axis, mine: int) -> Crossing:
         """The same for one interval: what a single owner asks, in a few microseconds."""

@@ -102,7 +102,7 @@ class Grid:
         total = np.zeros(1, dtype=np.int64)
         steps = row_major(self.table.shape[:-2])
         for axis, mine, step in zip(self.axes, intervals, steps, strict=True):
-            total = (total[:, None] + axis.part[mine] * step).reshape(-1)
+            total = (total[:, None] + axis.part_of(mine) * step).reshape(-1)
         return total
 
     def blocks(self, owner: int) -> Ints:

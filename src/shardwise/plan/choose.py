@@ -114,7 +114,9 @@ def serve(
     what does not concern that owner, once everybody's place is known.
     """
     if not len(row) or holders.most == 1:
-        return Copies.of(boxes.take(need.region), holders.owners[holders.edges[row]], need.target, step=step)
+        once = len(row) == boxes.count and bool((need.region[1:] > need.region[:-1]).all())  # nothing to pick out
+        picked = boxes if once else boxes.take(need.region)
+        return Copies.of(picked, holders.owners[holders.edges[row]], need.target, step=step)
     order = np.argsort(row, kind="stable")
     turn, row, need = (row if turn is None else turn)[order], row[order], need.take(order)
     volume, group = boxes.volumes()[need.region], numbered(row)

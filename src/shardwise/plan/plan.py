@@ -307,8 +307,7 @@ def plan(
     if relabel:
         target = target.relabel(fewest_bytes(source, target))
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
-    owners = np.union1d(source.form.owners, target.form.owners)
-    where = None if hosts is None else Hosts.of(hosts, owners)
+    where = None if hosts is None else Hosts.of(hosts, np.union1d(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
 
 
