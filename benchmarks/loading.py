@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import cycle, islice
 
 from benchmarks import peers
+from benchmarks.caches import forget
 from benchmarks.measure import Effort, Job, Row, Target, interleaved
 from benchmarks.table import seconds
 from benchmarks.tilings import Corners
@@ -16,7 +16,7 @@ TITLE = "One rank's part of a model"
 ABOUT = """
 1,000 tensors, each saved as 64 row shards, are to be loaded: what one rank has to read of each. Ours is
 `plan(source, target, itemsize=2).for_owner(rank)`, one tensor after the other, on layouts that know their fingerprints
-(`plan` remembers by these, and starts with nothing remembered); "with construction" in a note includes making all
+(parts are remembered by these; nothing is remembered at the start); "with construction" in a note includes making all
 layouts and their fingerprints. The peer is DCP's `create_read_items_for_chunk_list` with the rank's chunk of each
 tensor; its objects are made before the clock starts. Both sides must find equally many copies to the rank; ours also
 says what the rank has to send, as it would between processes.
@@ -65,7 +65,7 @@ def _row(case: str, tensors: Tensors, mesh: Mesh, effort: Effort) -> Row:
 
 def _layouts(tensors: Tensors, mesh: Mesh) -> list[Pair]:
     """New layouts that know their fingerprints, and no plan that is remembered."""
-    _forget()
+    forget()
     found = [
         (Layout.chunk(shape, 0, SHARDS), Layout.on_mesh(shape, mesh, ["S0", placement]))
         for shape, placement in islice(cycle(tensors), COUNT)
@@ -73,10 +73,6 @@ def _layouts(tensors: Tensors, mesh: Mesh) -> list[Pair]:
     for layout in (layout for pair in found for layout in pair):
         hash(layout)
     return found
-
-
-def _forget() -> None:
-    import_module("shardwise.plan.plan")._plan.cache_clear()  # by its name: `shardwise.plan` is the function
 
 
 def _parts(pairs: list[Pair]) -> list[Part]:

@@ -125,7 +125,7 @@ BAD = [
     ("8x6/split0:3,5@2", 10, ["'='"]),
     ("8x6/split0=3,x@2", 13, ["a size"]),
     ("8x6/split0=3,5@3", 16, ["2 items of split, not 3"]),
-    ("8x6/cyclic0=2,3@3", None, ["one block", "2"]),
+    ("8x6/cyclic0=2,3@3", 13, ["'@'"]),
     ("8x6/boxes=0:8@1", 10, ["2 ranges such as 0:4, one per dim, not 1"]),
     ("8x6/boxes=0-8,0:6@1", 11, ["ranges such as 0:4"]),
     ("8x6/boxes=0:8,0:6@2", 19, ["1 items of boxes, not 2"]),
@@ -140,7 +140,7 @@ def test_a_bad_text_is_answered_with_place_expectation_and_suggestion(text, wher
     with pytest.raises(NotationError) as caught:
         parse(text)
     error = caught.value
-    assert where is None or error.position == where, str(error)
+    assert error.position == where, str(error)
     assert [word for word in words if word not in str(error)] == [], str(error)
     shown, caret = str(error).splitlines()[-2:]
     assert caret.index("^") - 2 == error.position

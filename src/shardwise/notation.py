@@ -158,6 +158,8 @@ class _Reader:
             return self._list(",", lambda: self._pair("-", "a range of the flattened tensor, such as 0-20"))
         if kind in ("boxes", "overlapping"):
             return self._list("+", lambda: self._box(ndim))
+        if kind == "cyclic":
+            return ((self._number("the size of a block"),),)
         return self._list(",", lambda: (self._number("a size"),))
 
     def _box(self, ndim: int) -> Numbers:
@@ -223,7 +225,7 @@ class _Reader:
 
     def _number(self, expected: str) -> int:
         digits = self._match(r"[0-9]+", expected)
-        if len(digits) > 18:
+        if len(digits) > 19:
             self.at -= len(digits)
             self._fail(f"{expected}; this number is absurdly large")
         return int(digits)

@@ -23,7 +23,7 @@ def test_rows_to_columns_of_two_is_counted_by_hand():
 
 
 def test_one_to_three_others_is_counted_by_hand():
-    made = plan("12/R@1:5", "12/split0=6,4,2@3:5,7,9")
+    made = plan("12/R@1:5", "12/split0=6,4,2@3:5,7,9", itemsize=1)
     assert made.owners == (5, 7, 9)
     assert made.matrix().tolist() == [[0, 4, 2], [0, 0, 0], [0, 0, 0]]
     assert made.sent == {5: 6, 7: 0, 9: 0}
@@ -33,17 +33,25 @@ def test_one_to_three_others_is_counted_by_hand():
 
 
 def test_nothing_to_move_costs_nothing():
-    made = plan("8x6/S0@4", "8x6/S0@4")
+    made = plan("8x6/S0@4", "8x6/S0@4", itemsize=2)
     assert (made.bytes_moved, made.messages, made.rounds, made.peak_bytes) == (0, 0, 0, 0)
     assert (made.balance, made.estimate()) == (1.0, 0.0)
-    assert made.bytes_local == 48
+    assert made.bytes_local == 96
 
 
 def test_a_relay_is_two_rounds():
-    made = plan("8/R@1", "8/R@4", hosts=2)
+    made = plan("8/R@1", "8/R@4", itemsize=1, hosts=2)
+    # 0 -> 1 at hand; 2 fetches and gives to 3
+    assert made.matrix().tolist() == [[0, 8, 8, 0], [0, 0, 0, 0], [0, 0, 0, 8], [0, 0, 0, 0]]
+    assert (made.rounds, made.messages, made.peak_bytes) == (2, 3, 16)
+
+
+def test_a_relay_of_much_is_shared_by_its_takers():
+    half = 2**20
+    made = plan(f"{2 * half}/R@1", f"{2 * half}/R@4", itemsize=1, hosts=2)
     # 0 -> 1 at hand; 2 and 3 fetch half each, then swap halves
-    assert made.matrix().tolist() == [[0, 8, 4, 4], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
-    assert (made.rounds, made.messages, made.peak_bytes) == (2, 5, 16)
+    assert made.matrix().tolist() == [[0, 2 * half, half, half], [0] * 4, [0, 0, 0, half], [0, 0, half, 0]]
+    assert (made.rounds, made.messages, made.peak_bytes) == (2, 5, 4 * half)
 
 
 def test_the_estimate_adds_up_the_busiest_owner_of_every_round():
@@ -51,12 +59,12 @@ def test_the_estimate_adds_up_the_busiest_owner_of_every_round():
     assert TRANSPOSE.estimate(**model) == 1 + 16 / 2
     one_host = plan("4x4/S0@2", "4x4/S1@2", itemsize=4, hosts=2)
     assert one_host.estimate(**model) == 0.25 + 16 / 8
-    relay = plan("8/R@1", "8/R@4", hosts=2)
-    assert relay.estimate(**model) == (0.25 + 8 / 8) + 2 * (1 + 4 / 2) + (0.25 + 4 / 8)
+    relay = plan("8/R@1", "8/R@4", itemsize=1, hosts=2)
+    assert relay.estimate(**model) == (0.25 + 8 / 8) + (1 + 8 / 2) + (0.25 + 8 / 8)
 
 
 def test_rounds_cost_latency_and_nothing_else():
-    whole, cut = (plan("8x6/S0@2", "8x6/S1@2", max_bytes=limit) for limit in (1000, 12))
+    whole, cut = (plan("8x6/S0@2", "8x6/S1@2", itemsize=1, max_bytes=limit) for limit in (1000, 12))
     assert cut.rounds > whole.rounds == 1
     free = {"latency": 0.0, "bandwidth": 1.0}
     assert cut.estimate(**free) == pytest.approx(whole.estimate(**free))
@@ -66,7 +74,7 @@ def test_rounds_cost_latency_and_nothing_else():
 @given(strategies.pairs(), st.sampled_from([None, 2]), st.sampled_from([None, 60]))
 @settings(max_examples=60)
 def test_all_totals_follow_from_the_copies(pair, hosts, limit):
-    made = plan(*pair, hosts=hosts, max_bytes=limit)
+    made = plan(*pair, itemsize=1, hosts=hosts, max_bytes=limit)
     remote = [c for c in made.copies if not c.local]
     expected = np.zeros((len(made.owners), len(made.owners)), dtype=int)
     for c in remote:
@@ -94,8 +102,8 @@ def test_explain_is_short_for_large_worlds():
 
 def test_counts_of_bytes_do_not_overflow():
     cells = 2**49
-    made = plan(f"{cells}/R@1:0", f"{cells}/R@1:1", itemsize=2**12)
-    assert made.bytes_moved == made.lower_bound == made.peak_bytes == made.sent[0] == cells * 2**12
+    made = plan(f"{cells}/R@1:0", f"{cells}/R@1:1", itemsize=2**10)
+    assert made.bytes_moved == made.lower_bound == made.peak_bytes == made.sent[0] == cells * 2**10
 
 
 def test_very_many_replicas_of_very_many_cells_do_not_overflow():

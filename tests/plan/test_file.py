@@ -82,7 +82,7 @@ def test_a_plan_without_its_copies_is_short():
         (edited(max_bytes=80), ["fingerprint of the copies"]),
         (edited(hosts=None), ["fingerprint of the copies"]),
         (edited(itemsize="4"), ["itemsize"]),
-        (edited(hosts=[[0, "a"]]), ["no host"]),
+        (edited(hosts=[[0], [0]]), ["no host"]),
         (edited(hosts=5), ["not a whole plan file"]),
         (edited(plan("8/S0@2", "8/R@2", itemsize=4).to_json(), itemsize=2), ["bytes_moved"]),
         (edited(bytes_moved=1), ["bytes_moved"]),

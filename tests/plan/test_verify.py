@@ -23,11 +23,11 @@ PLANS = {
     "reduced": plan("8x6/P@3", "8x6/S0@3"),
     "shared": plan("8x6/P@4", "8x6/R@4"),
     "shared and relayed": plan("8x6/P@4", "8x6/R@8", hosts=2),
-    "reduced in rounds": plan("8x6/P@3", "8x6/S0@3", max_bytes=9),
+    "reduced in rounds": plan("8x6/P@3", "8x6/S0@3", itemsize=1, max_bytes=9),
     "terms": plan("8x6/P,S0@2x2", "8x6/P,S1@2x2"),
     "terms with replicas": plan("8x6/P,R@2x2", "8x6/P,S1@2x2"),
     "filled": plan("8x6/S0@3", "8x6/P@3"),
-    "rounds": plan("8x6/S0@4", "8x6/S1@4", max_bytes=9),
+    "rounds": plan("8x6/S0@4", "8x6/S1@4", itemsize=1, max_bytes=9),
     "scalar": plan("scalar/R@1", "scalar/R@3"),
 }
 every_plan = pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
@@ -182,7 +182,7 @@ def test_no_plan_can_lose_or_double_a_copy_unseen(pair, data):
 
 
 def test_a_plan_that_stages_more_than_it_promised_is_refused():
-    made = plan("8x6/S0@4", "8x6/S1@4", max_bytes=9)
+    made = plan("8x6/S0@4", "8x6/S1@4", itemsize=1, max_bytes=9)
     broken = replace(made)
     broken.__dict__["copies"] = replace(made.copies, round=made.copies.round * 0)
     with pytest.raises(PlanError, match="max_bytes=9"):

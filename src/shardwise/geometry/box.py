@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -23,11 +24,8 @@ class Box:
     hi: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "lo", tuple(map(index, self.lo)))
-            object.__setattr__(self, "hi", tuple(map(index, self.hi)))
-        except TypeError:
-            raise LayoutError(f"a box needs whole numbers, not lo={self.lo!r}, hi={self.hi!r}") from None
+        for side in "lo", "hi":
+            object.__setattr__(self, side, _whole(getattr(self, side)))
         if len(self.lo) != len(self.hi):
             raise LayoutError(f"a box needs lo and hi of one length, not {self.lo} and {self.hi}")
         if any(a > b for a, b in zip(self.lo, self.hi, strict=True)):
@@ -54,8 +52,7 @@ class Box:
         >>> Box((0, 0), (4, 6)) & Box((2, 4), (8, 8))
         Box(lo=(2, 4), hi=(4, 6))
         """
-        if len(self.lo) != len(other.lo):
-            raise LayoutError(f"{self} and {other} have different numbers of dims")
+        self._like(other)
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         return Box(lo, hi) if all(a < b for a, b in zip(lo, hi, strict=True)) else None
@@ -77,7 +74,12 @@ class Box:
 
     def __contains__(self, other: Box) -> bool:
         """True where every cell of `other` is in this box."""
+        self._like(other)
         return all(a <= c and d <= b for a, b, c, d in zip(self.lo, self.hi, other.lo, other.hi, strict=True))
+
+    def _like(self, other: Box) -> None:
+        if len(self.lo) != len(other.lo):
+            raise LayoutError(f"{self} and {other} have different numbers of dims")
 
     def within(self, outer: Box) -> Box:
         """The same cells counted from the corner of `outer`.
@@ -92,6 +94,17 @@ class Box:
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+def _whole(corner: Iterable[int]) -> tuple[int, ...]:
+    """A corner of whole numbers."""
+    try:
+        found = tuple(corner)
+        if bool in map(type, found):
+            raise TypeError
+        return tuple(map(index, found))
+    except TypeError:
+        raise LayoutError(f"a corner of a box needs whole numbers, not {corner!r}") from None
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def tiles(boxes: Boxes, shape: Sequence[int]) -> bool:
     whole = Boxes.of([Box((0,) * len(shape), tuple(shape))], len(shape))
     if int(boxes.volumes().sum()) != int(whole.volumes()[0]):
         return False
-    return not boxes.count or uncancelled(boxes, None, whole, None) is None
+    return not whole.volumes()[0] or uncancelled(boxes, None, whole, None) is None
 
 
 def uncancelled(boxes: Boxes, group: Ints | None, other: Boxes, other_group: Ints | None) -> int | None:

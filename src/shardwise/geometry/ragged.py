@@ -75,6 +75,11 @@ def totals(values: Ints, group: Ints, count: int) -> Ints:
     return found
 
 
+def exact_sum(values: Ints) -> int:
+    """The sum as a Python number, which no count of replicas can overflow."""
+    return (int((values >> 32).sum()) << 32) + int((values & (2**32 - 1)).sum())
+
+
 def different(values: Ints) -> Ints:
     """The different values, rising (np.unique hashes, which takes longer than sorting)."""
     found = np.sort(values, axis=None)

@@ -66,6 +66,7 @@ def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
     if isinstance(asked, Shard):
         return spans.chunk(count)
     factor = counted(asked.split_factor, "the split factor of a strided shard")
+    not_too_many(factor, "as the split factor of a strided shard")
     not_too_many(min(factor * count * len(spans.start), int(spans.stop.max(initial=0))), "intervals of a strided shard")
     return spans.strided(factor, count)
 

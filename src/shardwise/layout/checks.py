@@ -31,15 +31,19 @@ def owner_array(owners: Any) -> Ints:
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
         return np.arange(not_too_many(counted(owners, "the number of owners"), "owners"))
     try:
-        found = np.asarray(owners if isinstance(owners, np.ndarray) else list(owners))
-    except (TypeError, ValueError, OverflowError):
-        raise LayoutError(f"owners must be a number of owners or a list of them, not {owners!r}") from None
-    if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
+        given = (
+            owners
+            if isinstance(owners, np.ndarray)
+            else np.array([counted(o, "an owner", -(2**99)) for o in owners], object)
+        )
+    except (TypeError, LayoutError):
+        raise LayoutError(f"owners must be a number of owners or a list of whole numbers, not {owners!r}") from None
+    if given.ndim != 1 or not given.size or given.dtype.kind not in "iuO":
         raise LayoutError(f"owners must be a non-empty list of whole numbers, not {owners!r}")
-    for bad in int(found.min()), int(found.max()):
-        if not 0 <= bad < 2**62:
-            raise LayoutError(f"owners are numbered from 0 to 2**62 - 1, not {bad}")
-    return np.array(found, dtype=np.int64)  # a copy: the caller may write into his
+    for bad in int(given.min()), int(given.max()):
+        if not 0 <= bad < 2**63:
+            raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {bad}")
+    return given.astype(np.int64)  # a copy: the caller may write into his
 
 
 def not_too_many(number: int, what: str) -> int:
@@ -99,11 +103,11 @@ def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> t
         rows = []
     if not rows or any(len(row) != 3 for row in rows):
         raise LayoutError("ranges must be a non-empty list of (owner, start, stop)")
-    found = np.array([[counted(x, "a range", least=0) for x in row[1:]] for row in rows], dtype=np.int64)
-    bad = np.flatnonzero((found[:, 0] > found[:, 1]) | (found[:, 1] > prod(shape)))
-    if len(bad):
-        start, stop = found[bad[0]].tolist()
-        raise LayoutError(f"range {start}:{stop} is not inside the {prod(shape)} cells of shape {shape}")
+    ends = [[counted(x, "a range", least=0) for x in row[1:]] for row in rows]
+    for start, stop in ends:
+        if not start <= stop <= prod(shape):
+            raise LayoutError(f"range {start}:{stop} is not inside the {prod(shape)} cells of shape {shape}")
+    found = ints(ends)
     return owner_array([row[0] for row in rows]), found[:, 0], found[:, 1]
 
 
@@ -114,7 +118,7 @@ def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     except (TypeError, ValueError):
         columns = []
     if len(columns) != 3:
-        raise LayoutError("boxes must be rows (owner, lo, hi), or three arrays (owners, lo, hi)")
+        raise LayoutError("boxes must be a non-empty list of (owner, lo, hi), or three arrays (owners, lo, hi)")
     owners = owner_array(columns[0])
     lo, hi = (_corners(side, len(owners), shape) for side in columns[1:])
     bad = np.flatnonzero(((lo < 0) | (lo > hi) | (hi > ints(shape))).any(axis=1))
@@ -141,5 +145,5 @@ def _corners(side: Any, count: int, shape: tuple[int, ...]) -> Ints:
     if found.shape != (count, len(shape)) or found.dtype.kind not in "iu":
         raise LayoutError(f"every box needs lo and hi of {len(shape)} whole numbers, as the shape {shape} has")
     if found.dtype == np.uint64 and found.max(initial=0) >= 2**62:
-        raise LayoutError("a corner of a box is absurdly large")
+        raise LayoutError(f"a box that reaches to {found.max()} is not inside shape {shape}")
     return np.array(found, dtype=np.int64)

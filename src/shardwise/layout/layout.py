@@ -235,13 +235,13 @@ class Layout:
             raise LayoutError(f"owner {owner} has {len(shapes)} buffers of shapes {shapes}: ask for local_shapes")
         return shapes[0]
 
-    def _known(self, owner: int) -> int:
-        counted(owner, "an owner", least=0)
+    def _known(self, owner: Any) -> int:
         owners = self.form.owners
-        at = int(np.searchsorted(owners, owner))
+        whole = isinstance(owner, int | np.integer) and 0 <= owner < 2**63
+        at = int(owners.searchsorted(owner)) if whole else len(owners)
         if at == len(owners) or owners[at] != owner:
             shown = ", ".join(map(str, owners[:8].tolist())) + (", ..." if len(owners) > 8 else "")
-            raise LayoutError(f"no owner {owner} in {self!r}: it has {len(owners)} owners ({shown})")
+            raise LayoutError(f"no owner {owner!r} in {self!r}: it has {len(owners)} owners ({shown})")
         return int(owner)
 
     # --- validity ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -87,6 +87,8 @@ def placement(asked: Any) -> Placement:
 def _read(word: str) -> Placement:
     plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
     found = PLACEMENT.fullmatch(plain)  # DTensor writes S(0), P(max) and _S(0, 2)
+    if not found and plain[:1] == "P":
+        return Partial(plain[1:])  # which knows the reductions
     if not found:
         raise LayoutError(f"{word!r} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
     if found["dim"] is None:
@@ -113,8 +115,7 @@ class Mesh:
 
     def __init__(self, *, ranks: Any = None, hosts: int | Sequence[Hashable] | None = None, **axes: int) -> None:
         for name in axes:
-            if not NAME.fullmatch(name) and not name.isdigit():
-                raise LayoutError(f"{name!r} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
+            _check_name(name)
         sizes = tuple(counted(size, f"the size of mesh axis {name!r}") for name, size in axes.items())
         if not axes:
             raise LayoutError("a mesh needs at least one axis, such as Mesh(tp=4); ranks= and hosts= are no axes")
@@ -143,6 +144,8 @@ class Mesh:
             raise LayoutError(f"a mesh needs a sequence of sizes, such as (4, 2), not {shape!r}") from None
         if len(called) != len(shape) or len(set(called)) != len(called):
             raise LayoutError(f"a mesh of {len(shape)} axes needs as many different names, not {called}")
+        for name in called:
+            _check_name(name)
         return Mesh(ranks=ranks, **dict(zip(called, shape, strict=True)))
 
     @property
@@ -161,6 +164,8 @@ class Mesh:
             asked = [asked.get(name, "R") for name in self.names]
         if isinstance(asked, str):
             asked = asked.split(",")
+        if not isinstance(asked, Iterable):
+            raise LayoutError(f"placements must be a sequence, one per mesh axis, not {asked!r}")
         found = tuple(placement(p) for p in asked)
         if len(found) != len(self.shape):
             raise LayoutError(
@@ -190,17 +195,25 @@ class Mesh:
         return self.names, self.shape, self.ranks.tobytes(), hosts
 
 
+def _check_name(name: Any) -> None:
+    ours = isinstance(name, str) and (NAME.fullmatch(name) or (name.isascii() and name.isdigit()))
+    if not ours or name in ("ranks", "hosts", "self"):
+        raise LayoutError(f"{name!r} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
+
+
 def _flattened(ranks: Any) -> Any:
     try:
         return np.asarray(ranks).reshape(-1)
     except ValueError:
-        raise LayoutError(f"ranks= must be an array of owners, not {ranks!r}") from None
+        raise LayoutError(f"ranks= must be an array of whole numbers, not {ranks!r}") from None
 
 
-def _hosts(asked: int | Sequence[Hashable], ranks: Sequence[int]) -> dict[int, Hashable]:
+def _hosts(asked: Any, ranks: Sequence[int]) -> dict[int, Hashable]:
     if isinstance(asked, int):
         per_host = counted(asked, "hosts= (owners per host)")
         return {rank: place // per_host for place, rank in enumerate(ranks)}
+    if not isinstance(asked, Sequence) or isinstance(asked, str):
+        raise LayoutError(f"hosts= must be a number of owners per host or a list of hosts, not {asked!r}")
     if len(asked) != len(ranks):
         raise LayoutError(
             f"hosts= names {len(asked)} hosts for {len(ranks)} owners: one per owner, or a number per host"

@@ -27,8 +27,16 @@ class Hosts:
         >>> Hosts.of({4: "a", 7: "b", 9: "a"}, ints([4, 7, 9])).numbers
         (0, 1, 0)
         """
-        names = [_host(asked, owner) for owner in owners.tolist()]
-        numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
+        known = _by_owner(asked, owners.tolist())
+        missing = [owner for owner in owners.tolist() if owner not in known]
+        if missing:
+            share = f"{len(missing)} of {len(owners)} are missing"
+            raise PlanError(f"hosts= names no host for owner {missing[0]} ({share})")
+        names = [known[owner] for owner in owners.tolist()]
+        try:
+            numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
+        except TypeError:
+            raise PlanError(f"hosts must be names or numbers, not {names[0]!r}") from None
         return Hosts(tuple(owners.tolist()), tuple(numbers[name] for name in names))
 
     def __post_init__(self) -> None:
@@ -49,15 +57,12 @@ class Hosts:
         return max(self.numbers, default=-1) + 1
 
 
-def _host(asked: Any, owner: int) -> Hashable:
+def _by_owner(asked: Any, owners: list[int]) -> Mapping[int, Hashable]:
     if isinstance(asked, int | np.integer) and not isinstance(asked, bool) and asked > 0:
-        return owner // int(asked)
+        return {owner: owner // int(asked) for owner in owners}
     known = asked.hosts if isinstance(asked, Mesh) else asked
     if known is None:
         raise PlanError(f"{asked!r} knows no hosts: make it with hosts=, a number of owners per host or a list")
     if not isinstance(known, Mapping):
         raise PlanError(f"hosts must be a number of owners per host, or owner -> host, or a mesh, not {asked!r}")
-    if owner not in known:
-        raise PlanError(f"hosts= names no host for owner {owner}")
-    found: Hashable = known[owner]
-    return found
+    return known
