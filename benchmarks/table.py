@@ -90,7 +90,8 @@ def page(sections: Sequence[Section], command: str) -> str:
 def _machine() -> str:
     packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("numpy", "torch"))
     system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores, {system}, {packages}"
+    load = f"load average {os.getloadavg()[0]:.1f} at the end (the benchmark alone makes 1.0)"
+    return f"{os.cpu_count()} cores, {system}, {packages}; {load}"
 
 
 _HEAD = """\
@@ -108,7 +109,7 @@ How to read it:
 
 - Every number is the median of several runs. The sides of a comparison take turns in one process, so that a busy moment
   meets all of them; peers that take seconds run less often than the rest. Absolute times belong to this machine, and
-  even ratios move by some 20% from run to run.
+  even ratios move by a quarter from run to run, more on a busy machine: a verdict close to its target can turn over.
 - The ratio says how many times cheaper shardwise is than what it is compared with. Where the target is an upper bound
   ("at most"), it says how many times as much shardwise takes.
 - The garbage collector rests while the clock runs, for everybody.

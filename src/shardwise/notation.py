@@ -159,7 +159,10 @@ class _Reader:
         if kind in ("boxes", "overlapping"):
             return self._list("+", lambda: self._box(ndim))
         if kind == "cyclic":
-            return ((self._number("the size of a block"),),)
+            found = self._number("the size of a block")
+            if self.text.startswith(",", self.at):
+                self._fail("'@' and the owners: there is one block size")
+            return ((found,),)
         return self._list(",", lambda: (self._number("a size"),))
 
     def _box(self, ndim: int) -> Numbers:

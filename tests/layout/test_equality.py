@@ -128,15 +128,15 @@ def test_a_layout_equals_no_other_thing():
 
 
 KNOWN = {
-    "8x6/S0@4": "",
-    "8x6/S0:2,S0@2x2": "",
-    "8x6/Pmax,R@fsdp=2,tp=2": "",
-    "5x0/S0@2": "",
-    "scalar/R@2:3,7": "",
-    "8x6/flat=0-20,20-48@2": "",
-    "8x6/boxes=0:4,0:6+4:8,0:2+4:8,2:6@3": "",
-    "8x6/overlapping=0:5,0:6+3:8,0:6@2": "",
-    "100x6/cyclic0=8@4": "",
+    "8x6/S0@4": "21d32fe8c7a49f0d2381896f2b1188fc",
+    "8x6/S0:2,S0@2x2": "3bd83094ff3ecfbdd4bd499d62943d9f",
+    "8x6/Pmax,R@fsdp=2,tp=2": "2e915e05d7a808be9096823d8e41ee58",
+    "5x0/S0@2": "e4b4042971fb282cc0e2b0a95ee15660",
+    "scalar/R@2:3,7": "a51ee063f8f2540483d3e3214db8afef",
+    "8x6/flat=0-20,20-48@2": "a9805dc4d092d8ed6ed06bc59809f300",
+    "8x6/boxes=0:4,0:6+4:8,0:2+4:8,2:6@3": "180bd3205ecb9f40dcc6810a71699fad",
+    "8x6/overlapping=0:5,0:6+3:8,0:6@2": "f54ced2d7b2293076595a0705ddc51cc",
+    "100x6/cyclic0=8@4": "ca6087455fe9eaa5b74e9f14ac939673",
 }
 
 

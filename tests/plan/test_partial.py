@@ -4,6 +4,7 @@ from functools import reduce
 
 import numpy as np
 import pytest
+from copying import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_same_buffers, buffers, held, numbered
@@ -13,7 +14,6 @@ from shardwise.notation import OPERATIONS
 from shardwise.testing import gather, scatter, simulate, strategies
 
 SHAPE = (6, 5)
-FULL = [kind for kind in strategies.KINDS if kind != "partial"]
 COMBINE = {
     "sum": np.add,
     "avg": np.add,

@@ -4,14 +4,13 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from copying import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import held
 
 from shardwise import Layout, parse, plan
 from shardwise.testing import strategies
-
-FULL = [kind for kind in strategies.KINDS if kind != "partial"]
 
 
 def fewest(source, target):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.geometry.box import Box
-from shardwise.geometry.ragged import Bools, Ints, different, heads, ints
+from shardwise.geometry.ragged import Bools, Ints, different, exact_sum, heads, ints
 
 
 class Boxes(NamedTuple):
@@ -40,6 +40,8 @@ class Boxes(NamedTuple):
 
     def take(self, rows: Ints | Bools) -> Boxes:
         """Some of the boxes."""
+        if not self.ndim:  # np.take refuses arrays without elements
+            return Boxes(self.lo[rows], self.hi[rows])
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
         return Boxes(self.lo.take(rows, axis=0), self.hi.take(rows, axis=0))
 
@@ -79,7 +81,7 @@ def tiles(boxes: Boxes, shape: Sequence[int]) -> bool:
     False
     """
     whole = Boxes.of([Box((0,) * len(shape), tuple(shape))], len(shape))
-    if int(boxes.volumes().sum()) != int(whole.volumes()[0]):
+    if exact_sum(boxes.volumes()) != int(whole.volumes()[0]):
         return False
     return not whole.volumes()[0] or uncancelled(boxes, None, whole, None) is None
 

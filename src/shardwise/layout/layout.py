@@ -59,6 +59,9 @@ class Layout:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Layout is frozen: {name!r} cannot be set")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Layout is frozen: {name!r} cannot be deleted")
+
     # --- constructors ------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -331,6 +334,8 @@ def parse(text: str) -> Layout:
     >>> parse("8x6/S0@4") == Layout.chunk((8, 6), 0, owners=4)
     True
     """
+    if not isinstance(text, str):
+        raise LayoutError(f"the notation of a layout is a text, not {text!r}")
     s = read(text)
     owners = s.owners if s.owners is not None else range(prod(s.mesh))
     rows: Any = s.items

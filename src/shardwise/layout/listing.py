@@ -15,6 +15,7 @@ from shardwise.geometry import (
     cut,
     different,
     distinct,
+    exact_sum,
     heads,
     ints,
     join,
@@ -69,8 +70,7 @@ class Listing:
         buffers, place = Buffers.of(owners, size)
         full = np.flatnonzero((size > 0).all(axis=1))
         order = np.argsort(place[full], kind="stable")
-        if overlapping:
-            overlapping = not tiles(boxes.take(distinct(boxes, shape)[0]), shape)
+        overlapping = overlapping and not _only_replicas(shape, boxes, owners)
         strides = np.ones_like(size[full])
         strides[:, :-1] = np.cumprod(size[full][:, :0:-1], axis=1)[:, ::-1]
         return Listing(
@@ -124,7 +124,7 @@ class Listing:
     @cached_property
     def _held(self) -> tuple[Cells, Holders]:
         """Cells with their holders: equal boxes of several owners are one cell."""
-        if not self.overlapping and int(self.boxes.volumes().sum()) <= prod(self.shape):  # so no cell is held twice
+        if not self.overlapping and exact_sum(self.boxes.volumes()) <= prod(self.shape):  # so no cell is held twice
             every = np.arange(self.boxes.count)
             return Cells(self.boxes, every), Holders.of(np.ones_like(every), self.piece_owner)
         first, number = distinct(self.boxes, self.shape)
@@ -196,6 +196,13 @@ class Listing:
         """All pieces and buffers, in their order."""
         arrays = [*self.boxes, self.buffer, self.offset, self.strides, self.storage.owner, self.storage.shape]
         return joined_bytes(b"overlapping" if self.overlapping else b"listing", arrays)
+
+
+def _only_replicas(shape: tuple[int, ...], boxes: Boxes, owners: Ints) -> bool:
+    """True where boxes that share cells are equal and of different owners."""
+    first, number = distinct(boxes, shape)
+    order = np.lexsort((owners, number))
+    return bool(heads(number[order], owners[order]).all()) and tiles(boxes.take(first), shape)
 
 
 def _atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:

@@ -74,8 +74,8 @@ class Copies(Sequence[Copy]):
         return self.take(np.lexsort((self.term, self.target, place, *extra)))
 
     def merged(self) -> Copies:
-        """Copies of one step, sender and receiver that touch along a whole side become one."""
-        pair = self.pairs()
+        """Copies of one step, sender, receiver and term that touch along a whole side become one."""
+        pair = self.pairs() * (int(self.term.max(initial=0)) + 1) + self.term
         order = np.argsort(pair)
         first = heads(pair[order])
         several = np.ones(len(pair), dtype=np.bool_)

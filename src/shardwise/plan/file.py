@@ -46,13 +46,15 @@ def from_json(text: str, make: Callable[..., Plan]) -> Plan:
     """The plan of a file, made again and held against what the file says of it."""
     found = _read(text)
     try:
-        source, target = parse(found["source"]["layout"]), parse(found["target"]["layout"])
-        hosts = None if found["hosts"] is None else dict(zip(*found["hosts"], strict=True))
+        source, target = (parse(str.strip(found[side]["layout"])) for side in ("source", "target"))
+        hosts = found["hosts"] and dict(zip(found["hosts"][0], found["hosts"][1], strict=True))
         plan = make(source, target, itemsize=found["itemsize"], max_bytes=found["max_bytes"], hosts=hosts)
         for side, layout in ("source", source), ("target", target):
             _same(f"the fingerprint of the {side}", found[side]["fingerprint"], layout.fingerprint)
         _same("the fingerprint of the copies", found["copies_fingerprint"], digest(plan.copies))
-    except (KeyError, TypeError, ValueError) as error:
+        for total in "bytes_moved", "messages", "peak_bytes":
+            _same(total, found[total], getattr(plan, total))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ShardwiseError):
             raise
         raise PlanError(f"this is not a whole plan file: {type(error).__name__} at {error}") from None
@@ -70,7 +72,7 @@ def digest(copies: Copies) -> str:
 def _read(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise PlanError(f"this is not a plan file: {error}") from None
     if not isinstance(found, dict) or found.get("shardwise_plan") != VERSION:
         version = found.get("shardwise_plan") if isinstance(found, dict) else None

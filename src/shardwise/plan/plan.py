@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, ints, spread
+from shardwise.geometry import Boxes, Ints, exact_sum, ints, spread
 from shardwise.layout import Grid, Holders, Layout, Mesh, parse
 from shardwise.plan.choose import Among, Need, deliver, reduce
 from shardwise.plan.copies import Copies
@@ -98,8 +98,8 @@ class Plan:
             copies = Copies.concat(reduce(boxes, row, need, holders, among, turn))
         else:
             copies = Copies.concat(deliver(boxes, row, need, holders, among))
-            if not (isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)):
-                copies = copies.merged()  # grids cross in the largest boxes that there are
+        if not (isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)):
+            copies = copies.merged()  # grids cross in the largest boxes that there are
         copies = copies.in_order(self.source.shape)
         if self.max_bytes is None:
             return copies
@@ -186,12 +186,12 @@ class Plan:
     @property
     def bytes_moved(self) -> int:
         """Bytes sent between owners."""
-        return int(self.copies.volumes[self.copies.remote].sum()) * self.itemsize
+        return exact_sum(self.copies.volumes[self.copies.remote]) * self.itemsize
 
     @property
     def bytes_local(self) -> int:
         """Bytes copied inside owners."""
-        return int(self.copies.volumes[~self.copies.remote].sum()) * self.itemsize
+        return exact_sum(self.copies.volumes[~self.copies.remote]) * self.itemsize
 
     @cached_property
     def lower_bound(self) -> int:
@@ -203,11 +203,11 @@ class Plan:
         boxes, row, need = self._need(all_regions(self.source, self.target))
         holders, volume = self.source.form.holders, boxes.volumes()
         if not self.reducing:
-            return int(volume[need.region[~holders.hold(row[need.region], need.target)]].sum()) * self.itemsize
+            return exact_sum(volume[need.region[~holders.hold(row[need.region], need.target)]]) * self.itemsize
         has = holders.row_of(need.target) // holders.terms == row[need.region] // holders.terms
         takers = np.bincount(need.region, minlength=boxes.count)
         having = np.bincount(need.region[has], minlength=boxes.count) > 0
-        return int((volume * (holders.terms - having + takers - 1)).sum()) * self.itemsize
+        return exact_sum(volume * (holders.terms - having + takers - 1)) * self.itemsize
 
     @cached_property
     def traffic(self) -> Traffic:

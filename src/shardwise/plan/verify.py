@@ -65,7 +65,8 @@ def _terms_stay(source: Layout, target: Layout, copies: Copies) -> None:
         wrong = np.flatnonzero(here != there)
         if len(wrong):
             copy = copies[int(wrong[0])]
-            raise PlanError(f"owner {copy.target} gets {copy.box} from owner {copy.source}, which holds another term")
+            held = f"owner {copy.source} holds another"
+            raise PlanError(f"owner {copy.target} does not get its own term of {copy.box}: {held}")
 
 
 def _senders_have(owners: Ints, source: Layout, copies: Copies, *, reducing: bool) -> None:

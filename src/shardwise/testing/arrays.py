@@ -21,7 +21,6 @@ Shards = dict[int, list[Array]]  # the buffers of every owner
 
 COMBINE: Mapping[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
-    "avg": np.add,  # divided by the number of terms at the end
     "max": np.maximum,
     "min": np.minimum,
     "product": np.multiply,
@@ -198,8 +197,12 @@ def term_of(layout: Layout, owner: int) -> int:
 def _combined(terms: Sequence[Array], op: str | None) -> Array:
     if op is None:
         return terms[0]
-    value = reduce(COMBINE[op], terms)
-    return (value / len(terms)).astype(value.dtype) if op == "avg" else value
+    if op != "avg":
+        return reduce(COMBINE[op], terms)
+    wide = np.result_type(terms[0], np.int64)  # a sum of narrow numbers may not fit
+    value = reduce(np.add, [term.astype(wide) for term in terms])
+    mean = value // len(terms) if wide == np.int64 else value / len(terms)
+    return mean.astype(terms[0].dtype)
 
 
 def _terms(value: Array, layout: Layout, random: np.random.Generator) -> list[Array]:
@@ -208,20 +211,29 @@ def _terms(value: Array, layout: Layout, random: np.random.Generator) -> list[Ar
     if not others:
         return [value]
     noise = [random.integers(0, 2, value.shape).astype(value.dtype) for _ in range(others)]
-    whose = random.integers(0, layout.terms, value.shape)
     match layout.op:
         case "sum":
             return [value - reduce(np.add, noise), *noise]  # unsigned numbers wrap round, and back
+        case "avg":
+            room = (value > _least(value)) & (value < -1 - _least(value)) if value.dtype.kind == "i" else True
+            change = np.where(room, noise[0], 0).astype(value.dtype) * (value.dtype.kind not in "ub")
+            return [value - change, value + change, *[value] * (others - 1)]
         case "product":
-            signs = noise if value.dtype.kind in "ub" else [1 - 2 * n for n in noise]
-            units = [np.where(n == 0, 1, n).astype(value.dtype) for n in signs]
+            units = [np.where(n == 0, 1, -1).astype(value.dtype) for n in noise]
             return [value * reduce(np.multiply, units), *units]
         case "bxor":
             return [value ^ reduce(np.bitwise_xor, noise), *noise]
-        case "avg":
-            return [value] * layout.terms
-        case "max" | "band":
-            away = np.minimum(value, noise[0]) if layout.op == "max" else value | noise[0]
+        case "max":
+            away = np.where(value > _least(value), value - noise[0], value)
+        case "min":
+            away = np.where(value + noise[0] > value, value + noise[0], value)
+        case "band":
+            away = value | noise[0]
         case _:
-            away = np.maximum(value, noise[0]) if layout.op == "min" else value & noise[0]
+            away = value & ~noise[0]
+    whose = random.integers(0, layout.terms, value.shape)
     return [np.where(whose == term, value, away).astype(value.dtype) for term in range(layout.terms)]
+
+
+def _least(value: Array) -> int | float:
+    return int(np.iinfo(value.dtype).min) if value.dtype.kind in "iu" else -np.inf

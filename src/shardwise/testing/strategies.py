@@ -11,12 +11,14 @@ from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh
 from shardwise.notation import OPERATIONS
 
+NEED_A_DIM = ("chunk", "split", "cyclic", "fused")
 KINDS = ("chunk", "split", "mesh", "partial", "boxes", "overlapping", "replicated", "cyclic", "flat", "fused")
 
 
-def shapes(max_dims: int = 3, max_size: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(max_dims: int = 3, max_size: int = 9, min_dims: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes with 0-d tensors and empty dims among them."""
-    return st.lists(st.integers(0, max_size) | st.integers(1, max_size), max_size=max_dims).map(tuple)
+    sizes = st.integers(0, max_size) | st.integers(1, max_size)
+    return st.lists(sizes, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 @st.composite
@@ -24,9 +26,8 @@ def layouts(
     draw: st.DrawFn, shape: Sequence[int] | None = None, kinds: Sequence[str] = KINDS, max_owners: int = 6
 ) -> Layout:
     """A valid layout of one of the kinds."""
-    size = tuple(draw(shapes()) if shape is None else shape)
-    possible = [k for k in kinds if size or k in ("mesh", "partial", "boxes", "overlapping", "replicated", "flat")]
-    kind = draw(st.sampled_from(possible))
+    kind = draw(st.sampled_from([k for k in kinds if shape is None or len(shape) or k not in NEED_A_DIM]))
+    size = tuple(draw(shapes(min_dims=int(kind in NEED_A_DIM))) if shape is None else shape)
     owners = draw(_owners(max_owners))
     dim = draw(st.integers(-len(size), len(size) - 1)) if size else 0
     match kind:
@@ -58,7 +59,9 @@ def pairs(
     draw: st.DrawFn, kinds: Sequence[str] = KINDS, target_kinds: Sequence[str] | None = None
 ) -> tuple[Layout, Layout]:
     """A source and a target layout of one tensor."""
-    shape = draw(shapes())
+    both = [kinds, kinds if target_kinds is None else target_kinds]
+    flat = any(set(side) <= set(NEED_A_DIM) for side in both)
+    shape = draw(shapes(min_dims=int(flat)))
     return draw(layouts(shape, kinds)), draw(layouts(shape, kinds if target_kinds is None else target_kinds))
 
 
@@ -81,7 +84,8 @@ def _meshes(draw: st.DrawFn, shape: tuple[int, ...], *, partial: bool) -> Layout
     word = st.just("R") | dims.map("S{}".format) | st.tuples(dims, st.integers(1, 3)).map(lambda s: f"S{s[0]}:{s[1]}")
     words = draw(st.lists(word, min_size=len(sizes), max_size=len(sizes)))
     if partial:
-        words[draw(st.integers(0, len(words) - 1))] = f"P{op}"
+        axis = draw(st.integers(0, len(words) - 1))
+        words[axis], sizes[axis] = f"P{op}", max(sizes[axis], 2)  # one term would be the value itself
     ranks = draw(st.permutations(range(prod(sizes))) | st.just(range(prod(sizes))))
     return Layout.on_mesh(shape, Mesh.of(sizes, ranks=list(ranks)), words)
 
