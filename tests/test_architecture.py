@@ -13,7 +13,7 @@ LAYERS = [
     "geometry",
     "notation",
     "layout",
-    "plan",
+    "planning",
     "report",
     "testing",
     "demo",

@@ -3,7 +3,7 @@
 from shardwise.errors import LayoutError, NotationError, PlanError, ShardwiseError
 from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
-from shardwise.plan import Copies, Copy, Part, Plan, plan
+from shardwise.planning import Copies, Copy, Part, Plan, plan
 
 __version__ = "0.1.0"
 

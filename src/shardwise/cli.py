@@ -13,7 +13,7 @@ from shardwise import report
 from shardwise.demo import run as run_demo
 from shardwise.errors import ShardwiseError
 from shardwise.layout import parse
-from shardwise.plan import plan as make_plan
+from shardwise.planning import plan as make_plan
 
 app = typer.Typer(
     no_args_is_help=True,

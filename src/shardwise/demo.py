@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.layout import Layout, Mesh
-from shardwise.plan import Plan, plan, size
+from shardwise.planning import Plan, plan, size
 from shardwise.report import draw
 from shardwise.testing import gather, scatter, simulate
 

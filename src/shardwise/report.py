@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.geometry import Box, different, ints
 from shardwise.layout import Layout
 from shardwise.notation import write_ranges
-from shardwise.plan import Plan, columns, size
+from shardwise.planning import Plan, columns, size
 
 MOST_ROWS, MOST_COLUMNS, MOST_SLICES = 16, 12, 8
 MOST_OWNERS = 16

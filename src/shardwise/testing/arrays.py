@@ -14,7 +14,7 @@ import numpy.typing as npt
 from shardwise.errors import PlanError
 from shardwise.geometry import Box, ints
 from shardwise.layout import Layout, Piece
-from shardwise.plan import Copy, Part, Plan
+from shardwise.planning import Copy, Part, Plan
 
 Array = npt.NDArray[Any]
 Shards = dict[int, list[Array]]  # the buffers of every owner
@@ -66,7 +66,7 @@ def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
     """The target's buffers after the plan ran on the source's: packed, sent and unpacked by each owner's own part.
 
     >>> rows, columns = Layout.chunk((4, 4), 0, owners=2), Layout.chunk((4, 4), 1, owners=2)
-    >>> from shardwise.plan import plan
+    >>> from shardwise.planning import plan
     >>> after = simulate(plan(rows, columns), scatter(np.arange(16).reshape(4, 4), rows))
     >>> after[1][0].tolist()
     [[2, 3], [6, 7], [10, 11], [14, 15]]

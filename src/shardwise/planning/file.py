@@ -13,8 +13,8 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.layout import parse
 
 if TYPE_CHECKING:
-    from shardwise.plan.copies import Copies
-    from shardwise.plan.plan import Plan
+    from shardwise.planning.copies import Copies
+    from shardwise.planning.plan import Plan
 
 VERSION = 1
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from shardwise.geometry import Ints, ints, totals
 from shardwise.layout import Layout
-from shardwise.plan.regions import all_regions
+from shardwise.planning.regions import all_regions
 
 EXACT = 256  # owners up to which the best permutation is found; above, a greedy one that is never worse than none
 

@@ -14,8 +14,8 @@ import numpy as np
 from shardwise.errors import PlanError
 from shardwise.geometry import Ints, cut, numbered, running, spread, totals
 from shardwise.layout import Grid, Layout
-from shardwise.plan.choose import MOST_SENDERS
-from shardwise.plan.copies import Copies
+from shardwise.planning.choose import MOST_SENDERS
+from shardwise.planning.copies import Copies
 
 MOST_ROUNDS = 1_000_000
 

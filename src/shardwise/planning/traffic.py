@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.geometry import Bools, Ints, ints, totals
-from shardwise.plan.copies import Copies
+from shardwise.planning.copies import Copies
 
 
 @dataclass(frozen=True, eq=False)

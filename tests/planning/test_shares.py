@@ -15,9 +15,9 @@ from shardwise.testing import strategies
 
 @pytest.fixture(scope="module", autouse=True)
 def shares_of_two_cells():
-    made = sys.modules["shardwise.plan.plan"]
+    made = sys.modules["shardwise.planning.plan"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["shardwise.plan.choose"], "LEAST_SHARE", 2)
+        patch.setattr(sys.modules["shardwise.planning.choose"], "LEAST_SHARE", 2)
         made._part.cache_clear()
         yield
     made._part.cache_clear()

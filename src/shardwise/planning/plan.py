@@ -11,16 +11,16 @@ import numpy as np
 from shardwise.errors import PlanError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints, spread
 from shardwise.layout import Grid, Holders, Layout, Mesh, parse
-from shardwise.plan.choose import Among, Need, deliver, reduce
-from shardwise.plan.copies import Copies
-from shardwise.plan.explain import explain
-from shardwise.plan.file import from_json, to_json
-from shardwise.plan.hosts import Hosts
-from shardwise.plan.regions import Regions, all_regions, owner_regions
-from shardwise.plan.relabel import fewest_bytes
-from shardwise.plan.rounds import in_rounds, loads, rounds_of_steps
-from shardwise.plan.traffic import Traffic
-from shardwise.plan.verify import verify
+from shardwise.planning.choose import Among, Need, deliver, reduce
+from shardwise.planning.copies import Copies
+from shardwise.planning.explain import explain
+from shardwise.planning.file import from_json, to_json
+from shardwise.planning.hosts import Hosts
+from shardwise.planning.regions import Regions, all_regions, owner_regions
+from shardwise.planning.relabel import fewest_bytes
+from shardwise.planning.rounds import in_rounds, loads, rounds_of_steps
+from shardwise.planning.traffic import Traffic
+from shardwise.planning.verify import verify
 
 NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}  # of these a full value becomes one term and neutral ones; else all terms
 

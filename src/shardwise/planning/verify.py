@@ -7,7 +7,7 @@ import numpy as np
 from shardwise.errors import PlanError
 from shardwise.geometry import Boxes, Ints, different, ints, join, totals, uncancelled
 from shardwise.layout import Layout
-from shardwise.plan.copies import Copies
+from shardwise.planning.copies import Copies
 
 
 def verify(source: Layout, target: Layout, copies: Copies, *, reducing: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardwise.geometry import ints, totals
 
 if TYPE_CHECKING:
-    from shardwise.plan.plan import Plan
+    from shardwise.planning.plan import Plan
 
 MOST_ROWS = 16
 

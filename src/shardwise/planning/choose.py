@@ -12,8 +12,8 @@ import numpy as np
 
 from shardwise.geometry import Bools, Boxes, Ints, cut, ints, numbered, running, spread, starts, totals
 from shardwise.layout import Holders
-from shardwise.plan.copies import Copies
-from shardwise.plan.hosts import Hosts
+from shardwise.planning.copies import Copies
+from shardwise.planning.hosts import Hosts
 
 MOST_SENDERS = 8  # replicas that serve one taker at most: beyond that more messages buy no bandwidth
 LEAST_SHARE = 2**15  # cells below which work is not shared out among equals: a message would cost more than it saves
