@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardwise.geometry import Bools, Box, Boxes, Ints, heads, ints, run_of, spread, starts
+from shardwise.geometry import Bools, Box, Boxes, Ints, ints, spread, starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +79,29 @@ class Holders:
         return np.append(self.owners, -1)[place]
 
     @cached_property
-    def _sorted(self) -> tuple[Ints, Ints]:
-        """The owners, rising, and the row of each."""
-        order = np.argsort(self.owners, kind="stable")
-        return self.owners[order], np.repeat(np.arange(len(self.counts)), self.counts)[order]
-
-    @cached_property
     def _row_by_number(self) -> Ints | None:
         """The row of every owner, by its number: where no owner has two and the numbers are not far apart."""
-        owners, row = self._sorted
-        if not len(owners) or owners[-1] > 4 * len(owners) + 1024 or not heads(owners).all():
+        most = int(self.owners.max(initial=-1))
+        if not 0 <= most <= 4 * len(self.owners) + 1024:
             return None
-        found = np.full(int(owners[-1]) + 2, -1)
-        found[owners] = row
-        return found
+        found = np.full(most + 2, -1)
+        found[self.owners] = np.repeat(np.arange(len(self.counts)), self.counts)
+        return found if np.count_nonzero(found >= 0) == len(self.owners) else None
 
     def row_of(self, owners: Ints) -> Ints:
         """A row of each owner, -1 where it has none. In a grid an owner has at most one."""
         if self._row_by_number is not None:
             return self._row_by_number[np.minimum(owners, len(self._row_by_number) - 1)]
-        known, row = self._sorted
+        order = np.argsort(self.owners)
+        known = self.owners[order]
         at = known.searchsorted(owners)
-        found = np.append(known, -1)[at] == owners
-        return np.where(found, np.append(row, -1)[at], -1)
+        place = np.append(order, -1)[at]
+        row = self.edges.searchsorted(place, "right") - 1
+        return np.where(np.append(known, -1)[at] == owners, row, -1)
 
     def rows_with(self, owner: int) -> Ints:
         """All rows of an owner."""
-        known, row = self._sorted
-        return row[run_of(known, owner)]
+        return self.edges.searchsorted(np.flatnonzero(self.owners == owner), "right") - 1
 
     def term_of(self, owners: Ints) -> Ints:
         """Which term of a partial layout each owner holds; 0 where it holds none."""

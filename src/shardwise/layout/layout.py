@@ -227,6 +227,14 @@ class Layout:
         rows = (rows[:, None] * self.terms + np.arange(self.terms)).reshape(-1)
         return tuple(np.unique(self.form.holders.expand(rows)[1]).tolist())
 
+    def __contains__(self, owner: object) -> bool:
+        """True for an owner, also one that holds nothing."""
+        if not isinstance(owner, int | np.integer) or not 0 <= owner < 2**63:
+            return False
+        owners = self.form.owners
+        at = int(owners.searchsorted(owner))
+        return at < len(owners) and bool(owners[at] == owner)
+
     def local_shapes(self, owner: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of an owner's buffers."""
         return self.form.buffers(self._known(owner))
@@ -239,10 +247,8 @@ class Layout:
         return shapes[0]
 
     def _known(self, owner: Any) -> int:
-        owners = self.form.owners
-        whole = isinstance(owner, int | np.integer) and 0 <= owner < 2**63
-        at = int(owners.searchsorted(owner)) if whole else len(owners)
-        if at == len(owners) or owners[at] != owner:
+        if owner not in self:
+            owners = self.form.owners
             shown = ", ".join(map(str, owners[:8].tolist())) + (", ..." if len(owners) > 8 else "")
             raise LayoutError(f"no owner {owner!r} in {self!r}: it has {len(owners)} owners ({shown})")
         return int(owner)

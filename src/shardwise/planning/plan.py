@@ -137,7 +137,7 @@ class Plan:
         and, with hosts, its neighbours.
         """
         holders = self.source.form.holders
-        if only is None or self.reducing:
+        if only is None or self.reducing or takers.single:
             return Need(*takers.expand(target))
         all_of = (holders.counts[row] > 1) | np.isin(row, holders.rows_with(only))
         beside = takers.owners == only
@@ -324,7 +324,7 @@ def _part(
 ) -> Part:
     """Kept by value: a model has thousands of tensors, but few different pairs of layouts."""
     made = Plan(source, target, itemsize, max_bytes, hosts)
-    if owner not in made.owners:
+    if owner not in source and owner not in target:
         raise PlanError(f"owner {owner!r} has no part in the plan from {source!r} to {target!r}")
     return Part(int(owner), made._copies_of(int(owner)), made._fill(int(owner)))
 
