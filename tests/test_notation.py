@@ -12,7 +12,7 @@ from shardwise.testing import strategies
 
 
 @given(strategies.layouts())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_parse_is_the_inverse_of_str(layout):
     again = parse(str(layout))
     assert again == layout
@@ -22,6 +22,7 @@ def test_parse_is_the_inverse_of_str(layout):
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3), st.permutations(["dp", "tp_1", "_X"]), st.integers(0, 2**62)
 )
+@settings(max_examples=60)
 def test_named_meshes_on_any_ranks_round_trip(sizes, names, above):
     mesh = Mesh.of(sizes, names[: len(sizes)], ranks=[above + 3 * n for n in range(Mesh.of(sizes).ranks.size)])
     layout = Layout.on_mesh((6, 4), mesh, ["S-1", "Pmax", "R"][: len(sizes)])
@@ -30,6 +31,7 @@ def test_named_meshes_on_any_ranks_round_trip(sizes, names, above):
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12))
+@settings(max_examples=60)
 def test_ranges_of_owners_are_written_so_that_they_read_back(owners):
     text = f"{len(owners)}/boxes={'+'.join(f'{i}:{i + 1}' for i in range(len(owners)))}@{len(owners)}"
     assert notation.read(f"{text}:{notation.write_ranges(owners)}").owners == tuple(owners)
@@ -214,5 +216,6 @@ def test_no_text_gives_anything_but_a_layout_or_an_error_of_ours(text):
 
 
 @given(st.text(max_size=30))
+@settings(max_examples=60)
 def test_no_noise_gives_anything_but_an_error_of_ours(text):
     assert_layout_or_refusal(text)

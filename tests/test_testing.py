@@ -13,12 +13,14 @@ from shardwise.testing import gather, scatter, simulate, strategies
 
 
 @given(strategies.layouts(kinds=FULL))
+@settings(max_examples=50)
 def test_scatter_fills_buffers_as_the_pieces_say(layout):
     whole = numbered(layout.shape)
     assert_same_buffers(scatter(whole, layout), buffers(layout, whole))
 
 
 @given(strategies.layouts(), st.integers(0, 9))
+@settings(max_examples=50)
 def test_gather_is_the_inverse_of_scatter(layout, seed):
     whole = numbered(layout.shape)
     np.testing.assert_array_equal(gather(scatter(whole, layout, seed=seed), layout), whole, strict=True)
@@ -100,6 +102,7 @@ def test_strategies_draw_every_kind(kind):
 
 
 @given(strategies.pairs(["chunk"], ["flat"]))
+@settings(max_examples=50)
 def test_pairs_are_of_one_tensor_and_of_the_kinds_asked_for(pair):
     source, target = pair
     assert source.shape == target.shape

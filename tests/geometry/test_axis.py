@@ -1,7 +1,7 @@
 """One dimension cut into parts, against lists of its cells."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import chunked, strided
 
@@ -34,23 +34,27 @@ def labels(axis):
 
 
 @given(sizes, st.integers(1, 9))
+@settings(max_examples=60)
 def test_chunk_follows_the_ceil_rule(size, count):
     expected = {i: part for i, part in enumerate(chunked(list(range(size)), count)) if part}
     assert cells(Spans.whole(size).chunk(count)) == expected
 
 
 @given(sizes, cuts)
+@settings(max_examples=60)
 def test_cuts_of_cuts_follow_the_same_rule_inside_every_part(size, steps):
     spans, parts = cut_up(size, steps)
     assert cells(spans) == {i: part for i, part in enumerate(parts) if part}
 
 
 @given(sizes, st.integers(1, 6))
+@settings(max_examples=60)
 def test_a_split_factor_of_one_is_a_chunk(size, count):
     assert cells(Spans.whole(size).strided(1, count)) == cells(Spans.whole(size).chunk(count))
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+@settings(max_examples=60)
 def test_pieces_lie_one_after_the_other(lengths):
     spans = Spans.pieces(ints(lengths), np.arange(len(lengths)))
     ends = np.cumsum(lengths).tolist()
@@ -60,6 +64,7 @@ def test_pieces_lie_one_after_the_other(lengths):
 
 
 @given(sizes, cuts)
+@settings(max_examples=60)
 def test_an_axis_keeps_every_part_that_has_cells(size, steps):
     spans, parts = cut_up(size, steps)
     axis, kept = Axis.of(spans)
@@ -69,6 +74,7 @@ def test_an_axis_keeps_every_part_that_has_cells(size, steps):
 
 
 @given(sizes, cuts)
+@settings(max_examples=60)
 def test_an_axis_is_in_normal_form(size, steps):
     axis, _ = Axis.of(cut_up(size, steps)[0])
     assert (np.diff(axis.cuts) > 0).all()
@@ -78,6 +84,7 @@ def test_an_axis_is_in_normal_form(size, steps):
 
 
 @given(sizes, cuts)
+@settings(max_examples=60)
 def test_axes_that_mean_the_same_are_the_same_arrays(size, steps):
     spans, _ = cut_up(size, steps)
     single = [(cell, part) for part, where in cells(spans).items() for cell in where]
@@ -89,6 +96,7 @@ def test_axes_that_mean_the_same_are_the_same_arrays(size, steps):
 
 
 @given(sizes, cuts)
+@settings(max_examples=60)
 def test_lengths_and_intervals_belong_to_their_part(size, steps):
     axis, _ = Axis.of(cut_up(size, steps)[0])
     for part in range(axis.parts):
@@ -98,6 +106,7 @@ def test_lengths_and_intervals_belong_to_their_part(size, steps):
 
 
 @given(st.integers(1, 30), cuts, st.data())
+@settings(max_examples=60)
 def test_meets_finds_all_intervals_of_the_parts_asked_for(size, steps, data):
     axis, _ = Axis.of(cut_up(size, steps)[0])
     asked = data.draw(st.lists(st.integers(0, len(axis.part) - 1), min_size=1, unique=True).map(sorted))
@@ -106,6 +115,7 @@ def test_meets_finds_all_intervals_of_the_parts_asked_for(size, steps, data):
 
 
 @given(st.integers(1, 30), cuts, cuts, st.data())
+@settings(max_examples=60)
 def test_crossing_finds_every_pair_of_intervals_that_share_cells(size, one, other, data):
     a, b = (Axis.of(cut_up(size, steps)[0])[0] for steps in (one, other))
     every = list(range(len(a.part)))

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import cover
 from rectangles import boxes, full_shapes
@@ -21,6 +21,7 @@ def two_boxes(draw, empty=False):
 
 
 @given(two_boxes(empty=True))
+@settings(max_examples=50)
 def test_the_shared_cells_are_those_of_both(case):
     shape, a, b = case
     shared = a & b
@@ -30,6 +31,7 @@ def test_the_shared_cells_are_those_of_both(case):
 
 
 @given(two_boxes())
+@settings(max_examples=50)
 def test_minus_leaves_disjoint_boxes_of_the_other_cells(case):
     shape, a, b = case
     rest = a.minus(b)
@@ -39,12 +41,14 @@ def test_minus_leaves_disjoint_boxes_of_the_other_cells(case):
 
 
 @given(two_boxes())
+@settings(max_examples=50)
 def test_a_box_is_in_another_where_all_its_cells_are(case):
     shape, a, b = case
     assert (a in b) == bool((cover([a], shape) <= cover([b], shape)).all())
 
 
 @given(two_boxes(empty=True))
+@settings(max_examples=50)
 def test_shape_volume_and_slices_describe_the_same_cells(case):
     shape, a, _ = case
     cut = np.zeros(shape)[(*a.slices, ...)]
@@ -53,6 +57,7 @@ def test_shape_volume_and_slices_describe_the_same_cells(case):
 
 
 @given(two_boxes())
+@settings(max_examples=50)
 def test_within_counts_from_the_corner_of_the_outer_box(case):
     shape, a, b = case
     shared = a & b
@@ -111,6 +116,7 @@ def test_boxes_of_different_dims_do_not_compare(ask):
 
 
 @given(full_shapes(max_dims=4))
+@settings(max_examples=50)
 def test_row_major_strides_are_those_of_a_contiguous_array(shape):
     assert row_major(shape) == tuple(s // 8 for s in np.zeros(shape, dtype=np.int64).strides)
 

@@ -40,6 +40,7 @@ def keyed(draw):
 
 
 @given(some_boxes())
+@settings(max_examples=50)
 def test_boxes_and_their_list_say_the_same(case):
     shape, found = case
     rows = as_boxes(found, len(shape))
@@ -52,6 +53,7 @@ def test_boxes_and_their_list_say_the_same(case):
 
 
 @given(some_boxes(), st.data())
+@settings(max_examples=50)
 def test_overlap_is_the_shared_box_row_by_row(case, data):
     shape, found = case
     box = data.draw(boxes(shape))
@@ -61,6 +63,7 @@ def test_overlap_is_the_shared_box_row_by_row(case, data):
 
 
 @given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.data())
+@settings(max_examples=50)
 def test_positions_number_points_in_row_major_order(shape, data):
     points = data.draw(st.lists(st.tuples(*(st.integers(0, n) for n in shape)), max_size=6))
     grid = tuple(n + 1 for n in shape)
@@ -69,7 +72,7 @@ def test_positions_number_points_in_row_major_order(shape, data):
 
 
 @given(near_tilings())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_boxes_tile_where_every_cell_is_painted_once(case):
     shape, found = case
     assert tiles(as_boxes(found, len(shape)), shape) == bool((cover(found, shape) == 1).all())
@@ -97,6 +100,7 @@ def test_tensors_without_cells_or_dims_tile():
 
 
 @given(some_boxes())
+@settings(max_examples=50)
 def test_distinct_names_each_different_box_once_in_order(case):
     shape, found = case
     first, number = distinct(as_boxes(found, len(shape)), shape)
@@ -106,7 +110,7 @@ def test_distinct_names_each_different_box_once_in_order(case):
 
 
 @given(keyed())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_merge_keeps_the_cells_of_every_key_and_leaves_nothing_to_merge(case):
     shape, found, keys = case
     merged, key = merge(as_boxes(found, len(shape)), ints(keys))
@@ -140,7 +144,7 @@ def parts(draw):
 
 
 @given(parts())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_cut_takes_the_cells_of_a_range_in_their_order(case):
     shape, found, start, stop = case
     row, pieces = cut(as_boxes(found, len(shape)), ints(start), ints(stop))

@@ -41,12 +41,14 @@ def scattered(draw):
 
 
 @given(two_lists())
+@settings(max_examples=60)
 def test_join_finds_every_pair_that_shares_a_cell_once(case):
     ndim, left, right = case
     assert joined(left, right, ndim) == pairs_that_meet(left, right)
 
 
 @given(scattered())
+@settings(max_examples=60)
 def test_join_works_far_out_and_for_sizes_that_differ_widely(case):
     ndim, left, right = case
     assert joined(left, right, ndim) == pairs_that_meet(left, right)
@@ -81,6 +83,7 @@ def test_nothing_meets_nothing(ndim):
 
 
 @given(two_lists())
+@settings(max_examples=30)
 def test_join_does_not_depend_on_where_the_origin_is(case):
     ndim, left, right = case
     far = [[shifted(box, 10**5) for box in side] for side in (left, right)]
@@ -154,7 +157,7 @@ def holed(draw):
 
 
 @given(holed())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_gaps_are_the_cells_that_no_box_holds(case):
     shape, found = case
     holes = missing(found, shape)

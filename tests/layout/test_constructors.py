@@ -43,6 +43,7 @@ def assert_holds(layout, expected):
 
 
 @given(cases())
+@settings(max_examples=50)
 def test_chunk_is_torchs_chunk(case):
     shape, dim, owners = case
     parts = chunked(range(shape[dim]), len(owners))
@@ -51,6 +52,7 @@ def test_chunk_is_torchs_chunk(case):
 
 
 @given(cases(st.lists(st.integers(0, 3), min_size=1, max_size=7)))
+@settings(max_examples=50)
 def test_an_owner_named_several_times_has_as_many_buffers(case):
     shape, dim, owners = case
     expected = {o: [] for o in owners}
@@ -60,6 +62,7 @@ def test_an_owner_named_several_times_has_as_many_buffers(case):
 
 
 @given(cases(), st.data())
+@settings(max_examples=50)
 def test_split_is_numpys_split(case, data):
     shape, dim, owners = case
     sizes = data.draw(adding_up(shape[dim], len(owners)))
@@ -75,6 +78,7 @@ def test_split_counts_owners_by_its_sizes():
 
 
 @given(cases(), st.integers(1, 4))
+@settings(max_examples=50)
 def test_cyclic_deals_out_blocks_in_turn(case, block):
     shape, dim, owners = case
     turn = [i // block % len(owners) for i in range(shape[dim])]
@@ -83,6 +87,7 @@ def test_cyclic_deals_out_blocks_in_turn(case, block):
 
 
 @given(cases(), st.data())
+@settings(max_examples=50)
 def test_fused_splits_every_segment_over_all_owners(case, data):
     shape, dim, owners = case
     segments = data.draw(adding_up(shape[dim], data.draw(st.integers(1, 3))))
@@ -93,6 +98,7 @@ def test_fused_splits_every_segment_over_all_owners(case, data):
 
 
 @given(strategies.shapes(), st.lists(st.sampled_from([0, 1, 5, LARGE[0]]), min_size=1, max_size=5), st.data())
+@settings(max_examples=50)
 def test_flat_ranges_are_slices_of_the_flattened_tensor(shape, owners, data):
     cells, expected, ranges = math.prod(shape), {o: [] for o in owners}, []
     for owner in owners:
@@ -103,6 +109,7 @@ def test_flat_ranges_are_slices_of_the_flattened_tensor(shape, owners, data):
 
 
 @given(strategies.shapes(), st.lists(st.integers(0, 3), min_size=1, max_size=6), st.booleans(), st.data())
+@settings(max_examples=50)
 def test_boxes_are_buffers_of_their_owners_in_the_given_order(shape, owners, columns, data):
     count = len(owners)
     found = data.draw(st.lists(box_lists(shape, empty=True).filter(bool).map(min_box), min_size=count, max_size=count))
@@ -121,11 +128,13 @@ def min_box(found):
 
 
 @given(strategies.shapes(), owner_lists)
+@settings(max_examples=50)
 def test_replicated_gives_everybody_everything(shape, owners):
     assert_holds(Layout.replicated(shape, owners), {o: [numbered(shape)] for o in owners})
 
 
 @given(strategies.shapes(), st.integers(1, 6))
+@settings(max_examples=50)
 def test_a_number_of_owners_counts_from_zero(shape, count):
     assert (
         Layout.replicated(shape, count)
@@ -135,7 +144,7 @@ def test_a_number_of_owners_counts_from_zero(shape, count):
 
 
 @given(strategies.layouts(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_owners_of_a_box_are_those_that_hold_one_of_its_cells(layout, data):
     box = data.draw(box_lists(layout.shape, empty=True, most=1))
     for asked in box:
@@ -144,6 +153,7 @@ def test_owners_of_a_box_are_those_that_hold_one_of_its_cells(layout, data):
 
 
 @given(strategies.layouts())
+@settings(max_examples=50)
 def test_local_shape_is_the_shape_of_the_only_buffer(layout):
     for owner in layout.owners():
         shapes = layout.local_shapes(owner)
@@ -155,6 +165,7 @@ def test_local_shape_is_the_shape_of_the_only_buffer(layout):
 
 
 @given(strategies.layouts(), st.permutations(range(13)), st.integers(0, 50))
+@settings(max_examples=50)
 def test_a_relabelled_layout_has_the_same_buffers_under_other_names(layout, order, above):
     names = {owner: order[i % 13] + 13 * (i // 13) + above for i, owner in enumerate(layout.owners())}
     whole = numbered(layout.shape)

@@ -25,6 +25,7 @@ def one_buffer_each(layout):
 
 
 @given(strategies.shapes().filter(bool), st.integers(1, 6), st.data())
+@settings(max_examples=50)
 def test_chunk_split_boxes_and_mesh_agree(shape, count, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     sizes = [len(part) for part in chunked(range(shape[dim]), count)]
@@ -99,7 +100,7 @@ WHOLE_VALUES = [kind for kind in strategies.KINDS if kind != "partial"]
 
 
 @given(st.sampled_from([(), (0,), (2,), (3,), (2, 2), (0, 2)]), st.data())
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_layouts_are_equal_exactly_where_all_buffers_are(shape, data):
     one, other = (data.draw(strategies.layouts(shape, WHOLE_VALUES, max_owners=1 + len(shape))) for _ in range(2))
     mine, theirs = (spelled(buffers(layout, numbered(shape))) for layout in (one, other))
@@ -112,12 +113,14 @@ def spelled(shards):
 
 
 @given(strategies.layouts(kinds=["chunk", "split", "mesh", "replicated"]))
+@settings(max_examples=50)
 def test_layouts_of_one_box_per_owner_equal_the_list_of_their_boxes(layout):
     if all(len(layout.pieces(o)) == 1 for o in layout.owners()):
         assert_equal(layout, one_buffer_each(layout))
 
 
 @given(strategies.layouts())
+@settings(max_examples=50)
 def test_pickles_come_back_equal(layout):
     assert pickle.loads(pickle.dumps(layout)) == layout
 

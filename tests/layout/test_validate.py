@@ -61,7 +61,7 @@ def clashes(pieces):
 
 
 @given(broken())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_gaps_are_exactly_the_cells_that_nobody_holds(case):
     shape, pieces = case
     gaps = layout_of(shape, pieces).diagnosis.gaps
@@ -70,7 +70,7 @@ def test_gaps_are_exactly_the_cells_that_nobody_holds(case):
 
 
 @given(broken())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_overlaps_are_exactly_the_cells_of_boxes_that_clash(case):
     shape, pieces = case
     found = layout_of(shape, pieces).diagnosis.overlaps
@@ -79,6 +79,7 @@ def test_overlaps_are_exactly_the_cells_of_boxes_that_clash(case):
 
 
 @given(broken())
+@settings(max_examples=60)
 def test_the_owners_named_in_an_overlap_hold_its_cells(case):
     shape, pieces = case
     for overlap in layout_of(shape, pieces).diagnosis.overlaps:
@@ -88,6 +89,7 @@ def test_the_owners_named_in_an_overlap_hold_its_cells(case):
 
 
 @given(broken())
+@settings(max_examples=60)
 def test_validate_refuses_exactly_what_has_a_gap_or_an_overlap(case):
     shape, pieces = case
     layout = layout_of(shape, pieces)
@@ -100,6 +102,7 @@ def test_validate_refuses_exactly_what_has_a_gap_or_an_overlap(case):
 
 
 @given(broken())
+@settings(max_examples=60)
 def test_overlapping_replicas_are_refused_for_gaps_alone(case):
     shape, pieces = case
     diagnosis = layout_of(shape, pieces, overlap="replicas").diagnosis
@@ -108,12 +111,14 @@ def test_overlapping_replicas_are_refused_for_gaps_alone(case):
 
 
 @given(strategies.layouts())
+@settings(max_examples=60)
 def test_layouts_of_every_kind_are_valid(layout):
     assert layout.validate() is layout
     assert not layout.diagnosis
 
 
 @given(strategies.layouts(kinds=["flat"]), st.data())
+@settings(max_examples=60)
 def test_flat_ranges_are_held_to_the_same_rule(layout, data):
     ranges = list(zip(layout.spelling.owners or range(99), layout.spelling.items, strict=False))
     full = [n for n, (_, (start, stop)) in enumerate(ranges) if stop > start]

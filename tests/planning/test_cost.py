@@ -72,7 +72,7 @@ def test_rounds_cost_latency_and_nothing_else():
 
 
 @given(strategies.pairs(), st.sampled_from([None, 2]), st.sampled_from([None, 60]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_all_totals_follow_from_the_copies(pair, hosts, limit):
     made = plan(*pair, itemsize=1, hosts=hosts, max_bytes=limit)
     remote = [c for c in made.copies if not c.local]

@@ -26,7 +26,7 @@ def edited(text=None, **changes):
 
 
 @given(strategies.pairs(), st.sampled_from([None, 1, 2]), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_plan_comes_back_the_same(pair, hosts, copies):
     made = plan(*pair, itemsize=2, hosts=hosts, max_bytes=4000)
     again = Plan.from_json(made.to_json(copies=copies))

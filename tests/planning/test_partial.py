@@ -65,6 +65,7 @@ def test_terms_are_reduced_in_the_order_of_the_mesh(target, options):
 
 
 @given(strategies.pairs(["partial"], FULL))
+@settings(max_examples=50)
 def test_reducing_moves_each_term_once_and_each_result_once(pair):
     source, target = pair
     if source.terms > 1:
@@ -103,6 +104,7 @@ def test_the_load_of_a_reduction_is_even():
 
 
 @given(strategies.layouts(kinds=["partial"]))
+@settings(max_examples=40)
 def test_a_partial_layout_to_itself_stays_where_it_is(layout):
     made = plan(layout, layout).verify()
     assert made.bytes_moved == 0
@@ -143,7 +145,7 @@ def test_a_whole_value_that_is_there_already_moves_nothing_to_become_a_sum():
 
 
 @given(strategies.pairs(["partial"], ["partial"]), st.integers(0, 5))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_from_terms_to_other_terms_the_value_is_kept(pair, seed):
     source, target = pair
     whole = numbered(source.shape)

@@ -37,7 +37,7 @@ def test_every_plan_proves_itself_and_brings_the_values(pair):
 
 
 @given(strategies.pairs(FULL))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_there_and_back_is_the_identity(pair):
     source, target = pair
     before = scatter(numbered(source.shape), source)
@@ -46,6 +46,7 @@ def test_there_and_back_is_the_identity(pair):
 
 
 @given(strategies.pairs(FULL), st.integers(1, 8))
+@settings(max_examples=60)
 def test_cells_that_an_owner_holds_stay_with_it_and_all_others_come_once(pair, itemsize):
     source, target = pair
     made = plan(source, target, itemsize=itemsize)
@@ -59,7 +60,7 @@ def test_cells_that_an_owner_holds_stay_with_it_and_all_others_come_once(pair, i
 
 
 @given(strategies.pairs(FULL))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_what_is_sent_is_held_by_its_sender(pair):
     source, target = pair
     have = held(source)
@@ -86,13 +87,13 @@ def test_an_owners_part_is_its_share_of_the_whole_plan(case, with_hosts):
 
 
 @given(limited())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_an_owners_part_is_its_share_of_the_rounds(made):
     assert_parts_agree(made)
 
 
 @given(limited())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_plans_are_the_same_however_their_layouts_were_made(made):
     again = Plan(parse(str(made.source)), parse(str(made.target)), made.itemsize, made.max_bytes, made.hosts)
     assert again == made
@@ -128,6 +129,7 @@ def test_owners_may_have_any_numbers(source, target):
 
 
 @given(limited())
+@settings(max_examples=60)
 def test_no_owner_stages_more_than_the_limit(made):
     found = staged(made)
     assert max(found.values(), default=0) == made.peak_bytes
@@ -150,12 +152,14 @@ def test_a_limit_that_is_never_reached_changes_nothing():
 
 
 @given(hosted(FULL))
+@settings(max_examples=60)
 def test_a_host_receives_each_cell_that_it_lacks_once_and_no_other(case):
     source, target, hosts = case
     assert_crosses_once(plan(source, target, hosts=hosts), hosts)
 
 
 @given(hosted())
+@settings(max_examples=60)
 def test_plans_with_hosts_are_right(case):
     source, target, hosts = case
     assert_right(plan(source, target, hosts=hosts))
@@ -172,6 +176,7 @@ def test_hosts_are_given_by_number_by_map_or_by_mesh():
 
 
 @given(st.integers(1, 3), st.integers(1, 6), strategies.layouts((7, 5), FULL))
+@settings(max_examples=60)
 def test_replicas_share_what_is_asked_of_their_block_to_the_cell(blocks, replicas, target):
     source = Layout.on_mesh((7, 5), (blocks, replicas), ["S0", "R"])
     made = plan(source, target, itemsize=1)
@@ -203,6 +208,7 @@ def assert_merged(made):
 
 
 @given(strategies.pairs(FULL))
+@settings(max_examples=60)
 def test_copies_of_one_pair_that_touch_are_one(pair):
     assert_merged(plan(*pair))
 

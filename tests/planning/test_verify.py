@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from copying import FULL
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import held
 
@@ -38,9 +38,7 @@ def check(made, copies):
 
 
 def assert_caught(made, copies):
-    with pytest.raises(
-        PlanError, match=r"owner \d+ (does not get|is to send)"
-    ):
+    with pytest.raises(PlanError, match=r"owner \d+ (does not get|is to send)"):
         check(made, copies)
 
 
@@ -175,6 +173,7 @@ def test_terms_of_one_cell_in_different_rounds_are_seen():
 
 
 @given(strategies.pairs(FULL), st.data())
+@settings(max_examples=50)
 def test_no_plan_can_lose_or_double_a_copy_unseen(pair, data):
     made = plan(*pair)
     if len(made.copies):

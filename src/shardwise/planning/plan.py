@@ -98,8 +98,9 @@ class Plan:
             copies = Copies.concat(reduce(boxes, row, need, holders, among, turn))
         else:
             copies = Copies.concat(deliver(boxes, row, need, holders, among))
-        if not (isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)):
-            copies = copies.merged()  # grids cross in the largest boxes that there are
+        grids = isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
+        if not grids or self.reducing or self.hosts is not None:
+            copies = copies.merged()  # else grids cross in the largest boxes that there are
         copies = copies.in_order(self.source.shape)
         if self.max_bytes is None:
             return copies
