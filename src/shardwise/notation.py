@@ -123,8 +123,8 @@ class _Reader:
         kind, dim, items = self._body(shape)
         self._literal("@", "'@' and the owners, such as @4 or @4x2 or @fsdp=4,tp=2")
         names, mesh = self._mesh()
-        if prod(mesh) > 2**26:
-            self._fail(f"at most 2**26 owners, not {prod(mesh)}")
+        if prod(mesh) > 2**22:
+            self._fail(f"at most 2**22 owners, not {prod(mesh)}")
         owners = self._owners(prod(mesh)) if self._accept(":") else None
         if self.at < len(self.text):
             self._fail("the end of the layout")

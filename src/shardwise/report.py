@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,7 +56,10 @@ def _plane(layout: Layout, at: tuple[tuple[int, int], ...], sides: list[list[tup
     """One slice as a table of holders."""
     one: list[tuple[int, int] | None] = [(0, 1)]  # stands in for dims that a 1-d or 0-d tensor lacks
     rows, columns = [one, one, *sides][-2:]
-    labels = [["…" if r is None or c is None else label(layout, _box(layout, at, r, c)) for c in columns] for r in rows]
+    nothing = Label("…", "…")
+    labels = [
+        [nothing if r is None or c is None else label(layout, _box(layout, at, r, c)) for c in columns] for r in rows
+    ]
     heads = ["…" if c is None else f"{c[0]}:{c[1]}" for c in columns] if sides else [""]
     names = ["…" if r is None else f"{r[0]}:{r[1]}" for r in rows] if len(sides) > 1 else [""]
     title = [f"[{', '.join(f'{a}:{b}' for a, b in at)}, :, :]"] if at else []
@@ -67,26 +71,37 @@ def _box(layout: Layout, at: Sequence[tuple[int, int]], row: tuple[int, int], co
     return Box(tuple(a for a, _ in sides), tuple(b for _, b in sides))
 
 
-def label(layout: Layout, box: Box) -> str:
+class Label(NamedTuple):
+    """What is written into a cell, and all holders, which tell cells apart."""
+
+    text: str
+    holders: str
+
+
+BLANK = Label("", "")
+
+
+def label(layout: Layout, box: Box) -> Label:
     """The holders of a box that no piece ends inside: replicas with commas, the terms of a partial with plus signs."""
     cells, block = layout.form.cells
     inside = np.flatnonzero(((cells.lo <= ints(box.lo)) & (ints(box.hi) <= cells.hi)).all(axis=1))
     if not len(inside):
-        return "-"
+        return Label("-", "-")
     holders, terms = layout.form.holders, layout.terms
     first = int(block[inside[0]]) * terms
     words = [write_ranges(holders.expand(ints([first + t]))[1].tolist()) for t in range(terms)]
     text = "+".join(words)
-    return text if len(text) <= 14 else f"{len(holders.expand(first + np.arange(terms))[1])} owners"
+    count = len(holders.expand(first + np.arange(terms))[1])
+    return Label(text if len(text) <= 14 else f"{count} owners", text)
 
 
-def _table(labels: list[list[str]], names: list[str], heads: list[str]) -> list[str]:
+def _table(labels: list[list[Label]], names: list[str], heads: list[str]) -> list[str]:
     """A table with lines only between cells that differ."""
-    widths = [max(len(row[c]) for row in [heads, *labels]) for c in range(len(heads))]
+    widths = [max(len(heads[c]), *(len(row[c].text) for row in labels)) for c in range(len(heads))]
     margin = max(map(len, names))
     title = " ".join(f" {h:^{w}} " for h, w in zip(heads, widths, strict=True)).rstrip()
     lines = [" " * (margin + 2) + title] * any(heads)
-    blank = [""] * len(heads)
+    blank = [BLANK] * len(heads)
     for above, below, name in zip([blank, *labels], [*labels, blank], [*names, ""], strict=True):
         lines.append(" " * (margin + 1) + _rule(above, below, widths))
         if below is not blank:
@@ -94,16 +109,16 @@ def _table(labels: list[list[str]], names: list[str], heads: list[str]) -> list[
     return lines
 
 
-def _row(labels: list[str], widths: list[int]) -> str:
+def _row(labels: list[Label], widths: list[int]) -> str:
     edges = ["│", *("│" if a != b else " " for a, b in pairwise(labels)), "│"]
-    cells = [f" {text:^{width}} " for text, width in zip(labels, widths, strict=True)]
+    cells = [f" {found.text:^{width}} " for found, width in zip(labels, widths, strict=True)]
     return edges[0] + "".join(cell + edge for cell, edge in zip(cells, edges[1:], strict=True))
 
 
 _JOINTS = dict(zip(product((0, 1), repeat=4), " ╴╷┐╵┘│┤╶─┌┬└┴├┼", strict=True))  # right, up, down, left
 
 
-def _rule(above: list[str], below: list[str], widths: list[int]) -> str:
+def _rule(above: list[Label], below: list[Label], widths: list[int]) -> str:
     """The line between two rows: drawn where they differ, with the joints that its neighbours ask for."""
     flat = [a != b for a, b in zip(above, below, strict=True)]
     found = ""
@@ -115,9 +130,9 @@ def _rule(above: list[str], below: list[str], widths: list[int]) -> str:
     return found.rstrip()
 
 
-def _edge(row: list[str], place: int) -> bool:
+def _edge(row: list[Label], place: int) -> bool:
     """True where a row has a line at this place."""
-    if not any(row):
+    if row[0] == BLANK:
         return False
     return place in (0, len(row)) or row[place - 1] != row[place]
 

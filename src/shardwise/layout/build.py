@@ -58,17 +58,18 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
         raise LayoutError(f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one")
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
-    op = ops.pop() if ops and table.shape[-2] > 1 else None  # one term is the value
+    op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value
     return OnMesh(Grid.build(spans, table), op, tuple(words))
 
 
 def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
     if isinstance(asked, Shard):
         return spans.chunk(count)
+    size = max(int(spans.stop.max(initial=0)), 1)
     factor = counted(asked.split_factor, "the split factor of a strided shard")
-    not_too_many(factor, "as the split factor of a strided shard")
-    not_too_many(min(factor * count * len(spans.start), int(spans.stop.max(initial=0))), "intervals of a strided shard")
-    return spans.strided(factor, count)
+    not_too_many(factor, "chunks (the split factor of a strided shard)")
+    not_too_many(min(factor * count * len(spans.start), size), "intervals of a strided shard")
+    return spans.strided(min(factor, size), count)  # beyond the size every cell is a chunk of its own
 
 
 def unless_counting(owners: Ints) -> tuple[int, ...] | None:

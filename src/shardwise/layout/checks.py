@@ -12,7 +12,8 @@ from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, Ints, ints
 
 MOST_CELLS = 2**50  # keeps every volume, position and byte count of the library well inside 64 bits
-MOST_PIECES = 2**26  # owners, or intervals of a dim: far above any world, and still little memory
+MOST_DIMS = 16  # proofs of coverage take 2**dims corners per box
+MOST_PIECES = 2**22  # owners, or intervals of a dim: far above any world, and still little memory
 
 
 def counted(value: Any, what: str, least: int = 1) -> int:
@@ -49,7 +50,7 @@ def owner_array(owners: Any) -> Ints:
 def not_too_many(number: int, what: str) -> int:
     """The number, unless it is absurd."""
     if number > MOST_PIECES:
-        raise LayoutError(f"{number} {what} are more than 2**26: is a number wrong?")
+        raise LayoutError(f"{number} {what} are more than 2**22: is a number wrong?")
     return number
 
 
@@ -66,6 +67,8 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
         found = tuple(counted(size, "every size of a shape", least=0) for size in shape)
     except TypeError:
         raise LayoutError(f"a shape must be a sequence of whole numbers, not {shape!r}") from None
+    if len(found) > MOST_DIMS:
+        raise LayoutError(f"a shape of {len(found)} dims is not supported: at most {MOST_DIMS}")
     if prod(size + 1 for size in found) > MOST_CELLS:
         raise LayoutError(f"shape {found} has about 2**50 cells or more: is a size wrong?")
     return found

@@ -15,6 +15,7 @@ from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Ints, Spans, ints
 from shardwise.layout.build import along, on_mesh, unless_counting
 from shardwise.layout.checks import (
+    MOST_CELLS,
     checked_boxes,
     checked_dim,
     checked_ranges,
@@ -219,6 +220,9 @@ class Layout:
         """The owners that hold a cell of `box`; without a box all owners, also those with nothing. Rising."""
         if box is None:
             return tuple(self.form.owners.tolist())
+        if not isinstance(box, Box):
+            raise LayoutError(f"owners of a box are asked by Box(lo, hi), not {box!r}")
+        box = box & Box((0,) * len(box.lo), (MOST_CELLS,) * len(box.lo)) or Box(box.lo, box.lo)
         if len(box.lo) != self.ndim:
             raise LayoutError(f"{box} has {len(box.lo)} dims, but the layout has shape {self.shape}")
         cells, block = self.form.cells
@@ -287,6 +291,8 @@ class Layout:
         >>> print(Layout.chunk((8, 6), 0, owners=2).relabel({0: 1, 1: 0}))
         8x6/S0@2:1,0
         """
+        if not isinstance(owners, Mapping):
+            raise LayoutError(f"relabel needs a mapping owner -> new owner, not {owners!r}")
         for owner in owners:
             self._known(owner)
         old = self.form.owners

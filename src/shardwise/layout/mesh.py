@@ -117,6 +117,8 @@ class Mesh:
         for name in axes:
             _check_name(name)
         sizes = tuple(counted(size, f"the size of mesh axis {name!r}") for name, size in axes.items())
+        if any(name.isdigit() for name in axes) and tuple(axes) != tuple(map(str, range(len(axes)))):
+            raise LayoutError(f"mesh axes {list(axes)} must all have names, or be numbered 0, 1, ...")
         if not axes:
             raise LayoutError("a mesh needs at least one axis, such as Mesh(tp=4); ranks= and hosts= are no axes")
         self.__dict__.update(names=tuple(axes), shape=sizes)
@@ -196,8 +198,9 @@ class Mesh:
 
 
 def _check_name(name: Any) -> None:
-    ours = isinstance(name, str) and (NAME.fullmatch(name) or (name.isascii() and name.isdigit()))
-    if not ours or name in ("ranks", "hosts", "self"):
+    if name in ("ranks", "hosts", "self"):
+        raise LayoutError(f"{name!r} is a reserved name: call the mesh axis something else")
+    if not isinstance(name, str) or not (NAME.fullmatch(name) or (name.isascii() and name.isdigit())):
         raise LayoutError(f"{name!r} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
 
 
@@ -209,7 +212,7 @@ def _flattened(ranks: Any) -> Any:
 
 
 def _hosts(asked: Any, ranks: Sequence[int]) -> dict[int, Hashable]:
-    if isinstance(asked, int):
+    if isinstance(asked, int | np.integer) and not isinstance(asked, bool):
         per_host = counted(asked, "hosts= (owners per host)")
         return {rank: place // per_host for place, rank in enumerate(ranks)}
     if not isinstance(asked, Sequence) or isinstance(asked, str):
@@ -218,4 +221,6 @@ def _hosts(asked: Any, ranks: Sequence[int]) -> dict[int, Hashable]:
         raise LayoutError(
             f"hosts= names {len(asked)} hosts for {len(ranks)} owners: one per owner, or a number per host"
         )
+    if not all(isinstance(host, Hashable) for host in asked):
+        raise LayoutError(f"hosts must be names or numbers, not {list(asked)!r}")
     return dict(zip(ranks, asked, strict=True))

@@ -37,13 +37,17 @@ class Among(NamedTuple):
     only: int | None = None
 
 
-def deliver(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, step: int = 0) -> list[Copies]:
+def deliver(
+    boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, *, turn: Ints | None = None, step: int = 0
+) -> list[Copies]:
     """Every taker gets its region from a holder: itself, one on its host, or one elsewhere, in this order.
 
     `row[r]` is the row of holders of region r. Across hosts a region is fetched once per host, by its takers there in
-    turn, who hand it on in the next step.
+    turn, who hand it on in the next step. Whose turn it is must not depend on who asks: `turn[r]` is the row unless
+    rows were numbered for the occasion.
     """
     hosts, only = among
+    turn = row if turn is None else turn
     if hosts is None and holders.most == 1:  # no choice, and a taker that is the holder serves itself
         return [serve(boxes, need, row[need.region], holders, step=step)]
     own = holders.hold(row[need.region], need.target)
@@ -54,8 +58,8 @@ def deliver(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among,
     group, near = _near(row[need.region], need.target, holders, hosts)
     found = near.counts[group] > 0
     at_hand = need.take(found)
-    copies.append(serve(boxes, at_hand, group[found], near, turn=row[at_hand.region], only=only, step=step))
-    return copies + _relayed(boxes, row, need.take(~found), holders, hosts, step)
+    copies.append(serve(boxes, at_hand, group[found], near, turn=turn[at_hand.region], only=only, step=step))
+    return copies + _relayed(boxes, row, turn, need.take(~found), holders, hosts, step)
 
 
 def _near(row: Ints, target: Ints, holders: Holders, hosts: Hosts) -> tuple[Ints, Holders]:
@@ -66,14 +70,16 @@ def _near(row: Ints, target: Ints, holders: Holders, hosts: Hosts) -> tuple[Ints
     return ints(group), Holders.of(ints(np.bincount(entry[here], minlength=len(pair))), owner[here])
 
 
-def _relayed(boxes: Boxes, row: Ints, need: Need, holders: Holders, hosts: Hosts, step: int) -> list[Copies]:
+def _relayed(
+    boxes: Boxes, row: Ints, turn: Ints, need: Need, holders: Holders, hosts: Hosts, step: int
+) -> list[Copies]:
     """Regions that no owner of a host holds: some of its takers fetch them and give them to the others there."""
     host = hosts.host(need.target)
     order = np.lexsort((need.target, host, need.region))
     need, team = need.take(ints(order)), numbered(need.region[order], host[order])
     size = np.bincount(team)
     place = running(np.ones_like(team), team)
-    item, parts = shared(boxes.take(need.region), place, size[team], turn=row[need.region])
+    item, parts = shared(boxes.take(need.region), place, size[team], turn=turn[need.region])
     fetched = serve(parts, Need(np.arange(len(item)), need.target[item]), row[need.region[item]], holders, step=step)
     copy, nth = spread(ints(size[team[item]]))
     to, by = need.target[starts(ints(size))[team[item]][copy] + nth], need.target[item][copy]
@@ -180,7 +186,7 @@ def reduce(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, 
     part, term = _contributions(need.target[at], row[need.region[at]], holders, among.only)
     to = need.target[at][part]
     by = _supplier(row[need.region[at]][part] + term, to, holders, among.hosts, turn[at][part])
-    return [Copies.of(parts.take(part), by, to, term=term), *_given_on(parts, need, at, ~alone, among)]
+    return [Copies.of(parts.take(part), by, to, term=term), *_given_on(parts, row, need, at, ~alone, among)]
 
 
 def _contributions(target: Ints, row: Ints, holders: Holders, only: int | None) -> tuple[Ints, Ints]:
@@ -205,7 +211,7 @@ def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, tu
     return np.where(holders.hold(row, target), target, found)
 
 
-def _given_on(parts: Boxes, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:
+def _given_on(parts: Boxes, row: Ints, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:
     """Reduced parts go to the other takers of their regions."""
     keep = np.flatnonzero(wanted[need.region[at]])
     if not len(keep):
@@ -216,4 +222,5 @@ def _given_on(parts: Boxes, need: Need, at: Ints, wanted: Bools, among: Among) -
     target = need.target[starts(count)[need.region[at]][item] + nth]
     other = target != need.target[at][item]
     reducers = Holders.of(np.ones_like(at), need.target[at])
-    return deliver(parts, np.arange(len(at)), Need(item[other], target[other]), reducers, among, step=1)
+    others = Need(item[other], target[other])
+    return deliver(parts, np.arange(len(at)), others, reducers, among, turn=row[need.region[at]], step=1)

@@ -44,6 +44,10 @@ class Copies(Sequence[Copy]):
     step: Ints
     round: Ints
 
+    def __post_init__(self) -> None:
+        for column in (*self.boxes, self.source, self.target, self.term, self.step, self.round):
+            column.flags.writeable = False  # plans are values
+
     @staticmethod
     def of(boxes: Boxes, source: Ints, target: Ints, *, term: Ints | int = 0, step: int = 0) -> Copies:
         """Copies of one step, not yet in rounds."""

@@ -34,12 +34,16 @@ def to_json(plan: Plan, *, copies: bool = False) -> str:
         "copies_fingerprint": digest(plan.copies),
     }
     if copies:
-        found["copies"] = [
-            {"source": c.source, "target": c.target, "lo": c.box.lo, "hi": c.box.hi}
-            | {"term": c.term, "step": c.step, "round": c.round}
-            for c in plan.copies
-        ]
+        found["copies"] = _listed(plan.copies)
     return json.dumps(found)
+
+
+def _listed(copies: Copies) -> list[dict[str, Any]]:
+    return [
+        {"source": c.source, "target": c.target, "lo": list(c.box.lo), "hi": list(c.box.hi)}
+        | {"term": c.term, "step": c.step, "round": c.round}
+        for c in copies
+    ]
 
 
 def from_json(text: str, make: Callable[..., Plan]) -> Plan:
@@ -52,6 +56,8 @@ def from_json(text: str, make: Callable[..., Plan]) -> Plan:
         for side, layout in ("source", source), ("target", target):
             _same(f"the fingerprint of the {side}", found[side]["fingerprint"], layout.fingerprint)
         _same("the fingerprint of the copies", found["copies_fingerprint"], digest(plan.copies))
+        if "copies" in found and found["copies"] != _listed(plan.copies):
+            raise PlanError("the copies in the plan file are not those of its plan")
         for total in "bytes_moved", "messages", "peak_bytes":
             _same(total, found[total], getattr(plan, total))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -72,9 +78,9 @@ def digest(copies: Copies) -> str:
 def _read(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except (RecursionError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise PlanError(f"this is not a plan file: {error}") from None
-    if not isinstance(found, dict) or found.get("shardwise_plan") != VERSION:
+    if not isinstance(found, dict) or repr(found.get("shardwise_plan")) != repr(VERSION):
         version = found.get("shardwise_plan") if isinstance(found, dict) else None
         raise PlanError(f"this is not a plan file of version {VERSION}: it says {version!r}")
     return found

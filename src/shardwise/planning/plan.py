@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
@@ -70,6 +71,11 @@ class Plan:
     hosts: Hosts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.source.shape != self.target.shape:
+            here, there = self.source.shape, self.target.shape
+            raise PlanError(f"a plan needs one shape, but the source has {here} and the target {there}")
+        if prod(self.source.shape) * self._takers.most * self.source.terms * self.itemsize >= 2**62:
+            raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
         if self.max_bytes is not None and not self._rounds:  # made now, so that a limit that cannot be kept is refused
             raise PlanError("a plan takes at least one step")
 
@@ -83,7 +89,9 @@ class Plan:
 
     def for_owner(self, owner: int) -> Part:
         """The copies of one owner, at the cost of its own: the same as in `copies`, without looking at all of them."""
-        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, owner)
+        if owner not in self.source and owner not in self.target:
+            raise PlanError(f"owner {owner!r} has no part in the plan from {self.source!r} to {self.target!r}")
+        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, int(owner))
 
     def _copies_of(self, owner: int) -> Copies:
         """What `copies` has of one owner."""
@@ -303,10 +311,9 @@ def plan(
     9
     """
     source, target = _layout(source, "source"), _layout(target, "target")
-    if source.shape != target.shape:
-        raise PlanError(f"a plan needs one shape, but the source has {source.shape} and the target {target.shape}")
     if relabel:
-        target = target.relabel(fewest_bytes(source, target))
+        moved = target.relabel(fewest_bytes(source, target))
+        target = min(target, moved, key=lambda layout: Plan(source, layout).lower_bound)
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
     where = None if hosts is None else Hosts.of(hosts, np.union1d(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
@@ -325,9 +332,7 @@ def _part(
 ) -> Part:
     """Kept by value: a model has thousands of tensors, but few different pairs of layouts."""
     made = Plan(source, target, itemsize, max_bytes, hosts)
-    if owner not in source and owner not in target:
-        raise PlanError(f"owner {owner!r} has no part in the plan from {source!r} to {target!r}")
-    return Part(int(owner), made._copies_of(int(owner)), made._fill(int(owner)))
+    return Part(owner, made._copies_of(owner), made._fill(owner))
 
 
 def _positive(value: object, what: str, most: int) -> int:

@@ -15,6 +15,9 @@ EXACT = 256  # owners up to which the best permutation is found; above, a greedy
 def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
     """Target owner -> the owner to take its place, so that the fewest bytes move.
 
+    The best there is for up to 256 owners, unless terms are reduced for several takers: there what one owner saves
+    depends on the others.
+
     >>> rows = Layout.chunk((8, 2), 0, owners=4)
     >>> fewest_bytes(rows, rows.relabel({0: 3, 3: 0}))
     {0: 3, 1: 1, 2: 2, 3: 0}
@@ -36,11 +39,13 @@ def _kept(source: Layout, target: Layout, owners: Ints) -> tuple[Ints, Ints, Int
     """Cells of the block of target owner i that owner j holds already: i, j (numbers in `owners`) and how many."""
     regions = all_regions(source, target)
     volume, keys, cells = regions.boxes.volumes(), [ints([])], [ints([])]
+    same = (source.op, source.terms) == (target.op, target.terms)
+    first_only = not same and target.op in ("sum", "product", "bxor")  # the other terms start neutral
     for here in range(source.terms):
         held, holder = source.form.holders.expand(regions.source * source.terms + here)
         mine = np.isin(holder, owners)
         held, holder = held[mine], holder[mine]
-        for there in range(target.terms):
+        for there in [here] if same else range(1 if first_only else target.terms):
             rows, taker = target.form.holders.expand(regions.target[held] * target.terms + there)
             keys.append(owners.searchsorted(taker) * len(owners) + owners.searchsorted(holder[rows]))
             cells.append(volume[held[rows]])

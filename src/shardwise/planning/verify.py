@@ -12,6 +12,8 @@ from shardwise.planning.copies import Copies
 
 def verify(source: Layout, target: Layout, copies: Copies, *, reducing: bool) -> None:
     """Raise a PlanError unless every target cell is written exactly once, from owners that have it by then."""
+    if copies.step.min(initial=0) < 0 or copies.round.min(initial=0) < 0:
+        raise PlanError("steps and rounds are counted from 0")
     owners = different(np.concatenate([source.form.owners, target.form.owners, copies.source, copies.target]))
     results = copies.take((copies.step > 0) | (copies.term == 0)) if reducing else copies
     owner, wanted = _wanted(source, target)
