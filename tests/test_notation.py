@@ -107,7 +107,7 @@ BAD = [
     ("8x6/r@4", 4, ["did you mean R?"]),
     ("8x6/S0,@2x2", 7, ["a placement"]),
     ("8x6/S0:@4", 6, ["'@'"]),
-    ("8x6/Pmean@4", 5, ["'@'"]),
+    ("8x6/Pmean@4", 5, ["a reduction", "avg"]),
     ("8x6/S0", 6, ["'@'", "fsdp=4,tp=2"]),
     ("8x6/S0@", 7, ["how many owners"]),
     ("8x6/S0@four", 7, ["how many owners"]),

@@ -13,6 +13,7 @@ from shardwise import report
 from shardwise.demo import run as run_demo
 from shardwise.errors import ShardwiseError
 from shardwise.layout import parse
+from shardwise.notation import write_ranges
 from shardwise.planning import plan as make_plan
 
 app = typer.Typer(
@@ -38,6 +39,9 @@ def show(layout: LayoutText) -> None:
     terms = "" if found.op is None else f", {found.terms} terms to {found.op}"
     typer.echo(f"{found}: shape {found.shape} over {len(found.owners())} owners{terms}\n")
     typer.echo(report.draw(found))
+    idle = [owner for owner in found.owners() if not found.pieces(owner)]
+    if idle:
+        typer.echo(f"\nnothing on owner {write_ranges(idle)}")
 
 
 @app.command()

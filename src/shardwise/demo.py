@@ -60,7 +60,7 @@ def _plans() -> Iterator[tuple[str, Plan, int]]:
 
 
 def _table(plans: list[tuple[str, Plan, int]]) -> Table:
-    table = Table("tensors", "trainer", "server", "moves", "stays", "messages")
+    table = Table("tensors, figures for each", "trainer", "server", "moves", "stays", "messages")
     for column in table.columns[3:]:
         column.justify = "right"
     for name, made, times in plans:

@@ -182,6 +182,11 @@ class _Reader:
         return first, self._number(expected)
 
     def _placement(self) -> str:
+        if re.match(r"P[a-z]+", self.text[self.at :]) and not re.match(
+            rf"P({'|'.join(OPERATIONS)})\b", self.text[self.at :]
+        ):
+            self.at += 1
+            self._fail(f"a reduction: {', '.join(OPERATIONS)}")
         return self._match(
             PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
         )

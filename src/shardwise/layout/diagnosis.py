@@ -36,6 +36,15 @@ class Diagnosis:
     def __bool__(self) -> bool:
         return bool(self.gaps or self.overlaps)
 
+    def remedy(self) -> str:
+        """What to do about it."""
+        overlap = (
+            "make overlapping boxes equal (replicas) or disjoint, or say\n"
+            'overlap="replicas" (in the notation overlapping=) if overlapping cells hold equal values.'
+        )
+        words = ["give the cells without an owner to one"] * bool(self.gaps) + [overlap] * bool(self.overlaps)
+        return "; ".join(words)
+
     def __str__(self) -> str:
         lines = [f"{box} has no owner" for box in self.gaps[:SHOWN]]
         lines += [f"... and {len(self.gaps) - SHOWN} more boxes without an owner"] * (len(self.gaps) > SHOWN)

@@ -273,13 +273,12 @@ class Layout:
           [7:8, 0:6] has no owner
           owners 0 and 1 both hold [3:4, 0:6]
         Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, or say
-        overlap="replicas" if overlapping cells hold equal values.
+        overlap="replicas" (in the notation overlapping=) if overlapping cells hold equal values.
         """
         if self.diagnosis:
             raise LayoutError(
                 f"the pieces of {self.brief()} do not cover shape {self.shape} exactly:\n{self.diagnosis}\n"
-                "Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, "
-                'or say\noverlap="replicas" if overlapping cells hold equal values.'
+                f"Remedy: {self.diagnosis.remedy()}"
             )
         return self
 

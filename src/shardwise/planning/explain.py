@@ -21,7 +21,7 @@ def explain(plan: Plan) -> str:
         f"to    {plan.target.brief()}",
         "",
         f"moves {size(moved)} of {size(total)} between owners; {size(plan.bytes_local)} stay where they are",
-        f"no plan can move less than {size(plan.lower_bound)}",
+        *[f"no plan can move less than {size(plan.lower_bound)}"] * (plan.carrying or plan.target.terms == 1),
         f"{count(plan.messages, 'message')} in {count(plan.rounds, 'round')}; "
         f"an owner stages at most {size(plan.peak_bytes)} at a time",
     ]
@@ -32,22 +32,23 @@ def _steps(plan: Plan) -> list[str]:
     """What happens in which order, where that is more than one exchange."""
     reduces = f"{plan.source.op} of {plan.source.terms} terms, in their order"
     first = [f"reduces on arrival: {reduces}"] if plan.reducing else []
-    return first + ["hands on inside, in a later step, what arrived before"] * bool(plan.copies.step.any())
+    return first + ["then hands on, in a later step, what arrived"] * bool(plan.copies.step.any())
 
 
 def _table(plan: Plan) -> list[str]:
-    """Owners with what they keep, send and receive."""
+    """Owners with what they keep, send and receive; of many the first and the last."""
     local = plan.copies.take(~plan.copies.remote)
     kept = totals(
         local.volumes * plan.itemsize, ints(plan.owners).searchsorted(local.target), len(plan.owners)
     ).tolist()
     sent, received = plan.sent, plan.received
     rows = [["owner", "keeps", "sends", "receives"]]
-    for owner, bytes_kept in list(zip(plan.owners, kept, strict=True))[:MOST_ROWS]:
+    for owner, bytes_kept in zip(plan.owners, kept, strict=True):
         rows.append([str(owner), size(bytes_kept), size(sent[owner]), size(received[owner])])
-    lines = columns(rows)
+    half = MOST_ROWS // 2
+    lines = columns(rows if len(rows) <= MOST_ROWS + 1 else [*rows[: half + 1], ["..."] * 4, *rows[-half:]])
     more = len(plan.owners) - MOST_ROWS
-    return lines + [f"... and {more:,} more owners; the mean load is {plan.balance:.0%} of the busiest"] * (more > 0)
+    return lines + [f"{more:,} more owners between; the mean load is {plan.balance:.0%} of the busiest"] * (more > 0)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -207,7 +207,8 @@ class Plan:
         """The fewest bytes that any plan could send: counted from the layouts, not from the copies.
 
         A taker that lacks a cell must receive it once. A cell that is reduced from t terms must bring all of them to
-        one owner, and from there to all other takers.
+        one owner, and from there to all other takers. (From one partial layout to a different one the value is always
+        reduced first; a plan that did not would do with less, in another order of terms.)
         """
         boxes, row, need = self._need(all_regions(self.source, self.target))
         holders, volume = self.source.form.holders, boxes.volumes()
@@ -259,7 +260,11 @@ class Plan:
         return self.traffic.matrix()
 
     def estimate(self, **model: float) -> float:
-        """Seconds by a simple model of latencies and bandwidths: see `Traffic.estimate` for its parameters."""
+        """Seconds, by a simple model: in every round the busiest owner pays for its messages and its bytes.
+
+        `latency` (20e-6 s) and `bandwidth` (10e9 bytes/s each way) hold between hosts, `host_latency` (5e-6) and
+        `host_bandwidth` (50e9) inside one; without `hosts=` every message counts as one between hosts.
+        """
         return self.traffic.estimate(**model)
 
     # --- what it is good for -----------------------------------------------------------------------------------------

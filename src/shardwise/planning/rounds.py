@@ -26,7 +26,8 @@ def rounds_of_steps(max_bytes: int, itemsize: int, loads: tuple[int, ...], owner
     if cells <= slack:
         raise PlanError(
             f"max_bytes={max_bytes} is too little for {owners} owners and {itemsize} bytes per element: an owner may "
-            f"have to stage one element for each of its peers; give at least {(slack + 1) * itemsize}"
+            f"have to stage an element for and from each of its peers, and one more; give at least "
+            f"{(slack + 1) * itemsize}"
         )
     rounds = tuple(1 if load <= cells else -(-load // (cells - slack)) for load in loads)
     if max(rounds) > MOST_ROUNDS:
