@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
+from operator import index
 
 import numpy as np
 
@@ -74,8 +75,6 @@ class Plan:
         if self.source.shape != self.target.shape:
             here, there = self.source.shape, self.target.shape
             raise PlanError(f"a plan needs one shape, but the source has {here} and the target {there}")
-        if prod(self.source.shape) * self._takers.most * self.source.terms * self.itemsize >= 2**62:
-            raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
         if self.max_bytes is not None and not self._rounds:  # made now, so that a limit that cannot be kept is refused
             raise PlanError("a plan takes at least one step")
 
@@ -89,9 +88,11 @@ class Plan:
 
     def for_owner(self, owner: int) -> Part:
         """The copies of one owner, at the cost of its own: the same as in `copies`, without looking at all of them."""
-        if owner not in self.source and owner not in self.target:
-            raise PlanError(f"owner {owner!r} has no part in the plan from {self.source!r} to {self.target!r}")
-        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, int(owner))
+        try:
+            number = index(owner)
+        except TypeError:
+            raise PlanError(f"owner {owner!r} has no part in a plan: owners are whole numbers") from None
+        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, number)
 
     def _copies_of(self, owner: int) -> Copies:
         """What `copies` has of one owner."""
@@ -117,6 +118,8 @@ class Plan:
     def _need(self, regions: Regions, only: int | None = None) -> tuple[Boxes, Ints, Need]:
         """The boxes to deliver, for each its row of holders (of its first term), and who needs it."""
         terms, takers = self.source.terms, self._takers
+        if prod(self.source.shape) * takers.most * terms * self.itemsize >= 2**62:
+            raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
         if self.carrying and terms > 1:  # every term is a region of its own
             region, term = np.divmod(np.arange(regions.boxes.count * terms), terms)
             regions = regions.take(region)
@@ -337,6 +340,8 @@ def _part(
 ) -> Part:
     """Kept by value: a model has thousands of tensors, but few different pairs of layouts."""
     made = Plan(source, target, itemsize, max_bytes, hosts)
+    if owner not in source and owner not in target:
+        raise PlanError(f"owner {owner} has no part in the plan from {source!r} to {target!r}")
     return Part(owner, made._copies_of(owner), made._fill(owner))
 
 
