@@ -17,9 +17,9 @@ ABOUT = """
 1,000 tensors, each saved as 64 row shards, are to be loaded: what one rank has to read of each. Ours is
 `plan(source, target, itemsize=2).for_owner(rank)`, one tensor after the other, on layouts that know their fingerprints
 (parts are remembered by these; nothing is remembered at the start); "with construction" in a note includes making all
-layouts and their fingerprints. The peer is DCP's `create_read_items_for_chunk_list` with the rank's chunk of each
-tensor; its objects are made before the clock starts. Both sides must find equally many copies to the rank; ours also
-says what the rank has to send, as it would between processes.
+layouts and their fingerprints. The peer is DCP's local load plan, `create_default_local_load_plan`, of a state dict of
+DTensors; these and the checkpoint's metadata are made before the clock starts. Both sides must find equally many copies
+to the rank; ours also says what the rank has to send, as it would between processes.
 """
 COUNT, SHARDS, RANK = 1_000, 64, 3
 SERVERS, TRAINERS = Mesh(fsdp=1, tp=8), Mesh(fsdp=8, tp=8)
@@ -50,16 +50,20 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def _row(case: str, tensors: Tensors, mesh: Mesh, effort: Effort) -> Row:
-    asked = [_load(*pair) for pair in _layouts(tensors, mesh)[: len(tensors)]]
-    ours, constructed, peer = interleaved(
+    loads = [(_load(*pair), pair[1].local_shape(RANK)) for pair in _layouts(tensors, mesh)[: len(tensors)]]
+    asked = [(*load, placement) for load, (_, placement) in zip(loads, tensors, strict=True)]
+    model = peers.model(list(islice(cycle(asked), COUNT)), mesh, RANK)
+    ours, constructed, peer, items = interleaved(
         Job(_parts, lambda: _layouts(tensors, mesh), effort.peer),
         Job(lambda _: _parts(_layouts(tensors, mesh)), repeats=effort.slow_peer),
-        Job(lambda _: [len(peers.read_items(load)) for load in islice(cycle(asked), COUNT)], repeats=effort.peer),
+        Job(lambda _: peers.local_load_plan(model), repeats=effort.peer),
+        Job(lambda _: [len(peers.read_items(load)) for load, *_ in islice(cycle(asked), COUNT)], repeats=effort.peer),
     )
-    found, expected = sum(int((part.copies.target == RANK).sum()) for part in ours.result), sum(peer.result)
-    if found != expected:
-        raise RuntimeError(f"{case}: {found} copies, but the peer finds {expected}")
-    note = f"{found:,} copies to the rank; with construction {seconds(constructed.seconds)}"
+    found = sum(int((part.copies.target == RANK).sum()) for part in ours.result)
+    if {found} != {peer.result, sum(items.result)}:
+        raise RuntimeError(f"{case}: {found} copies, but the peer finds {peer.result} and {sum(items.result)}")
+    alone = f"DCP's search for overlapping chunks alone {seconds(items.seconds)}"
+    note = f"{found:,} copies to the rank; {alone}; ours with construction {seconds(constructed.seconds)}"
     return Row(case, ours.seconds, peer.seconds, "DCP", Target(50), note)
 
 

@@ -6,13 +6,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.tilings import Corners
+from shardwise import Mesh
 
 
 class Load(NamedTuple):
@@ -50,3 +61,34 @@ def shards(corners: Corners) -> list[ShardMetadata]:
 def validate(asked: list[ShardMetadata]) -> None:
     """torch's own: raises where two shards overlap."""
     validate_non_overlapping_shards_metadata(asked)
+
+
+class Model(NamedTuple):
+    """A rank's state dict of DTensors without data, and what a checkpoint says of it."""
+
+    state: dict[str, DTensor]
+    saved: Metadata
+
+
+def model(tensors: Sequence[tuple[Load, Sequence[int], str]], mesh: Mesh, rank: int) -> Model:
+    """Tensors (as saved, the rank's local shape, placement on the last axis) in a world that is only pretended."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
+    devices = DeviceMesh("cpu", mesh.ranks.tolist())
+    state = {
+        f"weight{n}": DTensor.from_local(
+            torch.empty(local, device="meta"),
+            devices,
+            [Shard(int(word[1:])) if word != "R" else Replicate() for word in ("S0", placement)],
+            run_check=False,
+            shape=load.saved.size,
+            stride=torch.empty(load.saved.size, device="meta").stride(),
+        )
+        for n, (load, local, placement) in enumerate(tensors)
+    }
+    return Model(state, Metadata({name: load.saved for name, (load, *_) in zip(state, tensors, strict=True)}))
+
+
+def local_load_plan(asked: Model) -> int:
+    """How many items torch's local load plan has."""
+    return len(create_default_local_load_plan(asked.state, asked.saved, True).items)

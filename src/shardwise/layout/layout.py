@@ -275,7 +275,7 @@ class Layout:
         Remedy: give the cells without an owner to one; make overlapping boxes equal (replicas) or disjoint, or say
         overlap="replicas" (in the notation overlapping=) if overlapping cells hold equal values.
         """
-        if self.diagnosis:
+        if isinstance(self.form, Listing) and self.diagnosis:  # grids cover all by construction
             raise LayoutError(
                 f"the pieces of {self.brief()} do not cover shape {self.shape} exactly:\n{self.diagnosis}\n"
                 f"Remedy: {self.diagnosis.remedy()}"

@@ -340,9 +340,10 @@ def _part(
 ) -> Part:
     """Kept by value: a model has thousands of tensors, but few different pairs of layouts."""
     made = Plan(source, target, itemsize, max_bytes, hosts)
-    if owner not in source and owner not in target:
+    copies = made._copies_of(owner)
+    if not len(copies) and owner not in source and owner not in target:
         raise PlanError(f"owner {owner} has no part in the plan from {source!r} to {target!r}")
-    return Part(owner, made._copies_of(owner), made._fill(owner))
+    return Part(owner, copies, made._fill(owner))
 
 
 def _positive(value: object, what: str, most: int) -> int:
