@@ -100,7 +100,7 @@ WHOLE_VALUES = [kind for kind in strategies.KINDS if kind != "partial"]
 
 
 @given(st.sampled_from([(), (0,), (2,), (3,), (2, 2), (0, 2)]), st.data())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_layouts_are_equal_exactly_where_all_buffers_are(shape, data):
     one, other = (data.draw(strategies.layouts(shape, WHOLE_VALUES, max_owners=1 + len(shape))) for _ in range(2))
     mine, theirs = (spelled(buffers(layout, numbered(shape))) for layout in (one, other))

@@ -116,39 +116,36 @@ def test_very_many_replicas_of_very_many_cells_do_not_overflow():
 
 # --- one of 16,384 owners --------------------------------------------------------------------------------------------
 
-WORLD = Mesh(a=16, b=32, c=32)
+WORLD = (16, 32, 32)
+SHAPE = (64, 96, 160)
 
 
-def corners(layout):
-    """lo and hi of every owner's one piece, and its owner."""
-    pieces = [(owner, layout.pieces(owner)[0].box) for owner in layout.owners()]
-    return (np.array(column) for column in zip(*((o, b.lo, b.hi) for o, b in pieces), strict=True))
+def corners(dims):
+    """lo and hi of every owner's box, where mesh axis n splits dim `dims[n]`."""
+    place = np.indices(WORLD).reshape(3, -1)
+    lo, hi = np.empty((2, place.shape[1], 3), dtype=int)
+    for axis, dim in enumerate(dims):
+        size = -(-SHAPE[dim] // WORLD[axis])
+        lo[:, dim] = np.minimum(place[axis] * size, SHAPE[dim])
+        hi[:, dim] = np.minimum(lo[:, dim] + size, SHAPE[dim])
+    return lo, hi
 
 
 def meeting(owner, own, others):
-    """(other owner, lo, hi) wherever a piece of `owner` in one layout shares cells with a piece in the other."""
-    (mine,) = own.pieces(owner)
-    who, lo, hi = others
-    lo, hi = np.maximum(lo, mine.box.lo), np.minimum(hi, mine.box.hi)
-    found = np.flatnonzero((lo < hi).all(axis=1))
-    return {(int(who[i]), tuple(lo[i].tolist()), tuple(hi[i].tolist())) for i in found}
+    """(other owner, box) wherever the box of `owner` in one layout shares cells with a box in the other."""
+    lo, hi = np.maximum(own[0][owner], others[0]), np.minimum(own[1][owner], others[1])
+    return {(int(i), Box(lo[i], hi[i])) for i in np.flatnonzero((lo < hi).all(axis=1))}
 
 
-def test_one_owners_part_of_a_very_large_plan_is_what_its_pieces_meet():
-    shape = (64, 96, 160)
-    source = Layout.on_mesh(shape, WORLD, ["S0", "S1", "S2"])
-    target = Layout.on_mesh(shape, WORLD, ["S2", "S0", "S1"])
+def test_one_owners_part_of_a_very_large_plan_is_what_its_boxes_meet():
+    source, target = (Layout.on_mesh(SHAPE, WORLD, [f"S{d}" for d in dims]) for dims in ((0, 1, 2), (2, 0, 1)))
     made = plan(source, target)
-    everybody = [tuple(corners(layout)) for layout in (source, target)]
+    here, there = corners((0, 1, 2)), corners((2, 0, 1))
     for owner in (0, 777, 9999, 16383):
-        part = made.for_owner(owner)
-        assert {(c.target, c.box.lo, c.box.hi) for c in part.copies if c.source == owner} == meeting(
-            owner, source, everybody[1]
-        )
-        assert {(c.source, c.box.lo, c.box.hi) for c in part.copies if c.target == owner} == meeting(
-            owner, target, everybody[0]
-        )
-        assert "copies" not in made.__dict__  # nobody had to look at everybody
+        copies = made.for_owner(owner).copies
+        assert {(c.target, c.box) for c in copies if c.source == owner} == meeting(owner, here, there)
+        assert {(c.source, c.box) for c in copies if c.target == owner} == meeting(owner, there, here)
+    assert "copies" not in made.__dict__  # nobody had to look at everybody
 
 
 def test_parts_of_a_large_plan_with_replicas_agree_with_the_whole():

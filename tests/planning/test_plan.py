@@ -32,6 +32,7 @@ LISTED = ["boxes", "overlapping", "flat"]
 
 
 @given(strategies.pairs())
+@settings(max_examples=80)
 def test_every_plan_proves_itself_and_brings_the_values(pair):
     assert_right(plan(*pair))
 
@@ -81,13 +82,14 @@ def test_small_and_empty_tensors_have_plans(shape):
 
 
 @given(hosted(), st.booleans())
+@settings(max_examples=60)
 def test_an_owners_part_is_its_share_of_the_whole_plan(case, with_hosts):
     source, target, hosts = case
     assert_parts_agree(plan(source, target, hosts=hosts if with_hosts else None))
 
 
 @given(limited())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_an_owners_part_is_its_share_of_the_rounds(made):
     assert_parts_agree(made)
 
@@ -129,7 +131,7 @@ def test_owners_may_have_any_numbers(source, target):
 
 
 @given(limited())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_no_owner_stages_more_than_the_limit(made):
     found = staged(made)
     assert max(found.values(), default=0) == made.peak_bytes
@@ -159,10 +161,23 @@ def test_a_host_receives_each_cell_that_it_lacks_once_and_no_other(case):
 
 
 @given(hosted())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_plans_with_hosts_are_right(case):
     source, target, hosts = case
     assert_right(plan(source, target, hosts=hosts))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "hosts"),
+    [
+        ("2/P@2", "2/R,R,S0@2x3x3", {owner: owner == 1 for owner in range(18)}),
+        ("1/P@2", "1/P,R@2x2", {0: "a", 1: "b", 2: "a", 3: "a"}),
+    ],
+)
+def test_terms_that_are_handed_on_inside_hosts_come_from_one_owner(source, target, hosts):
+    made = plan(source, target, hosts=hosts)
+    assert_parts_agree(made)
+    assert_right(made)
 
 
 def test_hosts_are_given_by_number_by_map_or_by_mesh():
@@ -208,7 +223,7 @@ def assert_merged(made):
 
 
 @given(strategies.pairs(FULL))
-@settings(max_examples=60)
+@settings(max_examples=50)
 def test_copies_of_one_pair_that_touch_are_one(pair):
     assert_merged(plan(*pair))
 

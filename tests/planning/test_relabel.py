@@ -79,3 +79,16 @@ def test_large_worlds_are_never_worse_off():
     source = Layout.chunk((3000, 2), 0, random.permutation(400).tolist())
     target = Layout.cyclic((3000, 2), 0, 5, random.permutation(400).tolist())
     assert plan(source, target, relabel=True).bytes_moved <= plan(source, target).bytes_moved
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "least"),
+    [
+        ("4x3/S1,P@2x2", "4x3/P,S1@2x2:2,0,1,3", 0),  # terms are carried: only the same term counts
+        ("1/S0@2", "1/P@2:1,0", 0),  # a sum needs the value in its first term only
+        ("1x3/P,S1@2x2:0,1,3,2", "1x3/S0,R@2x2", 24),  # reduced for several takers: never worse than before
+    ],
+)
+def test_partial_sums_are_relabelled_by_what_they_save(source, target, least):
+    made = plan(source, target, relabel=True).verify()
+    assert made.bytes_moved == least <= plan(source, target).bytes_moved

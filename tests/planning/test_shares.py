@@ -24,7 +24,7 @@ def shares_of_two_cells():
 
 
 @given(hosted(FULL))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_relays_that_are_shared_cross_between_hosts_once(case):
     source, target, hosts = case
     made = plan(source, target, hosts=hosts)
@@ -33,14 +33,14 @@ def test_relays_that_are_shared_cross_between_hosts_once(case):
 
 
 @given(hosted())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_parts_agree_on_who_has_which_share(case):
     source, target, hosts = case
     assert_parts_agree(plan(source, target, hosts=hosts))
 
 
 @given(strategies.pairs(["partial"]))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_reductions_that_are_shared_are_right(pair):
     made = plan(*pair)
     assert_right(made)
@@ -48,7 +48,7 @@ def test_reductions_that_are_shared_are_right(pair):
 
 
 @given(limited())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_no_owner_stages_more_than_the_limit(made):
     made.verify()
     assert max(staged(made).values(), default=0) == made.peak_bytes <= made.max_bytes

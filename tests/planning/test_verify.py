@@ -23,11 +23,12 @@ PLANS = {
     "reduced": plan("8x6/P@3", "8x6/S0@3"),
     "shared": plan("8x6/P@4", "8x6/R@4"),
     "shared and relayed": plan("8x6/P@4", "8x6/R@8", hosts=2),
-    "reduced in rounds": plan("8x6/P@3", "8x6/S0@3", itemsize=1, max_bytes=9),
+    "reduced in rounds": plan("12/P@3", "12/S0@3", itemsize=1, max_bytes=7),
     "terms": plan("8x6/P,S0@2x2", "8x6/P,S1@2x2"),
     "terms with replicas": plan("8x6/P,R@2x2", "8x6/P,S1@2x2"),
+    "terms relayed": plan("8x6/P@2", "8x6/P,R@2x2", hosts=2),
     "filled": plan("8x6/S0@3", "8x6/P@3"),
-    "rounds": plan("8x6/S0@4", "8x6/S1@4", itemsize=1, max_bytes=9),
+    "rounds": plan("8x6/S0@4", "8x6/S1@4", itemsize=1, max_bytes=12),
     "scalar": plan("scalar/R@1", "scalar/R@3"),
 }
 every_plan = pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)

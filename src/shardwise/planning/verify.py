@@ -63,7 +63,8 @@ def _terms_arrive_together(owners: Ints, copies: Copies, terms: int) -> None:
 def _terms_stay(source: Layout, target: Layout, copies: Copies) -> None:
     """Where terms are carried over, each comes from a holder of the same term."""
     if source.terms == target.terms:
-        here, there = source.form.holders.term_of(copies.source), target.form.holders.term_of(copies.target)
+        there, relayed = target.form.holders.term_of(copies.target), target.form.holders.term_of(copies.source)
+        here = np.where(copies.step > 0, relayed, source.form.holders.term_of(copies.source))
         wrong = np.flatnonzero(here != there)
         if len(wrong):
             copy = copies[int(wrong[0])]
