@@ -15,13 +15,17 @@ LAYERS = [
     "layout",
     "planning",
     "report",
+    "exchange",
+    "wires",
+    "dtensor",
+    "tensor",
     "testing",
     "demo",
     "cli",
     "__main__",
     "__init__",
 ]
-CORE = LAYERS[: LAYERS.index("testing")]
+CORE = LAYERS[: LAYERS.index("exchange")]
 
 
 def names(node, package):

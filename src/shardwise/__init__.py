@@ -1,9 +1,15 @@
-"""Any sharding of a tensor to any other: where every cell lives (`Layout`), and how to move it (`Plan`)."""
+"""Any sharding of a tensor to any other: where every cell lives (`Layout`), how to move it (`Plan`), and `reshard`."""
 
-from shardwise.errors import LayoutError, NotationError, PlanError, ShardwiseError
+import importlib
+import typing
+
+from shardwise.errors import ExchangeError, LayoutError, NotationError, PlanError, ShardwiseError
 from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
 from shardwise.planning import Copies, Copy, Part, Plan, plan
+
+if typing.TYPE_CHECKING:
+    from shardwise.tensor import Handle, ShardedTensor, fingerprint, layout_of, release_staging, reshard
 
 __version__ = "0.1.0"
 
@@ -11,6 +17,8 @@ __all__ = [
     "Box",
     "Copies",
     "Copy",
+    "ExchangeError",
+    "Handle",
     "Layout",
     "LayoutError",
     "Mesh",
@@ -22,8 +30,26 @@ __all__ = [
     "PlanError",
     "Replicate",
     "Shard",
+    "ShardedTensor",
     "ShardwiseError",
     "StridedShard",
+    "fingerprint",
+    "layout_of",
     "parse",
     "plan",
+    "release_staging",
+    "reshard",
 ]
+
+_WITH_TORCH = {"Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"}
+
+
+def __getattr__(name: str) -> typing.Any:
+    """The names that need torch, which takes seconds to import: only when they are used."""
+    if name in _WITH_TORCH:
+        return getattr(importlib.import_module("shardwise.tensor"), name)
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WITH_TORCH})

@@ -3,7 +3,8 @@
 ShardwiseError
 ├── LayoutError (also ValueError)      a layout that cannot be, or does not cover its tensor
 │   └── NotationError                  a text that is not a layout: knows the position
-└── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
+├── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
+└── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a wire that broke
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class NotationError(LayoutError):
 
 class PlanError(ShardwiseError, ValueError):
     """A move that cannot be planned, or a plan that is used on layouts it was not made for."""
+
+
+class ExchangeError(ShardwiseError, RuntimeError):
+    """Ranks that disagree, a rank that cannot take part, or a wire that broke. Every rank of the group raises it."""
 
 
 def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:

@@ -257,6 +257,22 @@ class Layout:
             raise LayoutError(f"no owner {owner!r} in {self!r}: it has {len(owners)} owners ({shown})")
         return int(owner)
 
+    def whole(self) -> Layout:
+        """The same layout where every term of a partial one is a replica of the value: so lie its gradients.
+
+        >>> print(parse("8x6/P,S1@2x3").whole())
+        8x6/R,S1@2x3
+        """
+        return self._whole
+
+    @cached_property
+    def _whole(self) -> Layout:
+        if self.op is None:
+            return self
+        s = self.spelling  # only meshes have terms
+        words = [Replicate() if str(word).startswith("P") else word for word in s.items]
+        return Layout.on_mesh(self.shape, Mesh.of(s.mesh, s.names, ranks=s.owners), words)
+
     # --- validity ----------------------------------------------------------------------------------------------------
 
     @cached_property

@@ -1,0 +1,248 @@
+"""torch's own sharded tensors as layouts, and back: DTensor, DeviceMesh, ShardedTensor and its specs.
+
+The only file that knows torch's private names. Each kind of container answers the same questions: its layout, the
+tensors that autograd sees, this rank's local tensors, and how to put the container together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardwise.layout.mesh as ours
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.checks import checked_dim
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """DTensors of one shape on a device mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    order: Any = None  # in which mesh dims split a tensor dim, where torch keeps that apart from the placements
+
+    @staticmethod
+    def of(x: DTensor) -> OnMesh:
+        """How a DTensor lies."""
+        return OnMesh(x.device_mesh, x.placements, tuple(x.shape), getattr(x._spec, "shard_order", None))
+
+    @property
+    def layout(self) -> Layout:
+        """Kept by value: making one takes longer than moving a small tensor."""
+        return _mesh_layout(self)
+
+    @property
+    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """The process group of the mesh; for several axes the default group, and the ranks of it that are meant."""
+        if self.mesh.ndim == 1:
+            return self.mesh.get_group(), _ranks(self.mesh)
+        return default_group(), _ranks(self.mesh)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its local tensors are."""
+        return torch.device(self.mesh.device_type)
+
+    def taken(self, x: DTensor) -> list[torch.Tensor]:
+        """A DTensor is itself what autograd sees."""
+        return [x]
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """This rank's part, where it is in the mesh."""
+        with torch.no_grad():
+            return [x.to_local() for x in tensors if isinstance(x, DTensor) and self._here]
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """The DTensor with this local tensor. The shape is given: torch cannot know it where shards are uneven."""
+        if not self._here:
+            return []
+        shape = torch.Size(self.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return [DTensor.from_local(local[0], self.mesh, self.placements, run_check=False, shape=shape, stride=stride)]
+
+    def closed(self, tensors: Tensors) -> DTensor | None:
+        """What the user gets: None outside the mesh."""
+        return tensors[0] if tensors else None  # type: ignore[return-value]
+
+    def gradient(self) -> OnMesh:
+        """How the gradient lies: torch's rule, whole where the value was partial."""
+        return replace(self, placements=tuple(Replicate() if p.is_partial() else p for p in self.placements))
+
+    @property
+    def _here(self) -> bool:
+        return self.mesh.get_coordinate() is not None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """torch's ShardedTensor: boxes, each a tensor of its own."""
+
+    layout: Layout
+    metadata: Any
+    spec: Any
+    process_group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(x: Any) -> Shards:
+        """How a ShardedTensor lies."""
+        metadata = x.metadata()
+        group = getattr(x, "_process_group", None)
+        return Shards(_metadata_layout(metadata), metadata, x.sharding_spec(), group)
+
+    @staticmethod
+    def by(spec: Any, shape: Sequence[int], group: dist.ProcessGroup | None = None) -> Shards:
+        """How a tensor of that shape lies by a sharding spec."""
+        from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+        metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
+        return Shards(_metadata_layout(metadata), metadata, spec, group)
+
+    @property
+    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
+        """Its process group."""
+        if self.process_group is None:
+            return None
+        return self.process_group, tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where this rank's shards are."""
+        mine = [m.placement.device() for m in self._mine()]
+        return torch.device(mine[0]) if mine else None
+
+    def taken(self, x: Any) -> list[torch.Tensor]:
+        """The local shards, in the order of the metadata."""
+        found = {tuple(s.metadata.shard_offsets + s.metadata.shard_sizes): s.tensor for s in x.local_shards()}
+        return [found[tuple(m.shard_offsets + m.shard_sizes)] for m in self._mine()]
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """They are plain tensors."""
+        return [t.detach() for t in tensors]
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """They are plain tensors."""
+        return list(local)
+
+    def closed(self, tensors: Tensors) -> Any:
+        """A ShardedTensor of torch, made without a word to the other ranks."""
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+        from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+        from torch.distributed._shard.sharded_tensor.shard import Shard
+
+        if not tensors:
+            return None
+        first = tensors[0]
+        properties = TensorProperties(dtype=first.dtype, requires_grad=first.requires_grad)
+        metadata = replace(self.metadata, tensor_properties=properties)
+        shards = [Shard(tensor, m) for tensor, m in zip(tensors, self._mine(), strict=True)]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, metadata, process_group=self.process_group, sharding_spec=self.spec
+        )
+
+    def gradient(self) -> Shards:
+        """As the value: such tensors are never partial."""
+        return self
+
+    def _mine(self) -> list[Any]:
+        me = dist.get_rank()
+        return [m for m in self.metadata.shards_metadata if m.placement.rank() == me]
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    return group
+
+
+def is_dtensor(x: Any) -> bool:
+    """True for a DTensor."""
+    return isinstance(x, DTensor)
+
+
+def is_torch_sharded(x: Any) -> bool:
+    """True for torch's ShardedTensor, told by what it can do: importing it is slow."""
+    return hasattr(x, "local_shards") and hasattr(x, "metadata") and hasattr(x, "sharding_spec")
+
+
+def is_spec(x: Any) -> bool:
+    """True for torch's sharding specs, told by what they can do."""
+    return hasattr(x, "build_metadata") and hasattr(x, "shard")
+
+
+def is_mesh(x: Any) -> bool:
+    """True for a DeviceMesh."""
+    return isinstance(x, DeviceMesh)
+
+
+def on_mesh(mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> OnMesh:
+    """DTensors with these placements: words such as "S0", ours or torch's. Negative dims count from the end."""
+    one = [placements] if isinstance(placements, Placement) else placements
+    return OnMesh(mesh, tuple(_torchs(p, tuple(shape)) for p in _mesh(mesh).placements(one)), tuple(shape))
+
+
+def _torchs(placement: Any, shape: tuple[int, ...]) -> Placement:
+    """One of our placements as torch's."""
+    match placement:
+        case ours.Shard(dim):
+            return Shard(checked_dim(dim, shape))
+        case ours.StridedShard(dim, factor):
+            return _StridedShard(checked_dim(dim, shape), split_factor=factor)
+        case ours.Partial(op):
+            return Partial(op)
+    return Replicate()
+
+
+@lru_cache(maxsize=4096)
+def _mesh_layout(kind: OnMesh) -> Layout:
+    placements, order = kind.placements, kind.order
+    if order is not None and not DTensorSpec.is_default_device_order(order):
+        placements = DTensorSpec._convert_shard_order_to_StridedShard(order, placements, kind.mesh)
+    return Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
+
+
+@lru_cache(maxsize=256)
+def _mesh(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names
+    try:
+        return Mesh.of(tuple(mesh.mesh.shape), names, ranks=mesh.mesh.tolist())
+    except LayoutError:  # torch allows any text as a name
+        return Mesh.of(tuple(mesh.mesh.shape), ranks=mesh.mesh.tolist())
+
+
+@lru_cache(maxsize=256)
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _metadata_layout(metadata: Any) -> Layout:
+    shape = tuple(metadata.size)
+    return _boxes_layout(
+        shape,
+        tuple((m.placement.rank(), tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in metadata.shards_metadata),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _boxes_layout(shape: tuple[int, ...], shards: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> Layout:
+    pieces = [(r, _clipped(lo, shape), _clipped(map(sum, zip(lo, size, strict=True)), shape)) for r, lo, size in shards]
+    return Layout.boxes(shape, pieces).validate()
+
+
+def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """torch places empty shards past the end."""
+    return tuple(min(at, size) for at, size in zip(corner, shape, strict=True))

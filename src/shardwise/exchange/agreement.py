@@ -1,0 +1,151 @@
+"""Agreement before the first byte: every rank brings a short header, and all of them reach the same verdict."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import ExchangeError
+from shardwise.geometry import Ints
+from shardwise.layout import Layout
+
+WORDS = 16  # of 8 bytes: the status, and a digest of every field
+LOWEST = np.iinfo(np.int64).min
+
+
+class Status(IntEnum):
+    """What a rank knows about the exchange that it takes part in."""
+
+    KNOWS = 0
+    GUESSES = 1  # it holds nothing of the source, so it can only take it to be what it was the last time
+    FAILED = 2
+
+
+class Verdict(IntEnum):
+    """What everybody does next."""
+
+    GO = 0
+    LEARN = 1  # some ranks guessed wrong: those who know tell them
+    REFUSE = 2
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one rank takes the exchange to be, by fields in the order in which differences are reported.
+
+    A rank that guesses leaves out nothing, but what it took over from the last time counts only as a guess.
+    """
+
+    fields: Mapping[str, Any]
+    guessed: frozenset[str] = field(default=frozenset())
+    error: Exception | None = None
+
+    @property
+    def status(self) -> Status:
+        """How sure this rank is."""
+        if self.error is not None:
+            return Status.FAILED
+        return Status.GUESSES if self.guessed else Status.KNOWS
+
+    def header(self) -> Ints:
+        """The words that the others get."""
+        words = np.zeros(WORDS, dtype=np.int64)
+        words[0] = self.status | _bits(self.guessed, self.fields) << 8
+        for at, value in enumerate(self.fields.values(), 1):
+            words[at] = _digest(value)
+        return words
+
+    def told(self) -> dict[str, Any]:
+        """All that is needed to explain a refusal."""
+        error = self.error and f"{type(self.error).__name__}: {self.error}"
+        shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.guessed}
+        digests = {name: _digest(self.fields[name]) for name in shown}
+        return {"error": error, "fields": shown, "digests": digests}
+
+
+def weigh(headers: Ints) -> Ints:
+    """For every header numbers of which only the largest over all ranks matter, whoever had them.
+
+    Two of them are equal but for the sign exactly where a digest is the same everywhere.
+    """
+    status, guessed, digest = headers[:, :1] & 0xFF, headers[:, :1] >> 8, headers[:, 1:]
+    failed = status == Status.FAILED
+    sure = ~failed & ((guessed >> np.arange(digest.shape[1])) & 1 == 0)
+    known = [np.where(sure, d, LOWEST) for d in (digest, -digest)]
+    taken = [np.where(~failed, d, LOWEST) for d in (digest, -digest)]
+    return np.concatenate([status, -status, *known, *taken], axis=1)
+
+
+def judge(weights: Ints) -> Verdict:
+    """The verdict on the largest weights of all ranks."""
+    status, certain = weights[0], -weights[1]
+    known, minus_known, taken, minus_taken = weights[2:].reshape(4, -1)
+    differ = (known != -minus_known) & (known != LOWEST)
+    if status == Status.FAILED or differ.any() or certain == Status.GUESSES:
+        return Verdict.REFUSE
+    return Verdict.LEARN if (taken != -minus_taken).any() else Verdict.GO
+
+
+def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> ExchangeError:
+    """The error that every rank raises, made from what all of them told: naming ranks and the first difference."""
+    operation = next((t["fields"]["operation"] for t in told if "operation" in t["fields"]), "exchange")
+    errors = _grouped([t["error"] for t in told], owners)
+    if errors.pop(None, None) is None and len(errors) == 1:
+        return ExchangeError(f"no rank can take part in this {operation}: {next(iter(errors))}")
+    if errors:
+        lines = [f"{ranks(whose)} cannot take part in this {operation}: {error}" for error, whose in errors.items()]
+        return ExchangeError("\n".join(lines))
+    for name in {name: None for t in told for name in t["fields"]}:
+        values = _grouped([t["digests"].get(name) for t in told], owners)
+        values.pop(None, None)
+        if len(values) > 1:
+            shown = {t["digests"].get(name): t["fields"].get(name) for t in told}
+            found = "; ".join(f"{ranks(whose)}: {shown[digest]}" for digest, whose in values.items())
+            return ExchangeError(
+                f"the ranks disagree on the {name} of this {operation}: {found}. "
+                f"Every rank of the group must ask for the same"
+            )
+    return ExchangeError(
+        f"no rank of {list(owners)} holds a part of the source of this {operation}: at least one must know it"
+    )
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """>>> ranks([0, 1, 2, 5]), ranks([3])
+    ('ranks 0-2, 5', 'rank 3')
+    """
+    runs = list[list[int]]()
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(shown)}"
+
+
+def _grouped(values: Sequence[Any], owners: Sequence[int]) -> dict[Any, list[int]]:
+    found = defaultdict[Any, list[int]](list)
+    for value, owner in zip(values, owners, strict=True):
+        found[value].append(owner)
+    return found
+
+
+def _bits(names: frozenset[str], fields: Mapping[str, Any]) -> int:
+    return sum(1 << at for at, name in enumerate(fields) if name in names)
+
+
+def _digest(value: Any) -> int:
+    """62 bits of the value, so that the sign may turn."""
+    text = value.fingerprint if isinstance(value, Layout) else str(value)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def _shown(value: Any) -> str:
+    return value.brief() if isinstance(value, Layout) else str(value)

@@ -1,0 +1,112 @@
+"""Where boxes of cells lie in memory: cuts of tensors, found for many boxes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Boxes, Ints, ints, join
+from shardwise.layout import Layout
+
+Strides = tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """A block of elements of tensor number `tensor`, counted from its first element."""
+
+    tensor: int
+    shape: tuple[int, ...]
+    strides: Strides
+    offset: int
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The block as a view."""
+        whole = tensors[self.tensor]
+        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+
+    @property
+    def contiguous(self) -> bool:
+        """True where the elements lie one after the other."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+
+@dataclass(frozen=True)
+class Places:
+    """Boxes of cells, and for each where it lies: in which tensor, its first element, its strides."""
+
+    boxes: Boxes
+    tensor: Ints
+    offset: Ints
+    strides: Ints  # a row per box
+
+    @staticmethod
+    def of_owner(layout: Layout, owner: int, strides: Sequence[Strides]) -> Places:
+        """The pieces of an owner, in tensors of the layout's local shapes that have these strides."""
+        pieces = layout.pieces(owner) if owner in layout else ()
+        shapes = layout.local_shapes(owner) if owner in layout else ()
+        found = [_placed(p.offset, p.strides, shapes[p.buffer], strides[p.buffer]) for p in pieces]
+        return Places(
+            Boxes.of([p.box for p in pieces], layout.ndim),
+            ints([p.buffer for p in pieces]),
+            ints([offset for offset, _ in found]),
+            ints([s for _, s in found]).reshape(len(pieces), layout.ndim),
+        )
+
+    @staticmethod
+    def packed(boxes: Boxes) -> Places:
+        """Boxes one after the other in one tensor, each row-major."""
+        sizes = np.maximum(boxes.hi - boxes.lo, 1)
+        strides = np.ones_like(sizes)
+        strides[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+        ends = np.cumsum(boxes.volumes())
+        return Places(boxes, np.zeros(boxes.count, np.int64), ends - boxes.volumes(), strides)
+
+    @staticmethod
+    def concat(parts: Sequence[Places]) -> Places:
+        """All of them, one after the other."""
+        columns = [(p.tensor, p.offset, p.strides) for p in parts]
+        return Places(Boxes.concat([p.boxes for p in parts]), *map(np.concatenate, zip(*columns, strict=True)))
+
+    def take(self, rows: Ints) -> Places:
+        """Some of them."""
+        return Places(self.boxes.take(rows), self.tensor[rows], self.offset[rows], self.strides[rows])
+
+    def within(self, boxes: Boxes) -> tuple[Ints, Places]:
+        """What these places hold of the boxes: for each part the number of its box, and its place. By box."""
+        box, place = join(boxes, self.boxes)
+        order = np.lexsort((place, box))
+        box, place = box[order], place[order]
+        return box, self.inside(place, boxes.take(box).overlap(self.boxes.take(place)))
+
+    def inside(self, rows: Ints, boxes: Boxes) -> Places:
+        """The places of boxes that lie inside these rows, each in its own."""
+        strides = self.strides[rows]
+        offset = self.offset[rows] + ((boxes.lo - self.boxes.lo[rows]) * strides).sum(axis=1)
+        return Places(boxes, self.tensor[rows], ints(offset), strides)
+
+    def cuts(self) -> list[Cut]:
+        """As views to be taken."""
+        shapes = map(tuple, (self.boxes.hi - self.boxes.lo).tolist())
+        strides = map(tuple, self.strides.tolist())
+        return list(map(Cut, self.tensor.tolist(), shapes, strides, self.offset.tolist()))
+
+
+def _placed(offset: int, strides: Strides, shape: tuple[int, ...], real: Strides) -> tuple[int, Strides]:
+    """The first element and the strides of a piece in a tensor that need not be contiguous.
+
+    Buffers of boxes have the dims of the layout, so the piece is a block of the buffer; flat ranges have one dim, in
+    which the piece is strided.
+    """
+    if len(shape) == len(strides):
+        corner = np.unravel_index(offset, shape) if shape else ()
+        return sum(int(at) * step for at, step in zip(corner, real, strict=True)), real
+    return offset * real[0], tuple(stride * real[0] for stride in strides)

@@ -1,0 +1,160 @@
+"""One owner's part of a plan as views of its tensors and of messages: all that is left is to copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.exchange.cuts import Cut, Places, Strides
+from shardwise.geometry import Boxes, Ints, heads, running
+from shardwise.planning import Copies, Plan
+
+
+class Pair(NamedTuple):
+    """The same cells in our tensors, and in a message (or in other tensors of ours, to where they are copied)."""
+
+    here: Cut
+    there: Cut
+
+
+class Segment(NamedTuple):
+    """What a message to or from `peer` has of one tensor: its cells one after the other, and where they lie here.
+
+    `whole` is set where they lie here one after the other too, so that no packing is needed.
+    """
+
+    peer: int
+    cells: int
+    pairs: tuple[Pair, ...]
+    whole: Cut | None
+
+
+class Term(NamedTuple):
+    """A contribution to cells: in the message from `peer`, or in our own tensors where that is None."""
+
+    peer: int | None
+    cut: Cut
+
+
+class Reduction(NamedTuple):
+    """Terms, in their order, whose reduction is the value of the cells at `target`."""
+
+    target: Cut
+    terms: tuple[Term, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One round of one step. Later steps read what earlier ones wrote: the target's tensors."""
+
+    sends: tuple[Segment, ...]
+    receives: tuple[Segment, ...]
+    local: tuple[Pair, ...]
+    reductions: tuple[Reduction, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The stages by (step, round), and what the target's tensors start with."""
+
+    stages: dict[tuple[int, int], Stage]
+    fill: int | None
+
+
+@lru_cache(maxsize=4096)
+def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[Strides, ...]) -> Program:
+    """What `owner` does, with tensors of these strides. Kept by value: the same moves come back step after step."""
+    if owner not in plan.source and owner not in plan.target:
+        return Program({}, None)
+    part = plan.for_owner(owner)
+    here = Places.of_owner(plan.source, owner, source)
+    there = Places.of_owner(plan.target, owner, target)
+    copies, stages = part.copies, dict[tuple[int, int], Stage]()
+    edges = [*np.flatnonzero(heads(copies.step, copies.round)).tolist(), len(copies)]
+    for start, stop in pairwise(edges):
+        some = copies[start:stop]
+        step, turn = int(some.step[0]), int(some.round[0])
+        reducing = plan.reducing and step == 0
+        stages[step, turn] = _stage(some, owner, here if step == 0 else there, there, reducing=reducing)
+    return Program(stages, part.fill)
+
+
+def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reducing: bool) -> Stage:
+    sent = copies.take((copies.source == owner) & copies.remote)
+    received = copies.take((copies.target == owner) & copies.remote)
+    kept = copies.take(~copies.remote)
+    sends = [_segment(peer, boxes, source) for peer, boxes in _by_peer(sent, sent.target)]
+    receives = [
+        _segment(peer, boxes, None if reducing else target) for peer, boxes in _by_peer(received, received.source)
+    ]
+    if reducing:
+        return Stage(tuple(sends), tuple(receives), (), _reductions(received, kept, source, target))
+    return Stage(tuple(sends), tuple(receives), _local(kept.boxes, source, target), ())
+
+
+def _by_peer(copies: Copies, peer: Ints) -> list[tuple[int, Boxes]]:
+    order = np.argsort(peer, kind="stable")
+    edges = [*np.flatnonzero(heads(peer[order])).tolist(), len(order)]
+    return [(int(peer[order[start]]), copies.boxes.take(order[start:stop])) for start, stop in pairwise(edges)]
+
+
+def _segment(peer: int, boxes: Boxes, places: Places | None) -> Segment:
+    """The cells of boxes in a message, and where they lie here (nowhere yet where they are terms)."""
+    cells = int(boxes.volumes().sum())
+    if places is None:
+        return Segment(peer, cells, (), None)
+    number, parts = places.within(boxes)
+    message = Places.packed(boxes).inside(number, parts.boxes)
+    pairs = tuple(map(Pair, parts.cuts(), message.cuts()))
+    whole = pairs[0].here if len(pairs) == 1 and pairs[0].here.contiguous else None
+    return Segment(peer, cells, pairs, whole)
+
+
+def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
+    _, read = source.within(boxes)
+    number, written = target.within(read.boxes)
+    return tuple(map(Pair, read.inside(number, written.boxes).cuts(), written.cuts()))
+
+
+def _reductions(received: Copies, kept: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
+    """For every box its terms in order, cut where it spans several pieces of ours."""
+    if not len(received):
+        return ()
+    box = _numbers(Boxes.concat([received.boxes, kept.boxes]))
+    received_box, kept_box = box[: len(received)], box[len(received) :]
+    terms = int(max(received.term.max(), kept.term.max(initial=0))) + 1
+    arrived = np.full((int(box.max()) + 1, terms), -1)
+    arrived[received_box, received.term] = np.arange(len(received))
+    messages = _in_messages(received)
+    apart = np.flatnonzero((received.term == 0) & ~np.isin(received_box, kept_box))  # boxes with no term of our own
+    part_of, own = source.within(kept.boxes)
+    read = Places.concat([own, messages.take(apart)])
+    read_box = np.concatenate([kept_box[part_of], received_box[apart]])
+    number, written = target.within(read.boxes)
+    columns = list[list[Term]]()
+    for term in range(terms):
+        row = arrived[read_box[number], term]
+        there, here = messages.inside(row, written.boxes).cuts(), read.inside(number, written.boxes).cuts()
+        peer = received.source[row].tolist()
+        columns.append(
+            [Term(p, t) if r >= 0 else Term(None, h) for r, p, t, h in zip(row, peer, there, here, strict=True)]
+        )
+    return tuple(map(Reduction, written.cuts(), zip(*columns, strict=True)))
+
+
+def _numbers(boxes: Boxes) -> Ints:
+    """A number for every box that differs."""
+    return np.unique(np.concatenate(boxes, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _in_messages(received: Copies) -> Places:
+    """Where each copy lies in the message of its sender."""
+    order = np.argsort(received.source, kind="stable")
+    packed = Places.packed(received.boxes.take(order))
+    back = np.argsort(order)
+    offset = running(received.volumes[order], received.source[order])
+    return replace(packed, offset=offset).take(back)

@@ -1,0 +1,77 @@
+"""Terms to values: reduced element by element in the order of the terms, so that every layout gets the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+
+from shardwise.errors import ExchangeError
+
+Tensor = torch.Tensor
+
+COMBINE: Mapping[str, Callable[[Tensor, Tensor], object]] = {
+    "sum": lambda a, b: a.add_(b),
+    "avg": lambda a, b: a.add_(b),
+    "product": lambda a, b: a.mul_(b),
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+    "band": lambda a, b: a.bitwise_and_(b),
+    "bor": lambda a, b: a.bitwise_or_(b),
+    "bxor": lambda a, b: a.bitwise_xor_(b),
+}
+BITWISE = ("band", "bor", "bxor")
+BLOCK = 2**16  # elements that are reduced at a time: they stay in the cache, and need little memory
+
+
+def check(op: str, dtype: torch.dtype) -> None:
+    """Refuse a reduction that this dtype does not have."""
+    fractions = dtype.is_floating_point or dtype.is_complex
+    unordered = dtype.is_complex or dtype == torch.uint64  # which torch cannot compare
+    if (op in BITWISE and fractions) or (op in ("max", "min") and unordered) or (op == "avg" and dtype == torch.uint64):
+        raise ExchangeError(f"terms of dtype {dtype} cannot be reduced by {op!r}: there is no such operation")
+
+
+def reduce(target: Tensor, terms: Sequence[Tensor], op: str) -> None:
+    """Write the reduction of the terms, which have the shape of the target."""
+    wide = accumulator(op, terms[0].dtype)
+    for at in blocks(target.shape):
+        value = terms[0][at].to(wide, copy=True)
+        for term in terms[1:]:
+            COMBINE[op](value, term[at].to(wide))
+        if op == "avg":
+            rounding = None if wide.is_floating_point or wide.is_complex else "floor"
+            value = value.div_(len(terms), rounding_mode=rounding)
+        target[at] = value
+
+
+def accumulator(op: str, dtype: torch.dtype) -> torch.dtype:
+    """What terms are reduced in: wide enough that short floats are rounded once, and that an average cannot wrap."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    if dtype in UNSIGNED or (op == "avg" and not dtype.is_floating_point and not dtype.is_complex):
+        return torch.int64
+    return dtype
+
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no arithmetic for them; int64 wraps to the same bits
+
+
+def blocks(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Slices of the first dims that cover the shape in blocks of about BLOCK cells; none where it is one block."""
+    cells, axis = 1, len(shape)
+    while axis and cells * shape[axis - 1] <= BLOCK:
+        axis -= 1
+        cells *= shape[axis]
+    if not axis:
+        yield ()
+        return
+    yield from _along(shape, axis - 1, max(1, BLOCK // max(cells, 1)))
+
+
+def _along(shape: Sequence[int], axis: int, length: int) -> Iterator[tuple[slice, ...]]:
+    """Every index of the axes before `axis`, and pieces of that length along it."""
+    for outer in product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], length):
+            yield (*(slice(i, i + 1) for i in outer), slice(start, start + length))

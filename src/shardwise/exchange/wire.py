@@ -1,0 +1,59 @@
+"""What an exchange needs of a wire. Wires themselves are in `shardwise.wires`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+from shardwise.exchange.staging import Staging
+
+Message = tuple[int, torch.Tensor]  # a peer, and the bytes for it or the room for its bytes
+
+
+class Swap(Protocol):
+    """Messages under way."""
+
+    def arrivals(self) -> Iterator[int]:
+        """The numbers of the receives, each once it is filled; when it ends, all sends are done too."""
+        ...
+
+
+class Wire(Protocol):
+    """Moves bytes between owners. Everybody makes the same calls in the same order."""
+
+    me: int
+    owners: tuple[int, ...]  # everybody on this wire, and so everybody who takes part in its exchanges
+    staging: Staging
+    memory: dict[Any, Any]  # what earlier exchanges on this wire left for later ones
+
+    def serves(self, device: torch.device) -> torch.device:
+        """Where the bytes of tensors on this device are to lie: the same device, or one that the wire can reach."""
+        ...
+
+    def slots(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to swap rows of bytes: row i goes to `owners[i]`; what is returned waits for the rows of the others."""
+        ...
+
+    def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
+        """Start to reduce everybody's numbers (int64), element by element."""
+        ...
+
+    def swap(self, receives: Sequence[Message], sends: Iterable[Message]) -> Swap:
+        """Post the receives, then the sends as they come. Both sides know all sizes beforehand."""
+        ...
+
+    def tell(self, value: Any) -> list[Any]:
+        """Everybody's values, in the order of the owners. Slow, for small things that happen seldom."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """An exchange broke in the middle: refuse all that come."""
+        ...
+
+
+def reduced(rows: Sequence[torch.Tensor], op: Literal["max", "sum"]) -> torch.Tensor:
+    """Rows of numbers as one, for wires that bring everybody's."""
+    together = torch.stack(list(rows))
+    return together.amax(dim=0) if op == "max" else together.sum(dim=0)

@@ -1,0 +1,207 @@
+"""One reshard of one rank: from what it brings and asks for to tensors that are filled. Autograd is not seen here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.errors import ExchangeError
+from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange.agreement import ranks
+from shardwise.exchange.reduce import check as check_reduction
+from shardwise.layout import Layout
+from shardwise.planning import Plan, plan
+from shardwise.tensor.kinds import Kind, kind_of
+from shardwise.tensor.lane import lane_of
+from shardwise.tensor.output import room
+from shardwise.wires import GroupWire
+
+Shape = tuple[int, ...]
+FACTS = ("shape", "dtype", "source", "gradient")  # what a rank that holds nothing of the source cannot know
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to move."""
+
+    dtype: torch.dtype | None = None
+    max_bytes: int | None = None
+    hosts: Any = None
+    verify: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank brings: how the source lies, and its tensors of it. None is what it does not know."""
+
+    kind: Kind | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+    dtype: torch.dtype | None = None
+    gradient: bool | None = None
+    error: Exception | None = None
+
+    @staticmethod
+    def of(x: Any) -> Held:
+        """From a sharded tensor, or from None."""
+        if x is None:
+            return Held.by(None, (), None)
+        try:
+            kind = kind_of(x)
+            return Held.by(kind, tuple(kind.taken(x)), getattr(x, "dtype", None))
+        except Exception as error:  # the others have to hear of it first
+            return Held(error=error)
+
+    @staticmethod
+    def by(kind: Kind | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Held:
+        """From tensors of a kind."""
+        gradient = any(t.requires_grad for t in tensors) if tensors else None
+        return Held(
+            kind, tensors, tensors[0].dtype if tensors else dtype, gradient if torch.is_grad_enabled() else False
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What it knows."""
+        layout = self.kind and self.kind.layout
+        known = (layout and layout.shape, self.dtype, layout, self.gradient)
+        return {name: fact for name, fact in zip(FACTS, known, strict=True) if fact is not None}
+
+
+class Call:
+    """One call. `start` where it is made, `finish` in its turn; then `target`, `tensors` and `plan` are there."""
+
+    plan: Plan
+    target: Kind
+    facts: Mapping[str, Any]  # of the source, as all ranks agree
+    source: list[torch.Tensor]  # this rank's local tensors of the source
+    tensors: list[torch.Tensor]  # and of the target
+
+    def __init__(
+        self,
+        wire: GroupWire,
+        held: Held,
+        target: Callable[[Shape], Kind],
+        options: Options,
+        *,
+        out: Any = None,
+        key: Any = None,
+    ) -> None:
+        self.wire, self.held, self.options = wire, held, options
+        self.key, self._target, self._out = key, target, out
+        self._exchange: Exchange | None = None
+
+    def start(self) -> Call:
+        """Tell the others what this rank takes the call to be: where it does not know, what it was the last time."""
+        self._exchange = self._prepared(self.wire.memory.get(("source", self.key), {}), learned=False).start()
+        return self
+
+    def run(self) -> Call:
+        """Carry it out and wait for it."""
+        return lane_of(self.wire).run(self.finish)
+
+    def submit(self) -> Future[Call]:
+        """Carry it out beside the caller, after those that were submitted before."""
+        return lane_of(self.wire).submit(self.finish)
+
+    def finish(self) -> Call:
+        """Carry it out, here and now."""
+        assert self._exchange is not None, "start first"
+        told = self._exchange.finish()
+        if told is not None:
+            facts = next(fields for fields in told if fields is not None)
+            learned = {name: facts[name] for name in FACTS}
+            self.wire.memory["source", self.key] = learned
+            if self._prepared(learned, learned=True).start().finish() is not None:
+                raise ExchangeError("the ranks that were told what the source is still take it to be something else")
+        return self
+
+    # --- what it takes -----------------------------------------------------------------------------------------------
+
+    def _prepared(self, known: Mapping[str, Any], *, learned: bool) -> Exchange:
+        try:
+            facts = self._facts(known)
+            guessed = frozenset[str]() if learned else frozenset(FACTS) - frozenset(self.held.facts())
+            if len(facts) < len(FACTS):
+                fields = dict.fromkeys(FACTS, "unknown") | facts | {"target": "unknown"}
+                return Exchange(self.wire, self._terms(fields, guessed | {"target"}))
+            move = self._move(facts)
+            fields = {**facts, "target": self.plan.target}
+            return Exchange(self.wire, self._terms(fields, guessed | {"target"} if guessed else guessed), [move])
+        except Exception as error:  # every rank raises it, none is left waiting
+            return Exchange(self.wire, Terms({"operation": "reshard"}, error=error))
+
+    def _facts(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        if self.held.error is not None:
+            raise self.held.error
+        facts = {**known, **self.held.facts()}
+        return {name: facts[name] for name in FACTS if name in facts}
+
+    def _terms(self, fields: Mapping[str, Any], guessed: frozenset[str]) -> Terms:
+        options = self.options
+        hosts = "none" if options.hosts is None else f"{hash(self.plan.hosts):x}"
+        how = {"cast": options.dtype, "max_bytes": options.max_bytes, "hosts": hosts, "verify": options.verify}
+        return Terms({"operation": "reshard", **fields, **how}, guessed)
+
+    def _move(self, facts: Mapping[str, Any]) -> Move:
+        """The work of this rank, and room for its result."""
+        me, source, dtype = self.wire.me, facts["source"], facts["dtype"]
+        self.facts, self.target = facts, self._target(facts["shape"])
+        target, becomes = self.target.layout, self.options.dtype or dtype
+        for side, layout in ("source", source), ("target", target):
+            self._check_owners(side, layout)
+        _check_cast(dtype, becomes)
+        made = self.plan = self._plan(source, target, dtype, becomes)
+        self.source = self._local(source, me)
+        self.tensors = room(
+            self._out, self.target, me, becomes, source=self.source, device=self._device(), followed=facts["gradient"]
+        )
+        travels = becomes if becomes.itemsize == made.itemsize and not made.reducing else dtype
+        return Move.of(made, me, self.source, self.tensors, travels)
+
+    def _plan(self, source: Layout, target: Layout, dtype: torch.dtype, becomes: torch.dtype) -> Plan:
+        options = self.options
+        made = plan(source, target, itemsize=dtype.itemsize, max_bytes=options.max_bytes, hosts=options.hosts)
+        if made.reducing:
+            check_reduction(source.op or "", dtype)
+        elif becomes.itemsize < dtype.itemsize:  # cast before it travels
+            made = plan(source, target, itemsize=becomes.itemsize, max_bytes=options.max_bytes, hosts=options.hosts)
+        return made
+
+    def _local(self, layout: Layout, me: int) -> list[torch.Tensor]:
+        """This rank's local tensors of the source, which must be those of the layout."""
+        held = [] if self.held.kind is None else self.held.kind.local(self.held.tensors)
+        expected = list(layout.local_shapes(me)) if me in layout else []
+        if not held and not any(_cells(shape) for shape in expected):
+            return [torch.empty(shape, dtype=self.facts["dtype"]) for shape in expected]
+        found = [tuple(t.shape) for t in held]
+        if found != expected:
+            brought = f"tensors of shapes {found}" if held else "None"
+            raise ExchangeError(f"the source {layout!r} gives rank {me} tensors of shapes {expected}, not {brought}")
+        return [t.resolve_conj().resolve_neg() for t in held]
+
+    def _device(self) -> torch.device:
+        if self.target.device is not None:
+            return self.target.device
+        return self.source[0].device if self.source else self.wire.serves(torch.device("cpu"))
+
+    def _check_owners(self, side: str, layout: Layout) -> None:
+        missing = set(layout.owners()) - set(self.wire.owners)
+        if missing:
+            raise ExchangeError(
+                f"the {side} {layout!r} names {ranks(sorted(missing))}, which the group does not have "
+                f"(it has {ranks(self.wire.owners)}): give the group= that has all of them"
+            )
+
+
+def _check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
+    if not isinstance(becomes, torch.dtype):
+        raise ExchangeError(f"dtype= must be a torch.dtype, not {becomes!r}")
+    if dtype.is_complex and not becomes.is_complex:
+        raise ExchangeError(f"{dtype} cannot be cast to {becomes}: the imaginary part would be lost")
+
+
+def _cells(shape: Shape) -> int:
+    return int(torch.Size(shape).numel())

@@ -1,0 +1,58 @@
+"""Autograd through a reshard: backward is the same walk with the layouts turned round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.tensor.call import Call, Held
+from shardwise.tensor.kinds import Kind, kind_of
+from shardwise.tensor.sharded import Own
+
+
+def linked(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The finished call's tensors as autograd sees them.
+
+    A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
+    """
+    outputs = call.target.dressed(call.tensors)
+    if not call.facts["gradient"]:
+        return outputs, None
+    inputs = call.held.tensors or (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
+    found = Link.apply(call, outputs or [torch.empty(0)], *inputs)  # type: ignore[no-untyped-call]
+    return (list(found), None) if outputs else ([], found[0])
+
+
+class Link(torch.autograd.Function):
+    """Ties tensors that an exchange has filled to those that it read."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Nothing is left to do."""
+        ctx.source, ctx.target = call.held.kind, call.target
+        ctx.wire, ctx.facts, ctx.key = call.wire, call.facts, ("gradient", call.key)
+        ctx.holds, ctx.options = bool(call.tensors or call.target.dressed(call.tensors)), call.options
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the target, moved to where those of the source belong."""
+        dtype = ctx.facts["dtype"]
+        becomes = ctx.options.dtype or dtype
+        held = Held.by(*_lies(ctx.target, grads, holds=ctx.holds), becomes)
+        source = ctx.source or Own(ctx.facts["source"])
+        options = replace(ctx.options, dtype=None if dtype == becomes else dtype)
+        call = Call(ctx.wire, held, lambda shape: source.gradient(), options, key=ctx.key)
+        moved, _ = linked(call.start().run())
+        return (None, None, *moved) if moved else (None, None, None)
+
+
+def _lies(
+    target: Kind, grads: tuple[torch.Tensor, ...], *, holds: bool
+) -> tuple[Kind | None, tuple[torch.Tensor, ...]]:
+    """How the gradients lie. A DTensor says so itself, and then only ranks that hold a part of it know."""
+    if isinstance(target, Own) or not hasattr(target, "mesh"):
+        return target.gradient(), grads if holds else ()
+    return (kind_of(grads[0]), grads) if holds else (None, ())

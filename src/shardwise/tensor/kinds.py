@@ -1,0 +1,102 @@
+"""The kinds of sharded tensors: what can be resharded, and what can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dtensor import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
+from shardwise.errors import ExchangeError, LayoutError
+from shardwise.layout import Layout, parse
+from shardwise.tensor.sharded import Own, ShardedTensor
+
+Tensors = Sequence[torch.Tensor]
+
+TARGETS = (
+    "a Layout, its notation, (DeviceMesh, placements), a sharding spec, or a sharded tensor to look like "
+    "(DTensor, ShardedTensor)"
+)
+
+
+class Kind(Protocol):
+    """How a sharded tensor lies, and how its container is taken apart and put together."""
+
+    @property
+    def layout(self) -> Layout:
+        """Where every cell is."""
+        ...
+
+    @property
+    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
+        """The process group that it lives in and the ranks of it that are meant, where it knows."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where local tensors are, where it knows."""
+        ...
+
+    def taken(self, x: Any) -> list[torch.Tensor]:
+        """The tensors of the container that autograd sees."""
+        ...
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """The plain local tensors of those, apart from autograd."""
+        ...
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """The inverse of `local`."""
+        ...
+
+    def closed(self, tensors: Tensors) -> Any:
+        """The inverse of `taken`; None on a rank that holds nothing."""
+        ...
+
+    def gradient(self) -> Kind:
+        """How the gradient of such a tensor lies."""
+        ...
+
+
+def kind_of(x: Any) -> Kind:
+    """How a sharded tensor lies."""
+    if isinstance(x, ShardedTensor):
+        return x.kind
+    if is_dtensor(x):
+        return OnMesh.of(x)
+    if is_torch_sharded(x):
+        return Shards.of(x)
+    what = f"a plain tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+    raise ExchangeError(
+        f"{what} does not say where its cells live: give a DTensor or a ShardedTensor "
+        f"(of a plain local tensor: ShardedTensor(tensor, layout)), or None on a rank that holds nothing"
+    )
+
+
+def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) -> Kind:
+    """What was asked for, for a tensor of that shape."""
+    if isinstance(to, str):
+        to = parse(to)
+    if isinstance(to, Layout):
+        return Own(to.validate(), group)
+    if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
+        return on_mesh(*to, shape)
+    if is_spec(to):
+        return Shards.by(to, shape, group)
+    if isinstance(to, ShardedTensor) or is_dtensor(to) or is_torch_sharded(to):
+        return kind_of(to)
+    raise ExchangeError(f"{to!r} is no target: ask for {TARGETS}")
+
+
+def layout_of(x: Any) -> Layout:
+    """Where every cell of a sharded tensor lives: a DTensor, our ShardedTensor or torch's.
+
+    >>> layout_of(ShardedTensor(torch.zeros(8, 6), "8x6/R@1", group=None))
+    Layout('8x6/R@1')
+    """
+    try:
+        return kind_of(x).layout
+    except ExchangeError as error:
+        raise LayoutError(str(error)) from None

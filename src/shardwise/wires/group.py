@@ -1,0 +1,172 @@
+"""The wire over a process group of torch.distributed: gloo, nccl, mpi, by the same public calls."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ExchangeError
+from shardwise.exchange import Message, Staging, ranks
+from shardwise.exchange.wire import reduced
+
+TAG = 0x5357  # of our messages, so that they never meet those of others on the same group
+
+
+class GroupWire:
+    """A process group, or some ranks of one. Owners are global ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
+        self._group = ref(group)  # the wire is kept by its group, and must not keep it
+        self.me = dist.get_rank()
+        everybody = tuple(dist.get_process_group_ranks(group))
+        self.owners = everybody if owners is None else tuple(owners)
+        self.staging, self.memory = Staging(), dict[Any, Any]()
+        self._whole = self.owners == everybody
+        # "cpu:gloo,cuda:nccl": what the group has for every kind of device
+        self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self._batched = "nccl" in self._backends.values()
+        self._broken: str | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, as long as it lives."""
+        group = self._group()
+        if group is None:
+            raise ExchangeError("the process group of this exchange is gone: it was destroyed")
+        return group
+
+    def serves(self, device: torch.device) -> torch.device:
+        """The device itself where the group has a backend for it that moves its memory; else the wire's own."""
+        backend = self._backends.get(device.type)
+        usable = backend is not None and (backend != "gloo" or device.type == "cpu")
+        return device if usable else self._own
+
+    @property
+    def _own(self) -> torch.device:
+        """Where small things lie."""
+        if "cpu" in self._backends and self._backends["cpu"] != "nccl":
+            return torch.device("cpu")
+        kind = next(iter(self._backends))
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def slots(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """One all-to-all of the whole group; among some of its ranks, messages between each two."""
+        mine = mine.to(self._own)
+        theirs = torch.empty_like(mine)
+        if not self._whole:
+            return self._slots_by_messages(mine, theirs)
+        with self._guarded("starting to agree"):
+            work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            with self._guarded(f"waiting for {ranks(self.owners)} to agree"):
+                work.wait()
+            del mine_kept[:]
+            return theirs
+
+        mine_kept = [mine]  # alive until it is sent
+        return wait
+
+    def _slots_by_messages(self, mine: torch.Tensor, theirs: torch.Tensor) -> Callable[[], torch.Tensor]:
+        at = self.owners.index(self.me)
+        theirs[at] = mine[at]
+        rows = [row for row in range(len(self.owners)) if row != at]
+        swap = self.swap([(self.owners[r], theirs[r]) for r in rows], [(self.owners[r], mine[r]) for r in rows])
+
+        def wait() -> torch.Tensor:
+            for _ in swap.arrivals():
+                pass
+            return theirs
+
+        return wait
+
+    def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
+        """One all-reduce; among some ranks of the group by the way of slots."""
+        found = numbers.to(self._own, copy=True)
+        if not self._whole:
+            wait_rows = self.slots(found.view(torch.uint8).expand(len(self.owners), -1).contiguous())
+            return lambda: reduced(wait_rows().view(torch.int64).unbind(), op)
+        with self._guarded("starting to agree"):
+            how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+            work = dist.all_reduce(found, how, group=self.group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            with self._guarded(f"waiting for {ranks(self.owners)} to agree"):
+                work.wait()
+            return found
+
+        return wait
+
+    def swap(self, receives: Sequence[Message], sends: Iterable[Message]) -> GroupSwap:
+        """Receives first. Where the backend runs messages in the order of one queue, all are posted as one batch."""
+        with self._guarded("posting messages"):
+            if self._batched:
+                ops = [dist.P2POp(dist.irecv, room, peer, self.group, TAG) for peer, room in receives]
+                ops += [dist.P2POp(dist.isend, message, peer, self.group, TAG) for peer, message in sends]
+                return GroupSwap(self, receives, dist.batch_isend_irecv(ops) if ops else [])
+            works = [dist.irecv(room, peer, group=self.group, tag=TAG) for peer, room in receives]
+            works += [dist.isend(message, peer, group=self.group, tag=TAG) for peer, message in sends]
+        return GroupSwap(self, receives, works)
+
+    def tell(self, value: Any) -> list[Any]:
+        """Sizes first, then the values, as messages between each two: apart from the collective calls of others."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._own)
+        size = torch.tensor([len(mine)], device=self._own)
+        sizes = {peer: torch.empty_like(size) for peer in self.owners if peer != self.me}
+        self._to_all(size, sizes)
+        values = {peer: mine.new_empty(int(count)) for peer, count in sizes.items()}
+        self._to_all(mine, values)
+        return [value if o == self.me else pickle.loads(values[o].cpu().numpy().tobytes()) for o in self.owners]
+
+    def _to_all(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor]) -> None:
+        for _ in self.swap(list(theirs.items()), [(peer, mine) for peer in theirs]).arrivals():
+            pass
+
+    def fail(self, reason: str) -> None:
+        """Messages of a broken exchange may still be under way: nothing more can be told apart from them."""
+        self._broken = self._broken or reason
+        self.staging.release()  # they may still be written into it
+
+    @contextmanager
+    def _guarded(self, doing: str) -> Iterator[None]:
+        if self._broken is not None:
+            raise ExchangeError(
+                f"an earlier exchange of this group broke on rank {self.me} ({self._broken}): "
+                f"destroy the process group and make a new one"
+            )
+        try:
+            yield
+        except RuntimeError as error:  # what all of torch.distributed raises, also for lost connections and timeouts
+            self.fail(f"{doing}: {_first_line(error)}")
+            raise ExchangeError(f"rank {self.me} was {doing} when the wire broke: {_first_line(error)}") from error
+
+
+class GroupSwap:
+    """Messages that were posted to a group."""
+
+    def __init__(self, wire: GroupWire, receives: Sequence[Message], works: Sequence[Any]) -> None:
+        self._wire, self._receives, self._works = wire, receives, works
+
+    def arrivals(self) -> Iterator[int]:
+        """In the order of the receives; a batch that is one piece of work arrives as a whole."""
+        works = (
+            self._works if len(self._works) >= len(self._receives) else [*self._works, *[None] * len(self._receives)]
+        )
+        for at, (peer, room) in enumerate(self._receives):
+            with self._wire._guarded(f"waiting for {room.numel()} bytes from rank {peer}"):
+                if works[at] is not None:
+                    works[at].wait()
+            yield at
+        with self._wire._guarded("waiting for its messages to be taken"):
+            for work in self._works[len(self._receives) :]:
+                work.wait()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,86 @@
+"""The in-memory wire: owners are threads of one process. For tests and simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import Empty, Queue
+from typing import Any, Literal
+
+import torch
+
+from shardwise.errors import ExchangeError
+from shardwise.exchange import Message, Staging
+from shardwise.exchange.wire import reduced
+
+Queues = dict[tuple[int, int], Queue[Any]]
+
+
+def memory_wires(owners: int | Sequence[int], *, timeout: float = 60.0) -> list[MemoryWire]:
+    """A wire for every owner, each to be used by a thread of its own."""
+    numbers = tuple(range(owners) if isinstance(owners, int) else owners)
+    queues: Queues = {(a, b): Queue() for a in numbers for b in numbers}
+    return [MemoryWire(me, numbers, queues, timeout) for me in numbers]
+
+
+class MemoryWire:
+    """One end of it."""
+
+    def __init__(self, me: int, owners: tuple[int, ...], queues: Queues, timeout: float) -> None:
+        self.me, self.owners = me, owners
+        self.staging, self.memory = Staging(), dict[Any, Any]()
+        self._queues, self._timeout = queues, timeout
+
+    def serves(self, device: torch.device) -> torch.device:
+        """Any device: the memory is one."""
+        return device
+
+    def slots(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Row by row through the queues."""
+        for owner, row in zip(self.owners, mine, strict=True):
+            self._put(owner, row)
+        return lambda: torch.stack([self._get(owner) for owner in self.owners])
+
+    def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
+        """Everybody tells everybody."""
+        for owner in self.owners:
+            self._put(owner, numbers)
+        return lambda: reduced([self._get(owner) for owner in self.owners], op)
+
+    def swap(self, receives: Sequence[Message], sends: Iterable[Message]) -> MemorySwap:
+        """Messages are put into the queues at once."""
+        for peer, message in sends:
+            self._put(peer, message)
+        return MemorySwap(self, receives)
+
+    def tell(self, value: Any) -> list[Any]:
+        """Through the queues as well."""
+        for owner in self.owners:
+            self._queues[self.me, owner].put(value)
+        return [self._get(owner) for owner in self.owners]
+
+    def fail(self, reason: str) -> None:
+        """Nothing is left behind that a later exchange could meet."""
+        for peer in self.owners:
+            self._queues[peer, self.me] = Queue()
+
+    def _put(self, peer: int, message: torch.Tensor) -> None:
+        self._queues[self.me, peer].put(message.clone())
+
+    def _get(self, peer: int) -> Any:
+        try:
+            return self._queues[peer, self.me].get(timeout=self._timeout)
+        except Empty:
+            raise ExchangeError(f"owner {self.me} waited {self._timeout} s for owner {peer}") from None
+
+
+class MemorySwap:
+    """Receives that wait for their message."""
+
+    def __init__(self, wire: MemoryWire, receives: Sequence[Message]) -> None:
+        self._wire, self._receives = wire, receives
+
+    def arrivals(self) -> Iterator[int]:
+        """In the order of the receives."""
+        for at, (peer, room) in enumerate(self._receives):
+            room.copy_(self._wire._get(peer))
+            yield at
