@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise.layout.mesh as ours
@@ -40,7 +40,7 @@ class OnMesh:
         """How a DTensor lies."""
         return OnMesh(x.device_mesh, x.placements, tuple(x.shape), getattr(x._spec, "shard_order", None))
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Kept by value: making one takes longer than moving a small tensor."""
         return _mesh_layout(self)
@@ -70,9 +70,8 @@ class OnMesh:
         """The DTensor with this local tensor. The shape is given: torch cannot know it where shards are uneven."""
         if not self._here:
             return []
-        shape = torch.Size(self.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return [DTensor.from_local(local[0], self.mesh, self.placements, run_check=False, shape=shape, stride=stride)]
+        # as DTensor.from_local, which takes ten times as long
+        return [DTensor(local[0], _spec(self, local[0].dtype), requires_grad=False)]  # type: ignore[no-untyped-call]
 
     def closed(self, tensors: Tensors) -> DTensor | None:
         """What the user gets: None outside the mesh."""
@@ -191,8 +190,16 @@ def is_mesh(x: Any) -> bool:
 
 def on_mesh(mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> OnMesh:
     """DTensors with these placements: words such as "S0", ours or torch's. Negative dims count from the end."""
+    try:
+        return _on_mesh(mesh, tuple(placements) if isinstance(placements, list) else placements, tuple(shape))
+    except TypeError:  # a mapping, or something strange
+        return _on_mesh.__wrapped__(mesh, placements, tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _on_mesh(mesh: DeviceMesh, placements: Any, shape: tuple[int, ...]) -> OnMesh:
     one = [placements] if isinstance(placements, Placement) else placements
-    return OnMesh(mesh, tuple(_torchs(p, tuple(shape)) for p in _mesh(mesh).placements(one)), tuple(shape))
+    return OnMesh(mesh, tuple(_torchs(p, shape) for p in _mesh(mesh).placements(one)), shape)
 
 
 def _torchs(placement: Any, shape: tuple[int, ...]) -> Placement:
@@ -213,6 +220,12 @@ def _mesh_layout(kind: OnMesh) -> Layout:
     if order is not None and not DTensorSpec.is_default_device_order(order):
         placements = DTensorSpec._convert_shard_order_to_StridedShard(order, placements, kind.mesh)
     return Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
+
+
+@lru_cache(maxsize=4096)
+def _spec(kind: OnMesh, dtype: torch.dtype) -> DTensorSpec:
+    meta = TensorMeta(torch.Size(kind.shape), _contiguous(kind.shape), dtype)
+    return DTensorSpec(kind.mesh, kind.placements, meta)
 
 
 @lru_cache(maxsize=256)
@@ -241,6 +254,14 @@ def _metadata_layout(metadata: Any) -> Layout:
 def _boxes_layout(shape: tuple[int, ...], shards: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> Layout:
     pieces = [(r, _clipped(lo, shape), _clipped(map(sum, zip(lo, size, strict=True)), shape)) for r, lo, size in shards]
     return Layout.boxes(shape, pieces).validate()
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that shape, as torch counts them."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

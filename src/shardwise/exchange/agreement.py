@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -57,8 +58,7 @@ class Terms:
         """The words that the others get."""
         words = np.zeros(WORDS, dtype=np.int64)
         words[0] = self.status | _bits(self.guessed, self.fields) << 8
-        for at, value in enumerate(self.fields.values(), 1):
-            words[at] = _digest(value)
+        words[1 : len(self.fields) + 1] = [_digest(value) for value in self.fields.values()]
         return words
 
     def told(self) -> dict[str, Any]:
@@ -141,7 +141,8 @@ def _bits(names: frozenset[str], fields: Mapping[str, Any]) -> int:
     return sum(1 << at for at, name in enumerate(fields) if name in names)
 
 
-def _digest(value: Any) -> int:
+@lru_cache(maxsize=4096, typed=True)
+def _digest(value: Hashable) -> int:
     """62 bits of the value, so that the sign may turn."""
     text = value.fingerprint if isinstance(value, Layout) else str(value)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

@@ -57,7 +57,7 @@ class Stage:
     reductions: tuple[Reduction, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """The stages by (step, round), and what the target's tensors start with."""
 

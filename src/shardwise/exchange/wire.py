@@ -25,8 +25,12 @@ class Wire(Protocol):
 
     me: int
     owners: tuple[int, ...]  # everybody on this wire, and so everybody who takes part in its exchanges
+    rows: dict[int, int]  # the place of every owner among them
+    count: Iterator[int]  # numbers for its exchanges, the same for everybody
+    tagged: bool  # messages with different tags never meet
+    agreed: set[bytes]  # the terms that all have agreed on before
     staging: Staging
-    memory: dict[Any, Any]  # what earlier exchanges on this wire left for later ones
+    memory: dict[Any, Any]  # what earlier calls on this wire left for later ones
 
     def serves(self, device: torch.device) -> torch.device:
         """Where the bytes of tensors on this device are to lie: the same device, or one that the wire can reach."""
@@ -40,12 +44,16 @@ class Wire(Protocol):
         """Start to reduce everybody's numbers (int64), element by element."""
         ...
 
-    def swap(self, receives: Sequence[Message], sends: Iterable[Message]) -> Swap:
+    def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> Swap:
         """Post the receives, then the sends as they come. Both sides know all sizes beforehand."""
         ...
 
     def tell(self, value: Any) -> list[Any]:
         """Everybody's values, in the order of the owners. Slow, for small things that happen seldom."""
+        ...
+
+    def abandon(self, posted: Any) -> None:
+        """Messages that nobody will wait for: keep their memory, and stage elsewhere from now on."""
         ...
 
     def fail(self, reason: str) -> None:

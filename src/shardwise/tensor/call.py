@@ -15,9 +15,9 @@ from shardwise.exchange.agreement import ranks
 from shardwise.exchange.reduce import check as check_reduction
 from shardwise.layout import Layout
 from shardwise.planning import Plan, plan
-from shardwise.tensor.kinds import Kind, kind_of
+from shardwise.tensor.kinds import Kind, kind_of, outside
 from shardwise.tensor.lane import lane_of
-from shardwise.tensor.output import room
+from shardwise.tensor.output import local_shapes, room
 from shardwise.wires import GroupWire
 
 Shape = tuple[int, ...]
@@ -93,9 +93,10 @@ class Call:
         self.key, self._target, self._out = key, target, out
         self._exchange: Exchange | None = None
 
-    def start(self) -> Call:
+    def start(self, *, alone: bool = True) -> Call:
         """Tell the others what this rank takes the call to be: where it does not know, what it was the last time."""
-        self._exchange = self._prepared(self.wire.memory.get(("source", self.key), {}), learned=False).start()
+        self._exchange = self._prepared(self.wire.memory.get(("source", self.key), {}), learned=False)
+        self._exchange.start(alone=alone and lane_of(self.wire).idle)
         return self
 
     def run(self) -> Call:
@@ -122,27 +123,27 @@ class Call:
 
     def _prepared(self, known: Mapping[str, Any], *, learned: bool) -> Exchange:
         try:
-            facts = self._facts(known)
-            guessed = frozenset[str]() if learned else frozenset(FACTS) - frozenset(self.held.facts())
+            if self.held.error is not None:
+                raise self.held.error
+            sure = self.held.facts()
+            both = {**known, **sure}
+            facts = {name: both[name] for name in FACTS if name in both}  # in one order on every rank
+            guessed = frozenset(FACTS).difference(FACTS if learned else sure)
             if len(facts) < len(FACTS):
                 fields = dict.fromkeys(FACTS, "unknown") | facts | {"target": "unknown"}
                 return Exchange(self.wire, self._terms(fields, guessed | {"target"}))
             move = self._move(facts)
             fields = {**facts, "target": self.plan.target}
-            return Exchange(self.wire, self._terms(fields, guessed | {"target"} if guessed else guessed), [move])
+            terms = self._terms(fields, guessed | {"target"} if guessed else guessed)
+            return Exchange(self.wire, terms, [move], fresh=self._out is None)
         except Exception as error:  # every rank raises it, none is left waiting
             return Exchange(self.wire, Terms({"operation": "reshard"}, error=error))
 
-    def _facts(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        if self.held.error is not None:
-            raise self.held.error
-        facts = {**known, **self.held.facts()}
-        return {name: facts[name] for name in FACTS if name in facts}
-
     def _terms(self, fields: Mapping[str, Any], guessed: frozenset[str]) -> Terms:
         options = self.options
-        hosts = "none" if options.hosts is None else f"{hash(self.plan.hosts):x}"
-        how = {"cast": options.dtype, "max_bytes": options.max_bytes, "hosts": hosts, "verify": options.verify}
+        hosts = options.hosts
+        named = sorted(map(str, hosts.items())) if isinstance(hosts, Mapping) else getattr(hosts, "hosts", hosts)
+        how = {"cast": options.dtype, "max_bytes": options.max_bytes, "hosts": str(named), "verify": options.verify}
         return Terms({"operation": "reshard", **fields, **how}, guessed)
 
     def _move(self, facts: Mapping[str, Any]) -> Move:
@@ -173,13 +174,15 @@ class Call:
     def _local(self, layout: Layout, me: int) -> list[torch.Tensor]:
         """This rank's local tensors of the source, which must be those of the layout."""
         held = [] if self.held.kind is None else self.held.kind.local(self.held.tensors)
-        expected = list(layout.local_shapes(me)) if me in layout else []
+        expected = local_shapes(layout, me)
         if not held and not any(_cells(shape) for shape in expected):
             return [torch.empty(shape, dtype=self.facts["dtype"]) for shape in expected]
-        found = [tuple(t.shape) for t in held]
+        found = tuple(tuple(t.shape) for t in held)
         if found != expected:
-            brought = f"tensors of shapes {found}" if held else "None"
-            raise ExchangeError(f"the source {layout!r} gives rank {me} tensors of shapes {expected}, not {brought}")
+            brought = f"tensors of shapes {list(found)}" if held else "None"
+            raise ExchangeError(
+                f"the source {layout!r} gives rank {me} tensors of shapes {list(expected)}, not {brought}"
+            )
         return [t.resolve_conj().resolve_neg() for t in held]
 
     def _device(self) -> torch.device:
@@ -188,10 +191,10 @@ class Call:
         return self.source[0].device if self.source else self.wire.serves(torch.device("cpu"))
 
     def _check_owners(self, side: str, layout: Layout) -> None:
-        missing = set(layout.owners()) - set(self.wire.owners)
+        missing = outside(layout, self.wire.owners)
         if missing:
             raise ExchangeError(
-                f"the {side} {layout!r} names {ranks(sorted(missing))}, which the group does not have "
+                f"the {side} {layout!r} names {ranks(missing)}, which the group does not have "
                 f"(it has {ranks(self.wire.owners)}): give the group= that has all of them"
             )
 

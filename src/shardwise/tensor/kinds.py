@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -100,3 +101,9 @@ def layout_of(x: Any) -> Layout:
         return kind_of(x).layout
     except ExchangeError as error:
         raise LayoutError(str(error)) from None
+
+
+@lru_cache(maxsize=4096)
+def outside(layout: Layout, owners: tuple[int, ...]) -> tuple[int, ...]:
+    """The owners of the layout that are not among these."""
+    return tuple(sorted(set(layout.owners()) - set(owners)))

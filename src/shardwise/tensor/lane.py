@@ -35,9 +35,12 @@ class Lane:
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Do it and wait; right here where nothing else is under way."""
-        with self._lock:
-            idle = not self._busy
-        return work() if idle else self.submit(work).result()
+        return work() if self.idle else self.submit(work).result()
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing is under way."""
+        return not self._busy
 
     def _run(self) -> None:
         while True:

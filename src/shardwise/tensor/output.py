@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwise.errors import ExchangeError
+from shardwise.layout import Layout
 from shardwise.tensor.kinds import Kind, kind_of
 
 
@@ -21,7 +23,7 @@ def room(
     followed: bool,
 ) -> list[torch.Tensor]:
     """This rank's local tensors of the target, to be written."""
-    shapes = list(target.layout.local_shapes(me)) if me in target.layout else []
+    shapes = local_shapes(target.layout, me)
     if out is None:
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     if followed:
@@ -31,9 +33,17 @@ def room(
     given = _given(out, target)
     found = [(tuple(t.shape), t.dtype) for t in given]
     if found != [(shape, dtype) for shape in shapes]:
-        raise ExchangeError(f"out= must have tensors of shapes {shapes} and {dtype} on rank {me}, but has {found}")
+        raise ExchangeError(
+            f"out= must have tensors of shapes {list(shapes)} and {dtype} on rank {me}, but has {found}"
+        )
     _check_memory(given, source)
     return given
+
+
+@lru_cache(maxsize=4096)
+def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of an owner's tensors, none for who is no owner. Kept by value: they are asked for at every call."""
+    return layout.local_shapes(owner) if owner in layout else ()
 
 
 def _given(out: Any, target: Kind) -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ def reshard(
 
     wire = wire_for(group, held.kind, target)
     options = Options(dtype, max_bytes, hosts, verify)
-    call = Call(wire, held, target, options, out=out, key=_key(asked)).start()
+    call = Call(wire, held, target, options, out=out, key=_key(asked)).start(alone=not async_op)
     return Handle(call, call.submit(), out) if async_op else _result(call.run(), out)[0]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.dtensor import default_group
 from shardwise.errors import ExchangeError
-from shardwise.tensor.kinds import Kind
+from shardwise.tensor.kinds import Kind, outside
 from shardwise.wires import GroupWire
 
 _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]]()
@@ -36,17 +36,17 @@ def _lies_in(source: Kind, target: Callable[[tuple[int, ...]], Kind], ranks: tup
         wanted = target(source.layout.shape)
     except Exception:  # it will be raised again, where all ranks hear of it
         return True
-    return wanted.group == source.group or set(wanted.layout.owners()) <= set(ranks)
+    return wanted.layout is source.layout or not outside(wanted.layout, ranks)
 
 
 def _wire(group: Any, owners: Sequence[int] | None) -> GroupWire:
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ExchangeError(f"rank {dist.get_rank()} is not in the group: only ranks of the group may call")
-    everybody = tuple(dist.get_process_group_ranks(group))
-    key = everybody if owners is None else tuple(owners)
     known = _wires.setdefault(group, {})
+    key = () if owners is None else tuple(owners)
     if key not in known:
-        known[key] = GroupWire(group, None if sorted(key) == sorted(everybody) else key)
+        wire = GroupWire(group, owners or None)
+        known[key] = known[wire.owners] = known.get(wire.owners, wire)
     return known[key]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import count
 from typing import Any, Literal
 from weakref import ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,8 +17,6 @@ import torch.distributed as dist
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Message, Staging, ranks
 from shardwise.exchange.wire import reduced
-
-TAG = 0x5357  # of our messages, so that they never meet those of others on the same group
 
 
 class GroupWire:
@@ -25,13 +26,19 @@ class GroupWire:
         self._group = ref(group)  # the wire is kept by its group, and must not keep it
         self.me = dist.get_rank()
         everybody = tuple(dist.get_process_group_ranks(group))
-        self.owners = everybody if owners is None else tuple(owners)
-        self.staging, self.memory = Staging(), dict[Any, Any]()
-        self._whole = self.owners == everybody
+        self._whole = owners is None or set(owners) == set(everybody)
+        self.owners = everybody if owners is None or self._whole else tuple(owners)
+        self.rows = {owner: row for row, owner in enumerate(self.owners)}
+        self.count: Iterator[int] = count()
+        self.agreed, self.staging, self.memory = set[bytes](), Staging(), dict[Any, Any]()
         # "cpu:gloo,cuda:nccl": what the group has for every kind of device
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self._batched = "nccl" in self._backends.values()
+        self.tagged = "nccl" not in self._backends.values()  # which runs messages in the order of one queue
+        # messages outside of exchanges meet only those of the same ranks
+        self._tag = crc32(str(self.owners).encode()) >> 2
+        self._meeting = f"waiting for {ranks(self.owners)} to agree"
         self._broken: str | None = None
+        self._abandoned = list[Any]()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -47,7 +54,7 @@ class GroupWire:
         usable = backend is not None and (backend != "gloo" or device.type == "cpu")
         return device if usable else self._own
 
-    @property
+    @cached_property
     def _own(self) -> torch.device:
         """Where small things lie."""
         if "cpu" in self._backends and self._backends["cpu"] != "nccl":
@@ -57,7 +64,7 @@ class GroupWire:
 
     def slots(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
         """One all-to-all of the whole group; among some of its ranks, messages between each two."""
-        mine = mine.to(self._own)
+        mine = mine if self._own.type == "cpu" else mine.to(self._own)
         theirs = torch.empty_like(mine)
         if not self._whole:
             return self._slots_by_messages(mine, theirs)
@@ -65,7 +72,7 @@ class GroupWire:
             work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
 
         def wait() -> torch.Tensor:
-            with self._guarded(f"waiting for {ranks(self.owners)} to agree"):
+            with self._guarded(self._meeting):
                 work.wait()
             del mine_kept[:]
             return theirs
@@ -74,10 +81,11 @@ class GroupWire:
         return wait
 
     def _slots_by_messages(self, mine: torch.Tensor, theirs: torch.Tensor) -> Callable[[], torch.Tensor]:
-        at = self.owners.index(self.me)
+        at = self.rows[self.me]
         theirs[at] = mine[at]
         rows = [row for row in range(len(self.owners)) if row != at]
-        swap = self.swap([(self.owners[r], theirs[r]) for r in rows], [(self.owners[r], mine[r]) for r in rows])
+        receives = [(self.owners[row], theirs[row]) for row in rows]
+        swap = self.swap(receives, [(self.owners[row], mine[row]) for row in rows], self._tag)
 
         def wait() -> torch.Tensor:
             for _ in swap.arrivals():
@@ -97,21 +105,21 @@ class GroupWire:
             work = dist.all_reduce(found, how, group=self.group, async_op=True)
 
         def wait() -> torch.Tensor:
-            with self._guarded(f"waiting for {ranks(self.owners)} to agree"):
+            with self._guarded(self._meeting):
                 work.wait()
             return found
 
         return wait
 
-    def swap(self, receives: Sequence[Message], sends: Iterable[Message]) -> GroupSwap:
+    def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> GroupSwap:
         """Receives first. Where the backend runs messages in the order of one queue, all are posted as one batch."""
         with self._guarded("posting messages"):
-            if self._batched:
-                ops = [dist.P2POp(dist.irecv, room, peer, self.group, TAG) for peer, room in receives]
-                ops += [dist.P2POp(dist.isend, message, peer, self.group, TAG) for peer, message in sends]
+            if not self.tagged:
+                ops = [dist.P2POp(dist.irecv, room, peer, self.group, tag) for peer, room in receives]
+                ops += [dist.P2POp(dist.isend, message, peer, self.group, tag) for peer, message in sends]
                 return GroupSwap(self, receives, dist.batch_isend_irecv(ops) if ops else [])
-            works = [dist.irecv(room, peer, group=self.group, tag=TAG) for peer, room in receives]
-            works += [dist.isend(message, peer, group=self.group, tag=TAG) for peer, message in sends]
+            works = [dist.irecv(room, peer, group=self.group, tag=tag) for peer, room in receives]
+            works += [dist.isend(message, peer, group=self.group, tag=tag) for peer, message in sends]
         return GroupSwap(self, receives, works)
 
     def tell(self, value: Any) -> list[Any]:
@@ -125,8 +133,13 @@ class GroupWire:
         return [value if o == self.me else pickle.loads(values[o].cpu().numpy().tobytes()) for o in self.owners]
 
     def _to_all(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor]) -> None:
-        for _ in self.swap(list(theirs.items()), [(peer, mine) for peer in theirs]).arrivals():
+        for _ in self.swap(list(theirs.items()), [(peer, mine) for peer in theirs], self._tag + 1).arrivals():
             pass
+
+    def abandon(self, posted: Any) -> None:
+        """Keep what messages may still be written into for as long as the group lives."""
+        self._abandoned.append(posted)
+        self.staging.release()
 
     def fail(self, reason: str) -> None:
         """Messages of a broken exchange may still be under way: nothing more can be told apart from them."""

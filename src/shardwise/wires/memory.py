@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from queue import Empty, Queue
 from typing import Any, Literal
 
@@ -27,7 +28,9 @@ class MemoryWire:
 
     def __init__(self, me: int, owners: tuple[int, ...], queues: Queues, timeout: float) -> None:
         self.me, self.owners = me, owners
-        self.staging, self.memory = Staging(), dict[Any, Any]()
+        self.rows, self.tagged = {owner: row for row, owner in enumerate(owners)}, False
+        self.count: Iterator[int] = count()
+        self.agreed, self.staging, self.memory = set[bytes](), Staging(), dict[Any, Any]()
         self._queues, self._timeout = queues, timeout
 
     def serves(self, device: torch.device) -> torch.device:
@@ -46,7 +49,7 @@ class MemoryWire:
             self._put(owner, numbers)
         return lambda: reduced([self._get(owner) for owner in self.owners], op)
 
-    def swap(self, receives: Sequence[Message], sends: Iterable[Message]) -> MemorySwap:
+    def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> MemorySwap:
         """Messages are put into the queues at once."""
         for peer, message in sends:
             self._put(peer, message)
@@ -57,6 +60,9 @@ class MemoryWire:
         for owner in self.owners:
             self._queues[self.me, owner].put(value)
         return [self._get(owner) for owner in self.owners]
+
+    def abandon(self, posted: Any) -> None:
+        """Nothing is ever posted ahead."""
 
     def fail(self, reason: str) -> None:
         """Nothing is left behind that a later exchange could meet."""

@@ -1,0 +1,117 @@
+"""The messages of an exchange: what the programs of several tensors send to and receive from every peer, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from shardwise.exchange.program import Program, Segment
+
+Tensors = Sequence[torch.Tensor]
+FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
+
+
+class Part(NamedTuple):
+    """What a message has of tensor number `move`: bytes `start` to `stop`."""
+
+    move: int
+    segment: Segment
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def cells(self, message: torch.Tensor) -> torch.Tensor:
+        """Its cells in the message."""
+        return message[self.start : self.stop].view(self.dtype)
+
+
+class Parcel(NamedTuple):
+    """A message to or from a peer: parts of several tensors, one after the other."""
+
+    peer: int
+    bytes: int
+    parts: tuple[Part, ...]
+
+    def pack(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
+        """Copy our cells into the message."""
+        for part in self.parts:
+            cells, ours = [part.cells(message)], tensors[part.move]
+            for here, there in part.segment.pairs:
+                there.of(cells).copy_(here.of(ours))
+
+    def unpack(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
+        """Copy the cells of the message to where they belong. (Terms belong nowhere yet.)"""
+        for part in self.parts:
+            cells, ours = [part.cells(message)], tensors[part.move]
+            for here, there in part.segment.pairs:
+                here.of(ours).copy_(there.of(cells))
+
+    def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
+        """Its bytes among our own tensors, where they lie there as in the message."""
+        if len(self.parts) > 1 or self.parts[0].segment.whole is None:
+            return None
+        part = self.parts[0]
+        cells = part.segment.whole.of(tensors[part.move])  # type: ignore[union-attr]
+        if cells.dtype != part.dtype or cells.device != device:
+            return None
+        return cells.reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One round of one step: messages of their own, and those that are small enough to travel with the agreement."""
+
+    key: tuple[int, int]
+    receives: tuple[Parcel, ...]
+    sends: tuple[Parcel, ...]
+    small_receives: tuple[Parcel, ...]
+    small_sends: tuple[Parcel, ...]
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of the messages of their own, both ways."""
+        return sum(p.bytes for p in (*self.receives, *self.sends))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All turns, in order."""
+
+    turns: tuple[Turn, ...]
+    align: int  # where every dtype of the exchange may start
+
+
+@lru_cache(maxsize=1024)
+def schedule(programs: tuple[tuple[Program, torch.dtype], ...], me: int, inline: int) -> Schedule:
+    """What an owner does for these programs; messages of up to `inline` bytes travel with the agreement."""
+    keys = sorted({FIRST, *(key for program, _ in programs for key in program.stages)})
+    return Schedule(
+        tuple(_turn(key, programs, me, inline if key == FIRST else 0) for key in keys),
+        max((dtype.itemsize for _, dtype in programs), default=1),
+    )
+
+
+def _turn(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], me: int, inline: int) -> Turn:
+    receives, sends = _parcels(key, programs, "receives"), _parcels(key, programs, "sends")
+    sends.sort(key=lambda p: (p.peer < me, p.peer))  # in an order in which nobody is sent to by all others at a time
+    receives.sort(key=lambda p: (p.peer > me, -p.peer))
+    small = [tuple(p for p in side if p.bytes <= inline) for side in (receives, sends)]
+    large = [tuple(p for p in side if p.bytes > inline) for side in (receives, sends)]
+    return Turn(key, *large, *small)
+
+
+def _parcels(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Parcel]:
+    # by falling itemsize every part of a message starts at a multiple of its own
+    order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
+    found = dict[int, list[Part]]()
+    for number in order:
+        program, dtype = programs[number]
+        for segment in getattr(program.stages.get(key), side, ()):
+            parts = found.setdefault(segment.peer, [])
+            start = parts[-1].stop if parts else 0
+            parts.append(Part(number, segment, dtype, start, start + segment.cells * dtype.itemsize))
+    return [Parcel(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]
