@@ -7,11 +7,11 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import loading, planning, validation
+from benchmarks import loading, planning, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, page, show
 
-SUBJECTS = {"planning": planning, "loading": loading, "validation": validation}
+SUBJECTS = {"planning": planning, "loading": loading, "validation": validation, "tensor": tensor}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,15 +14,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often each side of a comparison runs; peers that take seconds run less often."""
+    """How often each side of a comparison runs; peers that take seconds run less often.
+
+    Between processes both sides run equally often: many times with small tensors, which noise hits hardest.
+    """
 
     ours: int
     peer: int
     slow_peer: int
+    small: int
+    medium: int
+    large: int
 
 
-FULL = Effort(ours=15, peer=7, slow_peer=3)
-QUICK = Effort(ours=3, peer=1, slow_peer=1)
+FULL = Effort(ours=15, peer=7, slow_peer=3, small=200, medium=25, large=7)
+QUICK = Effort(ours=3, peer=1, slow_peer=1, small=30, medium=5, large=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,12 @@ class Timed:
 
 def interleaved(*jobs: Job) -> list[Timed]:
     """All jobs in turn, again and again."""
+    seconds, results = every_repeat(*jobs)
+    return [Timed(median(s), result) for s, result in zip(seconds, results, strict=True)]
+
+
+def every_repeat(*jobs: Job) -> tuple[list[list[float]], list[Any]]:
+    """All jobs in turn, again and again: for every job the seconds of its repeats, and what its last call returned."""
     turns = max(job.repeats for job in jobs)
     seconds: list[list[float]] = [[] for _ in jobs]
     results: list[Any] = [None for _ in jobs]
@@ -64,7 +76,7 @@ def interleaved(*jobs: Job) -> list[Timed]:
             if job.due(turn, turns):
                 once, results[n] = _once(job)
                 seconds[n].append(once)
-    return [Timed(median(s), result) for s, result in zip(seconds, results, strict=True)]
+    return seconds, results
 
 
 def _once(job: Job) -> tuple[float, Any]:

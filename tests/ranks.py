@@ -22,20 +22,25 @@ class RankError(AssertionError):
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Run `fn(rank)` on n ranks and give back what they returned, in the order of the ranks."""
+    """Run `fn(rank)` on n ranks and give back what they returned, in the order of the ranks.
+
+    `patience` is the timeout of the group. Ranks that are `dying` may end without a word: None stands for them.
+    """
     runs = iter(range(1000))
 
-    def run(n, fn, timeout=TIMEOUT):
-        return _run(n, fn, str(tmp_path / f"store{next(runs)}"), timeout)
+    def run(n, fn, timeout=TIMEOUT, patience=TIMEOUT, dying=()):
+        return _run(n, fn, str(tmp_path / f"store{next(runs)}"), timeout, patience, dying)
 
     return run
 
 
-def _run(n, fn, store, timeout):
+def _run(n, fn, store, timeout, patience=TIMEOUT, dying=()):
     _one_thread()
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe(duplex=False) for _ in range(n)]
-    processes = [fork.Process(target=_rank, args=(rank, fn, store, timeout, pipes), daemon=True) for rank in range(n)]
+    together = not dying  # the others cannot meet at the end
+    start = [(rank, fn, store, patience, pipes, together) for rank in range(n)]
+    processes = [fork.Process(target=_rank, args=args, daemon=True) for args in start]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
@@ -43,7 +48,7 @@ def _run(n, fn, store, timeout):
                 process.start()
         for _, end in pipes:
             end.close()
-        return _results(pipes, time.monotonic() + timeout)
+        return _results(pipes, time.monotonic() + timeout, dying)
     finally:
         for process in processes:
             process.kill()
@@ -57,19 +62,20 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def _rank(rank, fn, store, timeout, pipes):
+def _rank(rank, fn, store, patience, pipes, together):
     """The life of one rank: meet, run, report, and leave together."""
     import torch.distributed as dist
 
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
         end.close()  # or nobody would see that another rank died
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    pipe, limit = pipes[rank][1], timedelta(seconds=timeout)
+    pipe, limit = pipes[rank][1], timedelta(seconds=patience)
     try:
         files = dist.FileStore(store, len(pipes))
         dist.init_process_group("gloo", store=files, rank=rank, world_size=len(pipes), timeout=limit)
         result = fn(rank)
-        dist.barrier()
+        if together:
+            dist.barrier()
         pipe.send((time.monotonic(), None, result))
     except BaseException:
         pipe.send((time.monotonic(), traceback.format_exc(), None))
@@ -78,7 +84,7 @@ def _rank(rank, fn, store, timeout, pipes):
         os._exit(0)  # no handler or fixture of the parent runs here
 
 
-def _results(pipes, deadline):
+def _results(pipes, deadline, dying):
     """What every rank reported; where one failed, an error with the report of the first one."""
     reports, waiting = {}, {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
     while waiting:
@@ -86,7 +92,8 @@ def _results(pipes, deadline):
         if not ready:
             break
         for pipe in ready:
-            reports[waiting.pop(pipe)] = _report(pipe)
+            rank = waiting.pop(pipe)
+            reports[rank] = _report(pipe, rank in dying)
         if any(error for _, error, _ in reports.values()):
             deadline = min(deadline, time.monotonic() + 1.0)  # the others will see closed sockets, if anything
     failed = [(when, rank, error) for rank, (when, error, _) in reports.items() if error]
@@ -98,8 +105,8 @@ def _results(pipes, deadline):
     return [reports[rank][2] for rank in range(len(pipes))]
 
 
-def _report(pipe):
+def _report(pipe, dying):
     try:
         return pipe.recv()
     except EOFError:
-        return time.monotonic(), "the process died without a word", None
+        return time.monotonic(), None if dying else "the process died without a word", None

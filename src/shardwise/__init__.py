@@ -45,9 +45,11 @@ _WITH_TORCH = {"Handle", "ShardedTensor", "fingerprint", "layout_of", "release_s
 
 
 def __getattr__(name: str) -> typing.Any:
-    """The names that need torch, which takes seconds to import: only when they are used."""
+    """What is imported only when it is used: the names that need torch, which takes seconds, and `testing`."""
     if name in _WITH_TORCH:
         return getattr(importlib.import_module("shardwise.tensor"), name)
+    if name == "testing":
+        return importlib.import_module("shardwise.testing")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 

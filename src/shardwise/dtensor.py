@@ -48,9 +48,8 @@ class OnMesh:
     @property
     def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """The process group of the mesh; for several axes the default group, and the ranks of it that are meant."""
-        if self.mesh.ndim == 1:
-            return self.mesh.get_group(), _ranks(self.mesh)
-        return default_group(), _ranks(self.mesh)
+        one = self.mesh.ndim == 1 and self._here
+        return self.mesh.get_group() if one else default_group(), _ranks(self.mesh)
 
     @property
     def device(self) -> torch.device | None:

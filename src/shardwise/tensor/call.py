@@ -78,6 +78,7 @@ class Call:
     facts: Mapping[str, Any]  # of the source, as all ranks agree
     source: list[torch.Tensor]  # this rank's local tensors of the source
     tensors: list[torch.Tensor]  # and of the target
+    followed: bool  # by autograd
 
     def __init__(
         self,
@@ -110,7 +111,14 @@ class Call:
     def finish(self) -> Call:
         """Carry it out, here and now."""
         assert self._exchange is not None, "start first"
-        told = self._exchange.finish()
+        try:
+            return self._finish(self._exchange)
+        except ExchangeError as error:
+            error.add_note(self._where())
+            raise
+
+    def _finish(self, exchange: Exchange) -> Call:
+        told = exchange.finish()
         if told is not None:
             facts = next(fields for fields in told if fields is not None)
             learned = {name: facts[name] for name in FACTS}
@@ -118,6 +126,12 @@ class Call:
             if self._prepared(learned, learned=True).start().finish() is not None:
                 raise ExchangeError("the ranks that were told what the source is still take it to be something else")
         return self
+
+    def _where(self) -> str:
+        made = getattr(self, "plan", None)
+        move = f"from {made.source!r} to {made.target!r}" if made else "of which this rank does not know the layouts"
+        touched = "" if self._out is None else "; what was given as out= may be partly written"
+        return f"in a reshard {move}{touched}"
 
     # --- what it takes -----------------------------------------------------------------------------------------------
 
@@ -156,8 +170,9 @@ class Call:
         _check_cast(dtype, becomes)
         made = self.plan = self._plan(source, target, dtype, becomes)
         self.source = self._local(source, me)
+        self.followed = facts["gradient"] and (becomes.is_floating_point or becomes.is_complex)
         self.tensors = room(
-            self._out, self.target, me, becomes, source=self.source, device=self._device(), followed=facts["gradient"]
+            self._out, self.target, me, becomes, source=self.source, device=self._device(), followed=self.followed
         )
         travels = becomes if becomes.itemsize == made.itemsize and not made.reducing else dtype
         return Move.of(made, me, self.source, self.tensors, travels)

@@ -41,6 +41,10 @@ def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str:
     held = Held.of(x)
     kind = held.kind
     wire = wire_for(group, kind, lambda _: kind or Own(Layout.replicated((), [0])))
+    if wire is None:
+        raise ExchangeError(
+            "this rank is not in the mesh of the tensor: only those that are may ask for its fingerprint"
+        )
     error = held.error or (None if kind else ExchangeError("fingerprint needs a sharded tensor, not None"))
     fields = {"operation": "fingerprint", "source": kind and kind.layout}
     Exchange(wire, Terms(fields, error=error)).start().finish()

@@ -18,10 +18,10 @@ def linked(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
     """
     outputs = call.target.dressed(call.tensors)
-    if not call.facts["gradient"]:
+    if not call.followed:
         return outputs, None
     inputs = call.held.tensors or (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
-    found = Link.apply(call, outputs or [torch.empty(0)], *inputs)  # type: ignore[no-untyped-call]
+    found = Link.apply(call, outputs, *inputs)  # type: ignore[no-untyped-call]
     return (list(found), None) if outputs else ([], found[0])
 
 
@@ -31,10 +31,9 @@ class Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Nothing is left to do."""
-        ctx.source, ctx.target = call.held.kind, call.target
-        ctx.wire, ctx.facts, ctx.key = call.wire, call.facts, ("gradient", call.key)
-        ctx.holds, ctx.options = bool(call.tensors or call.target.dressed(call.tensors)), call.options
-        return tuple(outputs)
+        ctx.source, ctx.target, ctx.holds = call.held.kind, call.target, bool(outputs)
+        ctx.wire, ctx.facts, ctx.options, ctx.key = call.wire, call.facts, call.options, ("gradient", call.key)
+        return tuple(outputs) or (torch.empty(0),)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:

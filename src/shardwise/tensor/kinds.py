@@ -91,13 +91,18 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
     raise ExchangeError(f"{to!r} is no target: ask for {TARGETS}")
 
 
-def layout_of(x: Any) -> Layout:
+def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
     """Where every cell of a sharded tensor lives: a DTensor, our ShardedTensor or torch's.
 
-    >>> layout_of(ShardedTensor(torch.zeros(8, 6), "8x6/R@1", group=None))
+    Whatever can be asked for as a target is understood as well; for those that fit any tensor, (DeviceMesh,
+    placements) and sharding specs, `shape` says which.
+
+    >>> layout_of(ShardedTensor(torch.zeros(8, 6), "8x6/R@1"))
     Layout('8x6/R@1')
     """
     try:
+        if isinstance(x, Layout | str) or shape is not None:
+            return target_kind(x, shape or (), None).layout
         return kind_of(x).layout
     except ExchangeError as error:
         raise LayoutError(str(error)) from None

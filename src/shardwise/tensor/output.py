@@ -47,21 +47,24 @@ def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _given(out: Any, target: Kind) -> list[torch.Tensor]:
-    if isinstance(out, list | tuple):
-        tensors = list(out)
-    elif type(out) is torch.Tensor or isinstance(out, torch.nn.Parameter):
-        tensors = [out]
-    else:
+    if is_container(out):
         kind = kind_of(out)
         if kind.layout != target.layout:
             raise ExchangeError(f"out= lies as {kind.layout!r}, but the target is {target.layout!r}")
         tensors = kind.local(kind.taken(out))
+    else:
+        tensors = [out] if isinstance(out, torch.Tensor) else list(out)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ExchangeError(f"out= must be a tensor, tensors or a sharded tensor, not {tensor!r}")
         if tensor.is_conj() or tensor.is_neg():
             raise ExchangeError("out= must not be a conjugate or negative view: write into a tensor of its own")
     return [tensor.detach() for tensor in tensors]
+
+
+def is_container(out: Any) -> bool:
+    """True where out= is a sharded tensor itself, not only the memory for one."""
+    return not (out is None or isinstance(out, list | tuple | torch.nn.Parameter) or type(out) is torch.Tensor)
 
 
 def _check_memory(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from shardwise.tensor.call import Call, Held, Options
 from shardwise.tensor.fingerprints import verify
 from shardwise.tensor.gradient import linked
 from shardwise.tensor.kinds import Kind, target_kind
+from shardwise.tensor.output import is_container
 from shardwise.tensor.sharded import ShardedTensor
 from shardwise.tensor.wiring import wire_for
 
@@ -47,23 +48,33 @@ def reshard(
         return target_kind(asked, shape, group)
 
     wire = wire_for(group, held.kind, target)
+    if wire is None:  # a DTensor whose mesh does not have this rank, and which stays in its mesh
+        return Handle.of_nothing() if async_op else None
     options = Options(dtype, max_bytes, hosts, verify)
     call = Call(wire, held, target, options, out=out, key=_key(asked)).start(alone=not async_op)
-    return Handle(call, call.submit(), out) if async_op else _result(call.run(), out)[0]
+    return Handle(call.submit(), out) if async_op else _result(call.run(), out)[0]
 
 
 class Handle:
     """A reshard under way. Until `wait` returns, leave the source as it is and do not read what was given as out=."""
 
-    def __init__(self, call: Call, future: Future[Call], out: Any) -> None:
-        self._call, self._future, self._out = call, future, out
+    def __init__(self, future: Future[Call], out: Any) -> None:
+        self._future, self._out = future, out
         self._done: tuple[Any, torch.Tensor | None] | None = None
+
+    @staticmethod
+    def of_nothing() -> Handle:
+        """For a rank that has no part in it."""
+        future = Future[Any]()
+        future.set_result(None)
+        handle = Handle(future, None)
+        handle._done = None, None
+        return handle
 
     def wait(self) -> Any:
         """The result, once it is there; the error, if there was one."""
         if self._done is None:
-            self._future.result()
-            self._done = _result(self._call, self._out)
+            self._done = _result(self._future.result(), self._out)
         return self._done[0]
 
     def done(self) -> bool:
@@ -87,8 +98,8 @@ class Handle:
 
 def gather(x: ShardedTensor, dst: int | None, out: torch.Tensor | None) -> torch.Tensor | None:
     """The whole tensor on one rank, or on all ranks of the group."""
-    wire = wire_for(x.group, x.kind, lambda shape: x.kind)
-    owners = wire.owners if dst is None else [dst]
+    wire = wire_for(x.group, x.kind, lambda _: x.kind)
+    owners = [dst] if dst is not None else wire.owners if wire else ()
     found = reshard(x, Layout.replicated(x.layout.shape, owners), group=x.group, out=out)
     return None if found is None else found.local_tensor()
 
@@ -98,8 +109,7 @@ def _result(call: Call, out: Any) -> tuple[Any, torch.Tensor | None]:
     if call.options.verify:
         verify(call)
     tensors, stand_in = linked(call)
-    given = out is not None and not isinstance(out, list | tuple) and type(out) is not torch.Tensor
-    return (out if given else call.target.closed(tensors)), stand_in
+    return (out if is_container(out) else call.target.closed(tensors)), stand_in
 
 
 def _key(to: Any) -> Hashable:

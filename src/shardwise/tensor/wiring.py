@@ -18,16 +18,16 @@ _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]](
 
 def wire_for(
     group: dist.ProcessGroup | None, source: Kind | None, target: Callable[[tuple[int, ...]], Kind]
-) -> GroupWire:
+) -> GroupWire | None:
     """The wire of the group that was given; else of the one that the source lives in, if the target does too; else of
-    the default group."""
+    the default group. None for a rank that is not among those that the source lives on."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ExchangeError("there is no process group: call torch.distributed.init_process_group first")
     if group is not None:
         return _wire(group, None)
     found = source and source.group
     if source and found and _lies_in(source, target, found[1]):
-        return _wire(*found)
+        return _wire(*found) if dist.get_rank() in found[1] else None
     return _wire(default_group(), None)
 
 

@@ -1,0 +1,128 @@
+"""Exchanges in one process: every owner is a thread, and its tensors lie in memory in many ways."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from shardwise.exchange import Exchange, Move, Terms
+from shardwise.wires.memory import memory_wires
+
+PATIENCE = 20.0  # seconds until a thread that waits for a message that never comes gives up
+JUNK = 85  # what memory holds that no cell lies in
+
+
+def outcomes(wires, work):
+    """For every wire what `work(wire)` gives or raises, each in a thread of its own."""
+    with ThreadPoolExecutor(len(wires)) as threads:
+        tasks = [threads.submit(work, wire) for wire in wires]
+        return [task.exception() or task.result() for task in tasks]
+
+
+def together(wires, work):
+    """For every wire what `work(wire)` gives, which nobody may raise."""
+    found = outcomes(wires, work)
+    failed = [error for error in found if isinstance(error, BaseException)]
+    if failed:
+        raise failed[0]
+    return found
+
+
+def wires_of(*plans):
+    """A wire for everybody who takes part in one of the plans."""
+    return memory_wires(sorted({owner for made in plans for owner in made.owners}), timeout=PATIENCE)
+
+
+def counted(wire):
+    """The messages that a wire is given to send and to fill from now on, as two lists."""
+    sent, received, swap = [], [], wire.swap
+
+    def counting(receives, sends, tag):
+        messages = list(sends)
+        sent.extend(messages)
+        received.extend(receives)
+        return swap(receives, messages, tag)
+
+    wire.swap = counting
+    return sent, received
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def plain(shape, dtype):
+    """A tensor as torch makes it."""
+    return torch.full(shape, JUNK).to(dtype)
+
+
+def turned(shape, dtype):
+    """The last dim is the outermost in memory."""
+    return plain(shape[::-1], dtype).permute(*reversed(range(len(shape))))
+
+
+def spaced(shape, dtype):
+    """Every second element of every dim of a larger tensor, from the second on."""
+    if not shape:
+        return plain((3,), dtype)[1]
+    return plain([2 * size + 1 for size in shape], dtype)[tuple(slice(1, None, 2) for _ in shape)]
+
+
+def shifted(shape, dtype):
+    """The rows in the middle of a larger tensor."""
+    if not shape:
+        return plain((3,), dtype)[2]
+    return plain((shape[0] + 2, *shape[1:]), dtype)[1:-1]
+
+
+FORMS = (plain, turned, spaced, shifted)
+forms = st.sampled_from(FORMS)
+
+
+def tensors_of(arrays, dtype, form=plain):
+    """Arrays as tensors of any dtype: their bits where they have the itemsize of the dtype but are not of its kind."""
+    found = [form(array.shape, dtype) for array in arrays]
+    for tensor, array in zip(found, arrays, strict=True):
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape).view(dtype))
+    return found
+
+
+def arrays_of(tensors, dtype):
+    """The way back: what the tensors hold as arrays of a numpy dtype of the same size."""
+    raw = [tensor.reshape(-1).clone().view(torch.uint8).numpy() for tensor in tensors]
+    return [r.view(dtype).reshape(tuple(t.shape)) for r, t in zip(raw, tensors, strict=True)]
+
+
+def untouched(tensor):
+    """True where the memory around the cells of a tensor still holds junk. (The cells are lost.)"""
+    tensor.copy_(plain(tensor.shape, tensor.dtype))
+    around = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).view(torch.uint8)
+    junk = plain((1,), tensor.dtype).view(torch.uint8)
+    return bool((around.reshape(-1, len(junk)) == junk).all())
+
+
+def rooms(plan, owner, dtype, form=plain):
+    """Tensors of the target's shapes, full of junk."""
+    shapes = plan.target.local_shapes(owner) if owner in plan.target else ()
+    return [form(shape, dtype) for shape in shapes]
+
+
+# --- exchanges -------------------------------------------------------------------------------------------------------
+
+
+def carried(plan, sources, *, dtype=None, form=plain, becomes=None, wires=None):
+    """The target's tensors of every owner after an exchange of one tensor."""
+    dtype = dtype or next(t.dtype for tensors in sources.values() for t in tensors)
+    targets = {o: rooms(plan, o, becomes or dtype, form) for o in plan.target.owners()}
+
+    def work(wire):
+        move = Move.of(plan, wire.me, sources.get(wire.me, []), targets.get(wire.me, []), dtype)
+        return Exchange(wire, terms(), [move]).start().finish()
+
+    assert together(wires or wires_of(plan), work) == [None] * len(wires or plan.owners)
+    return targets
+
+
+def terms(**fields):
+    """What everybody brings who asks for the same."""
+    return Terms({"operation": "reshard", **fields})

@@ -1,0 +1,58 @@
+"""DTensors cut from a whole array rank by rank: also those that torch itself cannot scatter. And what they must be."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise import Layout, Mesh
+from shardwise.testing import scatter
+
+PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial())
+
+
+def numbers(shape):
+    """Whole numbers, all different, in float64: sums and averages of them are exact in any order."""
+    return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
+
+
+def layout_on(mesh, placements, shape):
+    """Where the cells of a DTensor of that shape are."""
+    return Layout.on_mesh(shape, Mesh.of(tuple(mesh.mesh.shape), ranks=mesh.mesh.tolist()), placements)
+
+
+def local_of(whole, layout):
+    """This rank's only buffer of the whole in that layout."""
+    (found,) = scatter(whole.numpy(), layout, seed=7)[dist.get_rank()]
+    return torch.from_numpy(found)
+
+
+def dtensor(whole, mesh, placements):
+    """The whole as a DTensor; None on ranks that are not in the mesh."""
+    if mesh.get_coordinate() is None:
+        return None
+    local = local_of(whole, layout_on(mesh, placements, tuple(whole.shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def torch_can(source, target):
+    """True where DTensor.redistribute makes this move, and rightly: it never makes terms."""
+    strided = any(isinstance(p, _StridedShard) for p in (*source, *target))
+    return not strided and all(not b.is_partial() or a == b for a, b in zip(source, target, strict=True))
+
+
+def assert_lies(found, whole, mesh, placements):
+    """`found` is the whole on this mesh with these placements, on a rank outside of it None."""
+    if mesh.get_coordinate() is None:
+        assert found is None
+        return
+    assert type(found) is DTensor
+    assert (found.device_mesh, found.placements) == (mesh, tuple(placements))
+    assert (found.shape, found.stride(), found.dtype) == (whole.shape, whole.stride(), whole.dtype)
+    layout, local = layout_on(mesh, placements, tuple(whole.shape)), found.to_local()
+    assert tuple(local.shape) == layout.local_shape(dist.get_rank())
+    if layout.op is None:
+        np.testing.assert_array_equal(local.numpy(), local_of(whole, layout).numpy(), strict=True)
+    else:
+        np.testing.assert_array_equal(found.full_tensor().numpy(), whole.numpy(), strict=True)
