@@ -27,8 +27,8 @@ class Effort:
     large: int
 
 
-FULL = Effort(ours=15, peer=7, slow_peer=3, small=200, medium=25, large=7)
-QUICK = Effort(ours=3, peer=1, slow_peer=1, small=30, medium=5, large=3)
+FULL = Effort(ours=15, peer=7, slow_peer=3, small=200, medium=11, large=7)
+QUICK = Effort(ours=3, peer=1, slow_peer=1, small=30, medium=3, large=3)
 
 
 @dataclass(frozen=True, slots=True)

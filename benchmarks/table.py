@@ -107,8 +107,8 @@ Machine: {machine}.
 
 How to read it:
 
-- Every number is the median of several runs. The sides of a comparison take turns in one run, so that a busy moment meets
-  all of them; peers that take seconds run less often than the rest. Absolute times belong to this machine, and
+- Every number is the median of several runs. The sides of a comparison take turns in one run, so that a busy moment
+  meets all of them; peers that take seconds run less often than the rest. Absolute times belong to this machine, and
   even ratios move by a quarter from run to run, more on a busy machine: a verdict close to its target can turn over.
 - The ratio says how many times cheaper shardwise is than what it is compared with. Where the target is an upper bound
   ("at most"), it says how many times as much shardwise takes.

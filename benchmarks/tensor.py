@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from math import isqrt
 from statistics import median
 from typing import Any, NamedTuple
@@ -43,10 +45,10 @@ Shape = tuple[int, int]
 
 
 class Sides(NamedTuple):
-    """A comparison on one rank: what is planned, both calls, and how to look at the local tensor of their results."""
+    """A comparison on one rank: what is planned, all calls, and how to look at the local tensor of their results."""
 
     plan: sw.Plan
-    ours: Callable[[Any], Any]
+    ours: tuple[Callable[[Any], Any], ...]
     peer: Callable[[Any], Any]
     peer_input: Callable[[], Any] = lambda: None
     local: Callable[[Any], torch.Tensor | None] = lambda found: None if found is None else found.to_local()
@@ -54,12 +56,12 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison, made anew on every rank."""
+    """A comparison, made anew on every rank; for each call of ours a name and a target."""
 
-    name: str
+    names: tuple[str, ...]
     bytes: int
     sides: Callable[[Shape], Sides]
-    target: Target | None = None
+    targets: tuple[Target | None, ...]
     against: str = "redistribute"
 
     @property
@@ -70,26 +72,30 @@ class Case:
 
 
 class Measured(NamedTuple):
-    """What a rank found: the bytes that it sent and, for each repeat, the seconds of both sides."""
+    """What a rank found: the bytes that a call of ours sent, and the seconds of every repeat, ours and then the peer's.
 
-    sent: int
+    `moved` and `inline` are the plan's: all bytes, and those that travel inside of the agreement.
+    """
+
+    sent: list[int]
     moved: int
     inline: int
-    ours: list[float]
-    peer: list[float]
+    seconds: list[list[float]]
 
 
 def rows(effort: Effort) -> Iterator[Row]:
     """All cases."""
+    for name in "torch._dynamo", "shardwise.tensor":  # what the first DTensor imports: once, and not on every rank
+        import_module(name)
     for case in _cases():
-        yield _row(case, on_ranks(RANKS, lambda case=case: _measured(case, effort)))
+        yield from _rows(case, on_ranks(RANKS, lambda case=case: _measured(case, effort)))
 
 
 def _cases() -> Iterator[Case]:
     at_most = Target(1, most=True)
     for size in 256 * MIB, GIB:
-        yield Case("rows -> columns, out=", size, _rows_to_columns(out=True), Target(4), "ShardedTensor")
-        yield Case("rows -> columns", size, _rows_to_columns(out=False), Target(2), "ShardedTensor")
+        names, targets = ("rows -> columns, out=", "rows -> columns"), (Target(4), Target(2))
+        yield Case(names, size, _rows_to_columns, targets, "ShardedTensor")
     yield _case("S0 -> S1", 256 * MIB, Target(4))
     yield _case("S0,S1 -> S1,S0", 256 * MIB, Target(6))
     yield _case("S0,S0 -> S1,S1", 256 * MIB, Target(6))
@@ -99,38 +105,34 @@ def _cases() -> Iterator[Case]:
         yield _case(move, 4 * KIB, at_most)
     for size in 64 * KIB, MIB, 16 * MIB:
         yield _case("S0 -> S1", size)
-    yield Case("S0 on 4 ranks -> S1 on 2", 64 * MIB, _to_fewer, against="full_tensor")
+    yield Case(("S0 on 4 ranks -> S1 on 2",), 64 * MIB, _to_fewer, (None,), "full_tensor")
 
 
 def _case(move: str, size: int, target: Target | None = None) -> Case:
     """DTensors, as in "S0,S1 -> S1,S0"."""
     source, _, goal = move.partition(" -> ")
     name = f"[{source}] -> [{goal}]" if "," in move else move
-    return Case(name.replace(",", ", "), size, _redistributed(source.split(","), goal.split(",")), target)
+    return Case((name.replace(",", ", "),), size, _redistributed(source.split(","), goal.split(",")), (target,))
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------
 
 
-def _rows_to_columns(*, out: bool) -> Callable[[Shape], Sides]:
-    def sides(shape: Shape) -> Sides:
-        rows, columns = (sw.Layout.chunk(shape, dim, RANKS) for dim in (0, 1))
-        by_rows, by_columns = (
-            ChunkShardingSpec(dim=dim, placements=[f"rank:{n}/cpu" for n in range(RANKS)]) for dim in (0, 1)
-        )
-        local = _numbers(rows)
-        x = sw.ShardedTensor(local, rows)
-        room = torch.zeros(columns.local_shape(dist.get_rank())) if out else None
-        return Sides(
-            sw.plan(rows, columns, itemsize=4),
-            lambda _: sw.reshard(x, columns, out=room),
-            lambda given: given.reshard(by_columns),
-            # reshard changes the container in place, but not the tensor that it was made of
-            lambda: ShardedTensor._init_from_local_tensor(local, by_rows, shape),
-            lambda found: found.shards[0] if isinstance(found, sw.ShardedTensor) else found.local_tensor(),
-        )
-
-    return sides
+def _rows_to_columns(shape: Shape) -> Sides:
+    rows, columns = (sw.Layout.chunk(shape, dim, RANKS) for dim in (0, 1))
+    by_rows, by_columns = (
+        ChunkShardingSpec(dim=dim, placements=[f"rank:{n}/cpu" for n in range(RANKS)]) for dim in (0, 1)
+    )
+    local, out = _numbers(rows), torch.zeros(columns.local_shape(dist.get_rank()))
+    x = sw.ShardedTensor(local, rows)
+    return Sides(
+        sw.plan(rows, columns, itemsize=4),
+        (lambda _: sw.reshard(x, columns, out=out), lambda _: sw.reshard(x, columns)),
+        lambda given: given.reshard(by_columns),
+        # reshard changes the container in place, but not the tensor that it was made of
+        lambda: ShardedTensor._init_from_local_tensor(local, by_rows, shape),
+        lambda found: found.local_tensor(),
+    )
 
 
 def _redistributed(source: list[str], target: list[str]) -> Callable[[Shape], Sides]:
@@ -139,7 +141,7 @@ def _redistributed(source: list[str], target: list[str]) -> Callable[[Shape], Si
         x, placements = _dtensor(shape, mesh, source), _placements(target)
         return Sides(
             sw.plan(sw.layout_of(x), sw.Layout.on_mesh(shape, _ours(mesh), target), itemsize=4),
-            lambda _: sw.reshard(x, (mesh, placements)),
+            (lambda _: sw.reshard(x, (mesh, placements)),),
             lambda _: x.redistribute(mesh, placements),
         )
 
@@ -152,7 +154,7 @@ def _to_fewer(shape: Shape) -> Sides:
     width, me = shape[1] // half, dist.get_rank()
     return Sides(
         sw.plan(sw.layout_of(x), sw.Layout.chunk(shape, 1, half), itemsize=4),
-        lambda _: sw.reshard(x, (fewer, [Shard(1)])),
+        (lambda _: sw.reshard(x, (fewer, [Shard(1)])),),
         lambda _: x.full_tensor()[:, me * width : (me + 1) * width],
         local=lambda found: found.to_local() if isinstance(found, DTensor) else found if me < half else None,
     )
@@ -189,23 +191,33 @@ def _placements(words: list[str]) -> list[Placement]:
 
 
 def _measured(case: Case, effort: Effort) -> Measured:
-    # redistribute says once that it gathers and cuts, where gloo has no all-to-all of this kind
-    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    _silence()
     sides = case.sides(case.shape)
-    with _Sent() as sent:
-        ours = sides.local(sides.ours(None))
-    peer = sides.local(sides.peer(sides.peer_input()))
-    if (ours is None) != (peer is None) or (ours is not None and not torch.equal(ours, peer)):
-        raise RuntimeError(f"{case.name}: rank {dist.get_rank()} has {ours}, but the peer {peer}")
-    del ours, peer
+    sent = [_checked(case, sides, ours) for ours in sides.ours]
     repeats = effort.small if case.bytes <= MIB else effort.medium if case.bytes <= 64 * MIB else effort.large
     seconds, _ = every_repeat(
-        Job(sides.ours, lambda: dist.barrier(), repeats),
+        *(Job(ours, lambda: dist.barrier(), repeats) for ours in sides.ours),
         Job(sides.peer, lambda: (sides.peer_input(), dist.barrier())[0], repeats),
     )
     messages = sides.plan.traffic.size
     inline = int(messages[messages <= inline_bytes(RANKS)].sum())
-    return Measured(sent.bytes, sides.plan.bytes_moved, inline, *seconds)
+    return Measured(sent, sides.plan.bytes_moved, inline, seconds)
+
+
+def _checked(case: Case, sides: Sides, run: Callable[[Any], Any]) -> int:
+    """The bytes that a call of ours sends, once its result is found to be the peer's."""
+    with _Sent() as sent:
+        ours = sides.local(run(None))
+    peer = sides.local(sides.peer(sides.peer_input()))
+    if (ours is None) != (peer is None) or (ours is not None and not torch.equal(ours, peer)):
+        raise RuntimeError(f"{case.names[0]}: rank {dist.get_rank()} has {ours}, but the peer {peer}")
+    return sent.bytes
+
+
+def _silence() -> None:
+    """What the peers say once: that redistribute gathers and cuts over gloo, and that ShardedTensor grows old."""
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
 
 
 class _Sent:
@@ -230,17 +242,25 @@ class _Sent:
 # --- what they found -------------------------------------------------------------------------------------------------
 
 
-def _row(case: Case, found: list[Measured]) -> Row:
+def _rows(case: Case, found: list[Measured]) -> Iterator[Row]:
     moved, inline = found[0].moved, found[0].inline
-    if sum(rank.sent for rank in found) != moved - inline:
-        raise RuntimeError(
-            f"{case.name}: the ranks sent {[rank.sent for rank in found]} bytes, but the plan has {moved}, "
-            f"{inline} of them inside of the agreement"
-        )
-    ours, peer = (median(map(max, zip(*times, strict=True))) for times in zip(*(r[-2:] for r in found), strict=True))
+    sent = [sum(ranks) for ranks in zip(*(rank.sent for rank in found), strict=True)]
+    if set(sent) != {moved - inline}:
+        raise RuntimeError(f"{case.names}: {sent} bytes sent, but planned {moved}, {inline} of them in the agreement")
+    *ours, peer = (_slowest(side) for side in zip(*(rank.seconds for rank in found), strict=True))
     note = f"{_size(moved)} on the wire" if moved else "nothing on the wire"
     note += ", inside of the agreement" if inline and inline == moved else ""
-    return Row(f"{case.name}, {_size(case.bytes)}", ours, peer, case.against, case.target, note)
+    for name, seconds, target in zip(case.names, ours, case.targets, strict=True):
+        yield Row(f"{name}, {_size(case.bytes)}", seconds, peer, case.against, target, note)
+
+
+def _slowest(ranks: Sequence[list[float]]) -> float:
+    """The median of repeats, each as long as on its slowest rank.
+
+    >>> _slowest([[1.0, 2.0, 6.0], [3.0, 1.0, 1.0]])
+    3.0
+    """
+    return median(map(max, zip(*ranks, strict=True)))
 
 
 def _size(value: int) -> str:

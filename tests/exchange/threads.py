@@ -58,7 +58,7 @@ def plain(shape, dtype):
 
 def turned(shape, dtype):
     """The last dim is the outermost in memory."""
-    return plain(shape[::-1], dtype).permute(*reversed(range(len(shape))))
+    return plain(shape[::-1], dtype).permute(tuple(reversed(range(len(shape)))))
 
 
 def spaced(shape, dtype):

@@ -140,6 +140,7 @@ def test_survivors_of_a_killed_rank_raise_and_say_what_they_waited_for(ranks, wh
     def run(rank):
         values = np.ones(source.shape, dtype=np.float32)
         x, out = rows(rank, source, values), torch.zeros(target.local_shape(rank)) if given else None
+        dist.barrier()
         if rank == 2:
             _die(when)
         done = []
@@ -148,7 +149,7 @@ def test_survivors_of_a_killed_rank_raise_and_say_what_they_waited_for(ranks, wh
         whole = [bool((found.local_tensor() == 1).all()) for found in done]
         return kind, text, took, again, whole
 
-    reports = ranks(4, run, patience=4, dying={2})
+    reports = ranks(4, run, patience=6, dying={2})
     assert reports[2] is None
     for kind, text, took, again, whole in (reports[0], reports[1], reports[3]):
         if when == "after" and kind is None:
@@ -182,7 +183,7 @@ def test_an_error_in_the_middle_breaks_the_group_for_all(ranks):  # noqa: F811
         values = np.ones(source.shape, dtype=np.float32)
         return raised(lambda: sw.reshard(rows(rank, source, values), target))
 
-    reports = ranks(4, run, patience=4, dying=(9,))
+    reports = ranks(4, run, patience=6, dying=(9,))
     assert [kind for kind, _, _ in reports] == ["ExchangeError", "ZeroDivisionError", "ExchangeError", "ExchangeError"]
     assert max(took for _, _, took in reports) < 15
 

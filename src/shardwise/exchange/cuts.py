@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.geometry import Boxes, Ints, ints, join
+from shardwise.geometry import Box, Boxes, Ints, ints, join
 from shardwise.layout import Layout
 
 Strides = tuple[int, ...]
@@ -86,6 +86,22 @@ class Places:
         order = np.lexsort((place, box))
         box, place = box[order], place[order]
         return box, self.inside(place, boxes.take(box).overlap(self.boxes.take(place)))
+
+    def once(self, boxes: Boxes) -> Places:
+        """What these places hold of the boxes, no cell twice: an owner may hold overlapping pieces."""
+        box, found = self.within(boxes)
+        if found.boxes.volumes().sum() == boxes.volumes().sum():
+            return found
+        rows, rest = list[int](), list[Box]()
+        seen = dict[int, list[Box]]()
+        for row, number in enumerate(box.tolist()):
+            left = [found.boxes.box(row)]
+            for other in seen.setdefault(number, []):
+                left = [part for piece in left for part in piece.minus(other)]
+            seen[number].append(found.boxes.box(row))
+            rows += [row] * len(left)
+            rest += left
+        return found.inside(ints(rows), Boxes.of(rest, boxes.ndim))
 
     def inside(self, rows: Ints, boxes: Boxes) -> Places:
         """The places of boxes that lie inside these rows, each in its own."""

@@ -136,29 +136,37 @@ class Call:
     # --- what it takes -----------------------------------------------------------------------------------------------
 
     def _prepared(self, known: Mapping[str, Any], *, learned: bool) -> Exchange:
+        """The exchange as this rank sees it. What goes wrong is told to all: every rank raises it, nobody waits."""
         try:
             if self.held.error is not None:
                 raise self.held.error
             sure = self.held.facts()
-            both = {**known, **sure}
-            facts = {name: both[name] for name in FACTS if name in both}  # in one order on every rank
-            guessed = frozenset(FACTS).difference(FACTS if learned else sure)
-            if len(facts) < len(FACTS):
-                fields = dict.fromkeys(FACTS, "unknown") | facts | {"target": "unknown"}
-                return Exchange(self.wire, self._terms(fields, guessed | {"target"}))
-            move = self._move(facts)
-            fields = {**facts, "target": self.plan.target}
-            terms = self._terms(fields, guessed | {"target"} if guessed else guessed)
-            return Exchange(self.wire, terms, [move], fresh=self._out is None)
-        except Exception as error:  # every rank raises it, none is left waiting
+            facts = {**known, **sure}
+            if learned or len(sure) == len(FACTS):
+                return self._sure(facts)
+            return self._guess(facts, frozenset(FACTS).difference(sure) | {"target"})
+        except Exception as error:
             return Exchange(self.wire, Terms({"operation": "reshard"}, error=error))
 
-    def _terms(self, fields: Mapping[str, Any], guessed: frozenset[str]) -> Terms:
+    def _sure(self, facts: Mapping[str, Any], guessed: frozenset[str] = frozenset()) -> Exchange:
+        move = self._move(facts)
+        terms = self._terms(facts, self.plan.target, guessed)
+        return Exchange(self.wire, terms, [move], fresh=self._out is None)
+
+    def _guess(self, facts: Mapping[str, Any], guessed: frozenset[str]) -> Exchange:
+        """What it was the last time; where that cannot be, or there was none, those who know will tell."""
+        try:
+            return self._sure(facts, guessed)
+        except Exception:  # of a guess: it says nothing about the call
+            unknown = dict.fromkeys(FACTS, "unknown") | self.held.facts()
+            return Exchange(self.wire, self._terms(unknown, "unknown", guessed))
+
+    def _terms(self, facts: Mapping[str, Any], target: Layout | str, guessed: frozenset[str]) -> Terms:
         options = self.options
         hosts = options.hosts
         named = sorted(map(str, hosts.items())) if isinstance(hosts, Mapping) else getattr(hosts, "hosts", hosts)
         how = {"cast": options.dtype, "max_bytes": options.max_bytes, "hosts": str(named), "verify": options.verify}
-        return Terms({"operation": "reshard", **fields, **how}, guessed)
+        return Terms({"operation": "reshard", **{f: facts[f] for f in FACTS}, "target": target, **how}, guessed)
 
     def _move(self, facts: Mapping[str, Any]) -> Move:
         """The work of this rank, and room for its result."""

@@ -107,7 +107,7 @@ def _sums(copies: Copies, layout: Layout, me: int, local: Tensors, dtype: torch.
     found = torch.zeros(LANES, dtype=torch.int64)
     if not len(copies):
         return found
-    _, places = Places.of_owner(layout, me, [t.stride() for t in local]).within(copies.boxes)
+    places = Places.of_owner(layout, me, [t.stride() for t in local]).once(copies.boxes)
     for cut, lo in zip(places.cuts(), places.boxes.lo.tolist(), strict=True):
         cells = cut.of(local)
         for at in blocks(cells.shape):

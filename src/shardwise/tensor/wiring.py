@@ -56,7 +56,7 @@ def release_staging() -> int:
     >>> release_staging()
     0
     """
-    staging = [wire.staging for wires in _wires.values() for wire in wires.values()]
+    staging = {wire.staging for wires in _wires.values() for wire in wires.values()}
     kept = sum(one.bytes for one in staging)
     for one in staging:
         one.release()

@@ -1,0 +1,306 @@
+"""Agreement: all ranks reach the same verdict, and raise the same error that says who differs in what."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from threads import PATIENCE, outcomes, together
+
+from shardwise import ExchangeError, Layout, parse, plan
+from shardwise.exchange import Exchange, Move, Terms, ranks
+from shardwise.exchange.agreement import WORDS, Status, Verdict, judge, refusal, weigh
+from shardwise.wires.memory import memory_wires
+
+FIELDS = {
+    "operation": ("reshard", "gather"),
+    "shape": ((8, 6), (6, 8)),
+    "dtype": (torch.float32, torch.bfloat16),
+    "source": (parse("8x6/S0@4"), parse("8x6/R@4")),
+    "target": (parse("8x6/S1@4"), parse("8x6/S1@2")),
+    "max_bytes": (None, 4096),
+}
+SAME = {name: values[0] for name, values in FIELDS.items()}
+FAILURES = [None, ValueError("no such layout"), TypeError("no tensor"), KeyError("weight")]
+GUESSED = frozenset({"shape", "dtype", "source"})
+OWNERS = [3, 4, 5, 9]
+
+
+def verdict(terms):
+    return judge(weigh(np.stack([one.header() for one in terms])).max(axis=0))
+
+
+def refused(terms, owners=None):
+    return str(refusal([one.told() for one in terms], owners or range(len(terms))))
+
+
+def but(name):
+    """The terms that everybody has, with another value of one field."""
+    return Terms(SAME | {name: FIELDS[name][1]})
+
+
+fields = st.tuples(*map(st.sampled_from, FIELDS.values())).map(lambda values: dict(zip(FIELDS, values, strict=True)))
+sure = fields.map(Terms)
+guesses = st.builds(Terms, fields, st.frozensets(st.sampled_from(sorted(GUESSED)), min_size=1))
+failed = st.sampled_from(FAILURES[1:]).map(lambda error: Terms({"operation": "reshard"}, error=error))
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+@given(sure, st.lists(sure, max_size=3), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_ranks_that_know_go_where_all_headers_are_equal_and_only_there(first, others, copies, random):
+    terms = [first] * copies + others
+    random.shuffle(terms)
+    equal = len({one.header().tobytes() for one in terms}) == 1
+    assert equal == all(one.fields == first.fields for one in terms)
+    assert verdict(terms) is (Verdict.GO if equal else Verdict.REFUSE)
+
+
+def expected(terms):
+    """The verdict, by looking at everybody's fields one by one."""
+    known = {name: {one.fields[name] for one in terms if name not in one.guessed} for name in FIELDS}
+    if all(one.guessed for one in terms) or any(len(values) > 1 for values in known.values()):
+        return Verdict.REFUSE
+    taken = {name: {one.fields[name] for one in terms} for name in FIELDS}
+    return Verdict.LEARN if any(len(values) > 1 for values in taken.values()) else Verdict.GO
+
+
+@given(st.lists(sure | guesses, min_size=1, max_size=4))
+@settings(max_examples=100)
+def test_with_guesses_the_verdict_is_that_of_everybodys_fields(terms):
+    assert verdict(terms) is expected(terms)
+
+
+@given(st.lists(sure | guesses, max_size=4), failed, st.integers(0, 4))
+def test_one_rank_that_fails_stops_all(terms, one, place):
+    assert verdict([*terms[:place], one, *terms[place:]]) is Verdict.REFUSE
+
+
+@given(st.lists(sure | guesses | failed, min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_the_verdict_does_not_depend_on_who_brings_what(terms, random):
+    shuffled = random.sample(terms, len(terms))
+    assert verdict(shuffled) is verdict(terms) is verdict([*terms, *terms])
+
+
+@given(st.lists(sure | guesses | failed, min_size=2, max_size=5), st.integers(1, 4))
+def test_weights_may_be_reduced_in_parts(terms, cut):
+    headers = np.stack([one.header() for one in terms])
+    halves = [weigh(half).max(axis=0) for half in (headers[:cut], headers[cut:]) if len(half)]
+    assert judge(np.max(halves, axis=0)) is verdict(terms)
+
+
+def test_guesses_that_are_right_go():
+    assert verdict([Terms(SAME), Terms(SAME, GUESSED)]) is Verdict.GO
+
+
+@pytest.mark.parametrize("name", sorted(GUESSED))
+def test_guesses_that_are_wrong_have_to_learn(name):
+    guess = Terms(but(name).fields, GUESSED)
+    assert verdict([Terms(SAME), guess]) is Verdict.LEARN
+    assert verdict([Terms(SAME), Terms(SAME, GUESSED), guess]) is Verdict.LEARN
+
+
+def test_where_nobody_knows_right_guesses_do_not_help():
+    guess = Terms(SAME, GUESSED)
+    assert verdict([guess, guess]) is Verdict.REFUSE
+    assert refused([guess, guess], [4, 7]) == (
+        "no rank of [4, 7] holds a part of the source of this reshard: at least one must know it"
+    )
+
+
+def test_a_rank_that_guesses_is_held_to_what_it_knows():
+    guess = Terms(but("target").fields, GUESSED)
+    assert verdict([Terms(SAME), guess]) is Verdict.REFUSE
+    assert "disagree on the target" in refused([Terms(SAME), guess])
+
+
+# --- the header ------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_of_a_rank_is_what_it_knows():
+    assert Terms(SAME).status is Status.KNOWS
+    assert Terms(SAME, GUESSED).status is Status.GUESSES
+    assert Terms(SAME, GUESSED, FAILURES[1]).status is Status.FAILED
+
+
+def test_a_header_has_the_same_length_whatever_the_fields():
+    for terms in (Terms({}), Terms(SAME), Terms({"operation": "x" * 1000}), Terms({}, error=FAILURES[1])):
+        assert (terms.header().shape, terms.header().dtype) == ((WORDS,), np.int64)
+
+
+def test_equal_layouts_have_equal_headers_however_they_are_written():
+    one = Layout.chunk((8, 6), 0, owners=2)
+    same = Layout.boxes((8, 6), [(0, (0, 0), (4, 6)), (1, (4, 0), (8, 6))])
+    assert str(one) != str(same)
+    np.testing.assert_array_equal(Terms({"source": one}).header(), Terms({"source": same}).header())
+
+
+def test_values_that_are_equal_but_of_other_types_differ():
+    found = [Terms({"verify": value}).header()[1] for value in (1, True, None, 0, False)]
+    assert len(set(found)) == 5
+
+
+# --- the error -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("rank", range(4))
+def test_a_field_that_differs_is_named_with_its_values_and_ranks(name, rank):
+    terms = [Terms(SAME)] * 4
+    terms[rank] = but(name)
+    assert verdict(terms) is Verdict.REFUSE
+    message = refused(terms, OWNERS)
+    others = [owner for owner in OWNERS if owner != OWNERS[rank]]
+    assert f"the ranks disagree on the {name} of this " in message
+    assert f"rank {OWNERS[rank]}: {FIELDS[name][1]}" in message
+    assert f"{ranks(others)}: {FIELDS[name][0]}" in message
+    assert message.endswith("Every rank of the group must ask for the same")
+
+
+def test_the_first_field_that_differs_is_reported():
+    terms = [Terms(SAME), Terms(SAME | {name: FIELDS[name][1] for name in ("dtype", "target")})]
+    assert refused(terms) == (
+        "the ranks disagree on the dtype of this reshard: rank 0: torch.float32; rank 1: torch.bfloat16. "
+        "Every rank of the group must ask for the same"
+    )
+
+
+def test_what_is_only_guessed_is_not_held_against_anybody():
+    wrong = Terms(SAME | {"shape": (1, 1), "max_bytes": 7}, GUESSED)
+    message = refused([Terms(SAME), wrong])
+    assert "disagree on the max_bytes" in message
+    assert "(1, 1)" not in message
+
+
+@given(st.lists(st.sampled_from(FAILURES), min_size=1, max_size=5).filter(any))
+def test_errors_are_told_with_the_ranks_that_had_them(errors):
+    terms = [Terms(SAME, error=error) for error in errors]
+    message = refused(terms)
+    different = {str(error): [r for r, e in enumerate(errors) if e is error] for error in errors if error}
+    if None not in errors and len(different) == 1:
+        (error,) = {*errors}
+        assert message == f"no rank can take part in this reshard: {type(error).__name__}: {error}"
+    else:
+        assert message.split("\n") == [
+            f"{ranks(whose)} cannot take part in this reshard: {type(errors[whose[0]]).__name__}: {error}"
+            for error, whose in different.items()
+        ]
+
+
+def test_errors_come_before_differences():
+    assert refused([but("dtype"), Terms(SAME), Terms({"operation": "reshard"}, error=FAILURES[2])]) == (
+        "rank 2 cannot take part in this reshard: TypeError: no tensor"
+    )
+
+
+def test_an_exchange_without_a_name_is_an_exchange():
+    assert refused([Terms({}), Terms({}, error=FAILURES[1])]) == (
+        "rank 1 cannot take part in this exchange: ValueError: no such layout"
+    )
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.randoms(use_true_random=False))
+def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
+    word, _, listed = ranks(random.sample(sorted(numbers), len(numbers))).partition(" ")
+    found = []
+    for run in listed.split(", "):
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    assert found == sorted(numbers)
+    assert word == ("rank" if len(numbers) == 1 else "ranks")
+    assert all(int(run.split("-")[1]) - int(run.split("-")[0]) > 1 for run in listed.split(", ") if "-" in run)
+
+
+# --- on a wire -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["slots", "reduced"])
+def wires(request, monkeypatch):
+    """Wires of four ranks, once as they are and once as in a group that is too large for slots."""
+    if request.param == "reduced":
+        monkeypatch.setattr("shardwise.exchange.run.MOST_SLOTS", 2)
+    return memory_wires(OWNERS, timeout=PATIENCE)
+
+
+def agreed(wires, terms):
+    """What an exchange of these terms gives or raises on every rank."""
+    brought = dict(zip(OWNERS, terms, strict=True))
+    return outcomes(wires, lambda wire: Exchange(wire, brought[wire.me]).start().finish())
+
+
+def test_ranks_that_agree_are_done(wires):
+    assert agreed(wires, [Terms(SAME)] * 4) == [None] * 4
+    assert agreed(wires, [Terms(SAME), *[Terms(SAME, GUESSED)] * 3]) == [None] * 4
+
+
+REFUSED = {
+    **{f"another {name}": [Terms(SAME), but(name), Terms(SAME), Terms(SAME)] for name in FIELDS},
+    "one fails": [*[Terms(SAME)] * 3, Terms({}, error=FAILURES[1])],
+    "some fail": [
+        Terms({}, error=FAILURES[1]),
+        Terms(SAME),
+        Terms({}, error=FAILURES[1]),
+        Terms({}, error=FAILURES[2]),
+    ],
+    "all fail": [Terms({}, error=FAILURES[3])] * 4,
+    "nobody knows": [Terms(SAME, GUESSED)] * 4,
+}
+
+
+@pytest.mark.parametrize("terms", REFUSED.values(), ids=REFUSED)
+def test_every_rank_raises_the_same_error(wires, terms):
+    errors = agreed(wires, terms)
+    assert {type(error) for error in errors} == {ExchangeError}
+    assert {str(error) for error in errors} == {refused(terms, OWNERS)}
+    assert [error.__cause__ for error in errors] == [one.error for one in terms]
+
+
+def test_a_refusal_leaves_the_wire_as_it_was(wires):
+    for terms in REFUSED.values():
+        assert {type(error) for error in agreed(wires, terms)} == {ExchangeError}
+    assert agreed(wires, [Terms(SAME)] * 4) == [None] * 4
+
+
+def test_those_who_know_tell_those_who_guessed_wrong(wires):
+    wrong = Terms(SAME | {"shape": (1, 1)}, GUESSED)
+    found = agreed(wires, [wrong, Terms(SAME), Terms(SAME, GUESSED), wrong])
+    assert found == [[None, SAME, None, None]] * 4
+
+
+def test_terms_are_remembered_once_all_have_agreed_on_them(wires):
+    agreed(wires, [Terms(SAME), but("dtype"), *[Terms(SAME)] * 2])
+    assert [wire.agreed for wire in wires] == [set()] * 4
+    agreed(wires, [Terms(SAME)] * 4)
+    assert [wire.agreed for wire in wires] == [{Terms(SAME).header().tobytes()}] * 4
+
+
+def test_nothing_is_written_where_the_ranks_disagree(wires):
+    made = plan("4x6/S0@4:3,4,5,9", "4x6/S1@4:3,4,5,9")
+    targets = {owner: torch.zeros(made.target.local_shape(owner)) for owner in OWNERS}
+
+    def work(wire):
+        source = torch.ones(made.source.local_shape(wire.me))
+        move = Move.of(made, wire.me, [source], [targets[wire.me]], torch.float32)
+        terms = but("dtype") if wire.me == 9 else Terms(SAME)
+        return Exchange(wire, terms, [move]).start().finish()
+
+    assert {type(error) for error in outcomes(wires, work)} == {ExchangeError}
+    assert not any(target.any() for target in targets.values())
+
+
+def test_a_large_group_moves_the_same_values(wires):
+    made = plan("4x6/S0@4:3,4,5,9", "4x6/S1@4:9,5,4,3")
+    whole = torch.arange(24.0).reshape(4, 6)
+
+    def work(wire):
+        source = whole[OWNERS.index(wire.me)][None]
+        target = torch.empty(made.target.local_shape(wire.me))
+        assert (
+            Exchange(wire, Terms(SAME), [Move.of(made, wire.me, [source], [target], torch.float32)]).start().finish()
+            is None
+        )
+        return target
+
+    found = together(wires, work)
+    torch.testing.assert_close(torch.cat(found[::-1], dim=1), whole, rtol=0, atol=0)
