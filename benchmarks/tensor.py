@@ -193,7 +193,9 @@ def _placements(words: list[str]) -> list[Placement]:
 def _measured(case: Case, effort: Effort) -> Measured:
     _silence()
     sides = case.sides(case.shape)
-    sent = [_checked(case, sides, ours) for ours in sides.ours]
+    expected = sides.local(sides.peer(sides.peer_input()))
+    sent = [_checked(sides.local, ours, expected) for ours in sides.ours]
+    del expected
     repeats = effort.small if case.bytes <= MIB else effort.medium if case.bytes <= 64 * MIB else effort.large
     seconds, _ = every_repeat(
         *(Job(ours, lambda: dist.barrier(), repeats) for ours in sides.ours),
@@ -204,13 +206,12 @@ def _measured(case: Case, effort: Effort) -> Measured:
     return Measured(sent, sides.plan.bytes_moved, inline, seconds)
 
 
-def _checked(case: Case, sides: Sides, run: Callable[[Any], Any]) -> int:
+def _checked(local: Callable[[Any], torch.Tensor | None], run: Callable[[Any], Any], peer: torch.Tensor | None) -> int:
     """The bytes that a call of ours sends, once its result is found to be the peer's."""
     with _Sent() as sent:
-        ours = sides.local(run(None))
-    peer = sides.local(sides.peer(sides.peer_input()))
+        ours = local(run(None))
     if (ours is None) != (peer is None) or (ours is not None and not torch.equal(ours, peer)):
-        raise RuntimeError(f"{case.names[0]}: rank {dist.get_rank()} has {ours}, but the peer {peer}")
+        raise RuntimeError(f"rank {dist.get_rank()} has {ours}, but the peer {peer}")
     return sent.bytes
 
 

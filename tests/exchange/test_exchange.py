@@ -1,5 +1,6 @@
 """Exchanges through the in-memory wire: every plan brings the values that numpy says, whatever lies how in memory."""
 
+from contextlib import contextmanager
 from functools import reduce as fold
 from queue import Queue
 
@@ -70,17 +71,12 @@ def arrays(found, dtype):
     return {owner: arrays_of(some, dtype) for owner, some in found.items()}
 
 
-class within:
-    """Messages of up to `most` bytes travel with the agreement."""
-
-    def __init__(self, most):
-        self.patch, self.most = pytest.MonkeyPatch(), most
-
-    def __enter__(self):
-        self.patch.setattr("shardwise.exchange.run.INLINE", self.most)
-
-    def __exit__(self, *_):
-        self.patch.undo()
+@contextmanager
+def within(most):
+    """Messages of up to that many bytes travel with the agreement."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.exchange.run.INLINE", most)
+        yield
 
 
 # --- every pair of layouts -------------------------------------------------------------------------------------------

@@ -21,11 +21,21 @@ def outcomes(wires, work):
 
 
 def together(wires, work):
-    """For every wire what `work(wire)` gives, which nobody may raise."""
-    found = outcomes(wires, work)
-    failed = [error for error in found if isinstance(error, BaseException)]
-    if failed:
-        raise failed[0]
+    """For every wire what `work(wire)` gives. Where one raises, nobody waits for it, and the first error is raised."""
+    errors = []
+
+    def watched(wire):
+        try:
+            return work(wire)
+        except BaseException as error:
+            errors.append(error)
+            for peer in wire.owners:
+                wire._queues[wire.me, peer].put(None)
+            raise
+
+    found = outcomes(wires, watched)
+    if errors:
+        raise errors[0]
     return found
 
 

@@ -21,14 +21,15 @@ def numbers(shape):
     return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def layout_on(mesh, placements, shape):
     """Where the cells of a DTensor of that shape are."""
     return Layout.on_mesh(shape, Mesh.of(tuple(mesh.mesh.shape), ranks=mesh.mesh.tolist()), placements)
 
 
+@lru_cache(maxsize=1024)
 def local_of(whole, layout):
-    """This rank's only buffer of the whole in that layout."""
+    """This rank's only buffer of the whole in that layout. To be read only."""
     (found,) = scatter(whole.numpy(), layout, seed=7)[dist.get_rank()]
     return torch.from_numpy(found)
 
@@ -48,7 +49,7 @@ def torch_can(source, target):
 
 
 def torch_reads(placements):
-    """True where torch gathers uneven tensors rightly: neither from strided shards nor from a dim that is split thrice."""
+    """True where torch gathers uneven tensors rightly: not from strided shards, nor where a dim is split thrice."""
     split = [p.dim for p in placements if isinstance(p, Shard)]
     return not any(isinstance(p, _StridedShard) for p in placements) and all(split.count(dim) < 3 for dim in split)
 

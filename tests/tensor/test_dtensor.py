@@ -201,7 +201,7 @@ def test_placements_are_words_ours_or_torchs(ranks):  # noqa: F811
                     count += 1
         return count
 
-    assert ranks(4, run) == [37] * 4
+    assert ranks(4, run) == [36] * 4
 
 
 def test_another_dtensor_says_what_the_result_looks_like(ranks):  # noqa: F811

@@ -63,6 +63,7 @@ class Exchange:
         self.header = terms.header()
         # a message can only meet one of the same exchange, on the same terms
         self.tag = crc32(self.header[1:].tobytes(), next(wire.count)) >> 1
+        self.writing = False  # into the target's tensors: from when all have agreed
         self._agreement: Callable[[], torch.Tensor] | None = None
         self._ahead: Posted | None = None
 
@@ -87,6 +88,7 @@ class Exchange:
         if slots is None:
             return self.wire.tell(None if self.terms.guessed else dict(self.terms.fields))
         try:
+            self.writing = True
             for move in self.moves:
                 if move.program.fill is not None:
                     for tensor in move.target:

@@ -123,14 +123,16 @@ class Call:
             facts = next(fields for fields in told if fields is not None)
             learned = {name: facts[name] for name in FACTS}
             self.wire.memory["source", self.key] = learned
-            if self._prepared(learned, learned=True).start().finish() is not None:
+            self._exchange = self._prepared(learned, learned=True).start()
+            if self._exchange.finish() is not None:
                 raise ExchangeError("the ranks that were told what the source is still take it to be something else")
         return self
 
     def _where(self) -> str:
         made = getattr(self, "plan", None)
         move = f"from {made.source!r} to {made.target!r}" if made else "of which this rank does not know the layouts"
-        touched = "" if self._out is None else "; what was given as out= may be partly written"
+        writing = self._out is not None and self._exchange is not None and self._exchange.writing
+        touched = "; what was given as out= may be partly written" if writing else ""
         return f"in a reshard {move}{touched}"
 
     # --- what it takes -----------------------------------------------------------------------------------------------
