@@ -90,7 +90,7 @@ def page(sections: Sequence[Section], command: str) -> str:
 def _machine() -> str:
     packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("numpy", "torch"))
     system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    load = f"load average {os.getloadavg()[0]:.1f} at the end (the benchmark alone makes 1.0)"
+    load = f"load average {os.getloadavg()[0]:.1f} at the end (the benchmark makes 1 to 4 of it)"
     return f"{os.cpu_count()} cores, {system}, {packages}; {load}"
 
 

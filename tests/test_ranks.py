@@ -4,7 +4,9 @@ import os
 import time
 
 import pytest
-from ranks import RankError, ranks  # noqa: F401  pytest looks fixtures up by name
+from ranks import ranks  # noqa: F401  pytest looks fixtures up by name
+
+from shardwise.testing import RankError
 
 
 def test_results_come_in_the_order_of_the_ranks(ranks):  # noqa: F811

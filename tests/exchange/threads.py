@@ -99,7 +99,9 @@ def tensors_of(arrays, dtype, form=plain):
 
 def arrays_of(tensors, dtype):
     """The way back: what the tensors hold as arrays of a numpy dtype of the same size."""
-    raw = [tensor.reshape(-1).clone().view(torch.uint8).numpy() for tensor in tensors]
+    raw = [
+        tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy() for tensor in tensors
+    ]
     return [r.view(dtype).reshape(tuple(t.shape)) for r, t in zip(raw, tensors, strict=True)]
 
 

@@ -66,11 +66,11 @@ def test_every_pair_of_placements_on_two_axes_gives_what_torch_gives(ranks, mesh
 def test_small_and_empty_tensors_move_on_two_axes(ranks):  # noqa: F811
     both, draw = list(product(PLACEMENTS, repeat=2)), Random(1)
     shapes = [(1, 1), (3, 2), (0, 3), (4, 0), (1, 0, 5)]
-    count_moves(ranks, (2, 3), [(draw.choice(shapes), draw.choice(both), draw.choice(both)) for _ in range(60)])
+    count_moves(ranks, (2, 3), [(draw.choice(shapes), draw.choice(both), draw.choice(both)) for _ in range(40)])
 
 
 def test_nested_and_strided_shards_move_to_all_others_and_back(ranks):  # noqa: F811
-    plain = [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Partial(), Shard(0))]
+    plain = [(Replicate(), Replicate()), (Shard(1), Shard(0)), (Partial(), Shard(0))]
     pairs = [*product(NESTED, plain), *product(plain, NESTED), *product(NESTED, repeat=2)]
     count_moves(ranks, (2, 2), [((13, 5), a, b) for a, b in pairs])
 
@@ -113,9 +113,8 @@ def calls(source, target):
 
 
 def test_tensors_move_between_meshes_of_other_ranks_and_sizes(ranks):  # noqa: F811
-    cases = [
-        (a, b, there, back) for a, b in product(MESHES, repeat=2) for there, back in product(MESHES[a][1], MESHES[b][1])
-    ]
+    draw = Random(5)
+    cases = [(a, b, draw.choice(MESHES[a][1]), draw.choice(MESHES[b][1])) for a, b in product(MESHES, repeat=2)]
 
     def run(rank):
         known, whole = meshes(), numbers((7, 5))
@@ -125,7 +124,7 @@ def test_tensors_move_between_meshes_of_other_ranks_and_sizes(ranks):  # noqa: F
                 assert_lies(found, whole, known[b], back)
         return len(cases)
 
-    assert ranks(6, run) == [121] * 6
+    assert ranks(6, run) == [49] * 6
 
 
 def test_a_tensor_without_cells_still_becomes_a_dtensor_on_every_rank_of_another_mesh(ranks):  # noqa: F811
@@ -140,18 +139,18 @@ def test_a_tensor_without_cells_still_becomes_a_dtensor_on_every_rank_of_another
 
 def test_what_the_source_is_may_change_from_call_to_call(ranks):  # noqa: F811
     """Ranks without the source take it to be what it was the last time, and are told otherwise."""
-    shapes, dtypes = [(7, 5), (7, 5), (4, 4), (2, 3, 5), (7, 5)], [torch.float64, torch.float32, torch.int16]
+    shapes, dtypes = [(7, 5), (7, 5), (2, 3, 5), (7, 5)], [torch.float64, torch.int16]
 
     def run(rank):
         known, count = meshes(), 0
-        for dtype, shape, placements in product(dtypes, shapes, [[Shard(0)], [Shard(1)], [Replicate()]]):
+        for dtype, shape, placements in product(dtypes, shapes, [[Shard(0)], [Replicate()]]):
             whole = numbers(shape).to(dtype)
             found = sw.reshard(dtensor(whole, known["0-3"], placements), (known["4-5"], [Shard(0)]))
             assert_lies(found, whole, known["4-5"], [Shard(0)])
             count += 1
         return count
 
-    assert ranks(6, run) == [45] * 6
+    assert ranks(6, run) == [16] * 6
 
 
 def test_several_moves_between_meshes_may_be_under_way(ranks):  # noqa: F811
@@ -169,7 +168,7 @@ def test_several_moves_between_meshes_may_be_under_way(ranks):  # noqa: F811
             assert handle.done()
         return len(handles)
 
-    assert ranks(6, run) == [6] * 6
+    assert ranks(6, run, timeout=20) == [6] * 6
 
 
 # --- how a target is asked for ----------------------------------------------------------------------------------------

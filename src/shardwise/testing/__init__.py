@@ -1,5 +1,6 @@
-"""For tests of your own: layouts drawn by hypothesis, sharded numpy arrays, and plans carried out in one process."""
+"""For tests of your own: layouts drawn by hypothesis, sharded numpy arrays, plans carried out in one process, ranks."""
 
 from shardwise.testing.arrays import gather, scatter, simulate
+from shardwise.testing.ranks import RankError, on_ranks
 
-__all__ = ["gather", "scatter", "simulate"]
+__all__ = ["RankError", "gather", "on_ranks", "scatter", "simulate"]

@@ -1,0 +1,126 @@
+"""Real ranks on this machine: forked processes with a gloo group between them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shardwise.errors import ExchangeError
+
+Pipes = list[tuple[Connection, Connection]]
+Report = tuple[float, str | None, Any]  # when, the traceback of what went wrong, what was returned
+
+
+class RankError(ExchangeError):
+    """What went wrong on the rank that failed first."""
+
+
+def on_ranks(
+    count: int,
+    work: Callable[[int], Any],
+    *,
+    timeout: float = 60.0,
+    patience: float = 60.0,
+    dying: Collection[int] = (),
+) -> list[Any]:
+    """Call `work(rank)` on so many ranks of this machine; what they returned, in the order of the ranks.
+
+    >>> on_ranks(2, lambda rank: 10 * rank)
+    [0, 10]
+
+    The ranks are forked, so that torch is imported once and `work` may be any function, and meet in a file, not on a
+    port; each uses one thread. After `timeout` seconds all are ended. `patience` is the timeout of their process
+    group. Ranks that are `dying` may end without a word: None stands for them. POSIX only.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a forked child of one that runs several would wait for threads that it does not have
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+            return _run(count, work, os.path.join(folder, "store"), timeout, patience, dying)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(
+    count: int, work: Callable[[int], Any], store: str, timeout: float, patience: float, dying: Collection[int]
+) -> list[Any]:
+    fork = multiprocessing.get_context("fork")
+    pipes: Pipes = [fork.Pipe(duplex=False) for _ in range(count)]
+    together = not dying  # else the others cannot meet at the end
+    start = [(rank, work, store, patience, pipes, together) for rank in range(count)]
+    processes = [fork.Process(target=_rank, args=args, daemon=True) for args in start]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+            for process in processes:
+                process.start()
+        for _, end in pipes:
+            end.close()
+        return _results(pipes, time.monotonic() + timeout, dying)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(rank: int, work: Callable[[int], Any], store: str, patience: float, pipes: Pipes, together: bool) -> None:
+    """The life of one rank: meet, work, report, and leave together."""
+    import torch.distributed as dist
+
+    for _, end in pipes[:rank] + pipes[rank + 1 :]:
+        end.close()  # or nobody would see that another rank died
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    pipe, limit = pipes[rank][1], timedelta(seconds=patience)
+    try:
+        files = dist.FileStore(store, len(pipes))  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=files, rank=rank, world_size=len(pipes), timeout=limit)
+        result = work(rank)
+        if together:
+            dist.barrier()
+        pipe.send_bytes(pickle.dumps((time.monotonic(), None, result)))  # tensors by value: this process ends
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((time.monotonic(), traceback.format_exc(), None)))
+    finally:
+        pipe.close()
+        os._exit(0)  # no handler of the parent runs here
+
+
+def _results(pipes: Pipes, deadline: float, dying: Collection[int]) -> list[Any]:
+    """What every rank reported; where one failed, an error with the report of the first one."""
+    reports = dict[int, Report]()
+    waiting: dict[Any, int] = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            reports[rank] = _report(pipe, dying=rank in dying)
+        if any(error for _, error, _ in reports.values()):
+            deadline = min(deadline, time.monotonic() + 1.0)  # the others will see closed sockets, if anything
+    failed = [(when, rank, error) for rank, (when, error, _) in reports.items() if error]
+    if failed:
+        _, rank, error = min(failed)
+        raise RankError(f"rank {rank} of {len(pipes)} failed first ({len(failed)} failed in all):\n{error}")
+    if waiting:
+        raise RankError(f"ranks {sorted(waiting.values())} of {len(pipes)} did not end in time")
+    return [reports[rank][2] for rank in range(len(pipes))]
+
+
+def _report(pipe: Any, *, dying: bool) -> Report:
+    try:
+        report: Report = pickle.loads(pipe.recv_bytes())
+        return report
+    except EOFError:
+        return time.monotonic(), None if dying else "the process died without a word", None
