@@ -1,4 +1,4 @@
-"""The main job in a few seconds: a model that is trained on 16 ranks moves to 4 ranks that serve it."""
+"""A whole model, planned: it is trained on 16 ranks and moves to 4 ranks that serve it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TENSORS = [
 ]
 
 
-def run(console: Console) -> None:
+def plan_model(console: Console) -> None:
     """Plan the whole model, show one tensor, and carry a small one out to the last bit."""
     began = perf_counter()
     plans = [(name, made.verify(), times) for name, made, times in _plans()]
