@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import shardwise as sw
 from benchmarks.measure import Effort, Job, Row, Target, every_repeat
-from benchmarks.ranks import on_ranks
 from shardwise.exchange.run import inline_bytes
+from shardwise.testing import on_ranks
 
 TITLE = "Tensors between processes"
 ABOUT = """
@@ -88,7 +88,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     for name in "torch._dynamo", "shardwise.tensor":  # what the first DTensor imports: once, and not on every rank
         import_module(name)
     for case in _cases():
-        yield from _rows(case, on_ranks(RANKS, lambda case=case: _measured(case, effort)))
+        yield from _rows(case, on_ranks(RANKS, lambda _, case=case: _measured(case, effort), timeout=300))
 
 
 def _cases() -> Iterator[Case]:

@@ -275,7 +275,7 @@ def test_terms_are_remembered_once_all_have_agreed_on_them(wires):
     assert [wire.agreed for wire in wires] == [{Terms(SAME).header().tobytes()}] * 4
 
 
-def test_nothing_is_written_where_the_ranks_disagree(wires):
+def test_where_the_ranks_disagree_nothing_is_written_that_others_can_see(wires):
     made = plan("4x6/S0@4:3,4,5,9", "4x6/S1@4:3,4,5,9")
     targets = {owner: torch.zeros(made.target.local_shape(owner)) for owner in OWNERS}
 
@@ -283,7 +283,7 @@ def test_nothing_is_written_where_the_ranks_disagree(wires):
         source = torch.ones(made.source.local_shape(wire.me))
         move = Move.of(made, wire.me, [source], [targets[wire.me]], torch.float32)
         terms = but("dtype") if wire.me == 9 else Terms(SAME)
-        return Exchange(wire, terms, [move]).start().finish()
+        return Exchange(wire, terms, [move], fresh=False).start().finish()
 
     assert {type(error) for error in outcomes(wires, work)} == {ExchangeError}
     assert not any(target.any() for target in targets.values())

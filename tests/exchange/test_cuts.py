@@ -57,7 +57,7 @@ def test_a_cut_is_a_view_of_its_tensor():
 
 
 @given(owned(), forms)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_the_pieces_of_an_owner_are_found_whatever_the_strides(layout_and_owner, form):
     layout, owner = layout_and_owner
     whole, tensors, places = laid(layout, owner, form)
@@ -109,7 +109,7 @@ def asked(draw):
 
 
 @given(asked(), forms)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_what_places_hold_of_boxes_is_found_box_by_box(layout_owner_boxes, form):
     layout, owner, wanted = layout_owner_boxes
     whole, tensors, places = laid(layout, owner, form)

@@ -85,8 +85,20 @@ def shifted(shape, dtype):
     return plain((shape[0] + 2, *shape[1:]), dtype)[1:-1]
 
 
+def padded(shape, dtype):
+    """The first columns of a wider tensor."""
+    return plain((*shape[:-1], shape[-1] + 3), dtype)[..., :-3] if shape else plain((2,), dtype)[0]
+
+
+def swapped(shape, dtype):
+    """The outer dims change places in memory, rows stay rows."""
+    order = (*reversed(range(len(shape) - 1)), len(shape) - 1) if shape else ()
+    return plain(tuple(shape[axis] for axis in order), dtype).permute(order)
+
+
 FORMS = (plain, turned, spaced, shifted)
-forms = st.sampled_from(FORMS)
+forms = st.sampled_from((*FORMS, padded, swapped))
+rowwise = st.sampled_from((plain, shifted, padded, swapped))  # in which the elements of a row have no gaps
 
 
 def tensors_of(arrays, dtype, form=plain):

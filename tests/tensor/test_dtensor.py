@@ -25,25 +25,26 @@ NESTED = [  # dim 0 split by several axes, from left to right and from right to 
 ]
 
 
-def moved_rightly(whole, mesh, source, target):
+def check_move(whole, mesh, source, target, *, ask_torch):
     """One move, held against the whole tensor, and against torch's where it can make the move."""
     x = dtensor(whole, mesh, source)
     found = sw.reshard(x, (mesh, target))
     assert_lies(found, whole, mesh, target)
-    if torch_can(source, target):
+    if ask_torch and torch_can(source, target):
         theirs = x.redistribute(mesh, target)
         assert found.placements == theirs.placements
         if not any(p.is_partial() for p in target):  # terms are ours to choose
             np.testing.assert_array_equal(found.to_local().numpy(), theirs.to_local().numpy(), strict=True)
-    return True
 
 
-def count_moves(ranks, mesh_shape, cases):  # noqa: F811
-    """All these moves (shape, source, target) in one run of the ranks."""
+def check_moves(ranks, mesh_shape, cases, *, ask_every=1):  # noqa: F811
+    """All these moves (shape, source, target) in one run of the ranks. torch is slow: it may be asked less often."""
 
     def run(rank):
         mesh = init_device_mesh("cpu", mesh_shape)
-        return sum(moved_rightly(numbers(shape), mesh, source, target) for shape, source, target in cases)
+        for number, (shape, source, target) in enumerate(cases):
+            check_move(numbers(shape), mesh, source, target, ask_torch=number % ask_every == 0)
+        return len(cases)
 
     n = int(np.prod(mesh_shape))
     assert ranks(n, run) == [len(cases)] * n
@@ -54,38 +55,38 @@ def test_every_pair_of_placements_on_one_axis_gives_what_torch_gives(ranks, n): 
     shapes = [(5, 7), (7, 3, 4), (1, 2), (0, 3), (4, 0)]  # uneven, fewer rows than ranks, and no cells at all
     cases = [(s, (a,), (b,)) for s in shapes[:1] for a, b in product(WITH_OPS, repeat=2)]
     cases += [(s, (a,), (b,)) for s in shapes[1:] for a, b in product(PLACEMENTS, repeat=2)]
-    count_moves(ranks, (n,), cases)
+    check_moves(ranks, (n,), cases)
 
 
 @pytest.mark.parametrize(("mesh", "shape"), [((2, 2), (5, 7)), ((2, 3), (7, 3, 4))])
 def test_every_pair_of_placements_on_two_axes_gives_what_torch_gives(ranks, mesh, shape):  # noqa: F811
     both = list(product(PLACEMENTS, repeat=2))
-    count_moves(ranks, mesh, [(shape, a, b) for a, b in product(both, repeat=2)])
+    check_moves(ranks, mesh, [(shape, a, b) for a, b in product(both, repeat=2)], ask_every=1 if mesh == (2, 2) else 3)
 
 
 def test_small_and_empty_tensors_move_on_two_axes(ranks):  # noqa: F811
     both, draw = list(product(PLACEMENTS, repeat=2)), Random(1)
     shapes = [(1, 1), (3, 2), (0, 3), (4, 0), (1, 0, 5)]
-    count_moves(ranks, (2, 3), [(draw.choice(shapes), draw.choice(both), draw.choice(both)) for _ in range(40)])
+    check_moves(ranks, (2, 3), [(draw.choice(shapes), draw.choice(both), draw.choice(both)) for _ in range(40)])
 
 
 def test_nested_and_strided_shards_move_to_all_others_and_back(ranks):  # noqa: F811
     plain = [(Replicate(), Replicate()), (Shard(1), Shard(0)), (Partial(), Shard(0))]
     pairs = [*product(NESTED, plain), *product(plain, NESTED), *product(NESTED, repeat=2)]
-    count_moves(ranks, (2, 2), [((13, 5), a, b) for a, b in pairs])
+    check_moves(ranks, (2, 2), [((13, 5), a, b) for a, b in pairs])
 
 
 def test_nested_and_strided_shards_move_between_axes_of_different_sizes(ranks):  # noqa: F811
-    count_moves(ranks, (2, 3), [((4, 3, 2), a, b) for a, b in product(NESTED, repeat=2)])
+    check_moves(ranks, (2, 3), [((4, 3, 2), a, b) for a, b in product(NESTED, repeat=2)])
 
 
 def test_a_sample_of_all_placements_moves_on_three_axes(ranks):  # noqa: F811
     draw, words = Random(3), [*PLACEMENTS, Shard(0), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
     threes, shapes = list(product(words, repeat=3)), [(5, 7), (7, 3, 4), (13, 2), (1, 3)]
-    cases = [(draw.choice(shapes), draw.choice(threes), draw.choice(threes)) for _ in range(40)]
+    cases = [(draw.choice(shapes), draw.choice(threes), draw.choice(threes)) for _ in range(24)]
     cases += [((13, 7), (Shard(0), Shard(0), Shard(0)), (Shard(1), Shard(1), Shard(1)))]
     cases += [((13, 7), (Partial(), Partial(), Partial()), (Shard(0), Shard(1), Shard(0)))]
-    count_moves(ranks, (2, 2, 2), cases)
+    check_moves(ranks, (2, 2, 2), cases)
 
 
 # --- from mesh to mesh ------------------------------------------------------------------------------------------------
@@ -224,15 +225,15 @@ def test_a_slice_of_a_mesh_moves_its_own_tensors_while_other_slices_move_theirs(
     def run(rank):
         world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         count = 0
-        for name in ("tp", "dp", "pp"):
+        for name in ("tp", "pp"):
             whole = numbers((5, 3)) + 100 * (rank - world[name].get_local_rank() * world[name].mesh.diff().item())
-            for there, back in product(PLACEMENTS, repeat=2):
+            for there, back in product(PLACEMENTS[1:], repeat=2):
                 found = sw.reshard(dtensor(whole, world[name], [there]), (world[name], [back]))
                 assert_lies(found, whole, world[name], [back])
                 count += 1
         return count
 
-    assert ranks(8, run) == [48] * 8
+    assert ranks(8, run) == [18] * 8
 
 
 def test_slices_of_two_axes_move_at_once_and_one_after_the_other_though_their_ranks_overlap(ranks):  # noqa: F811

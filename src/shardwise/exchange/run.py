@@ -84,6 +84,10 @@ class Exchange:
 
     def finish(self) -> list[Any] | None:
         """Carry it out. None once all is in its place; where ranks guessed wrong, what those who know told."""
+        first = self.schedule.turns[0]
+        early = self.fresh and (self._ahead is not None or not first.bytes)  # nothing is left to be posted first
+        if early:
+            self._copy_local(first)
         slots = self._agreed()
         if slots is None:
             return self.wire.tell(None if self.terms.guessed else dict(self.terms.fields))
@@ -94,7 +98,7 @@ class Exchange:
                     for tensor in move.target:
                         tensor.fill_(move.program.fill)
             for turn in self.schedule.turns:
-                self._run(turn, slots)
+                self._run(turn, slots, copied=early and turn is first)
         except BaseException as error:
             self.wire.fail(f"{type(error).__name__}: {error}")
             raise
@@ -136,12 +140,10 @@ class Exchange:
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    def _run(self, turn: Turn, slots: torch.Tensor) -> None:
+    def _run(self, turn: Turn, slots: torch.Tensor, *, copied: bool) -> None:
         posted, self._ahead = self._ahead or self._post(turn, hidden=False), None
-        for move, source in zip(self.moves, self._read(turn), strict=True):  # while the wire is busy
-            stage = move.program.stages.get(turn.key)
-            for here, there in stage.local if stage else ():
-                there.of(move.target).copy_(here.of(source))
+        if not copied:  # while the wire is busy
+            self._copy_local(turn)
         messages = list[tuple[Parcel, torch.Tensor]]()
         for parcel in turn.small_receives:
             messages.append((parcel, slots[self.wire.rows[parcel.peer], HEADER:]))
@@ -151,6 +153,13 @@ class Exchange:
                 messages.append((turn.receives[at], posted.rooms[at]))
                 turn.receives[at].unpack(posted.rooms[at], self.targets)
         self._reduce(turn, messages)
+
+    def _copy_local(self, turn: Turn) -> None:
+        """What stays with its owner."""
+        for move, source in zip(self.moves, self._read(turn), strict=True):
+            stage = move.program.stages.get(turn.key)
+            for here, there in stage.local if stage else ():
+                there.of(move.target).copy_(here.of(source))
 
     def _post(self, turn: Turn, *, hidden: bool) -> Posted:
         """Post the messages of a turn. `hidden`: receive nothing into the target's tensors yet."""
