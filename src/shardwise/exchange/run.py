@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -78,7 +79,13 @@ class Exchange:
         else:
             self._agreement = self.wire.slots(self._slots())
         first = self.schedule.turns[0]
-        if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
+        if (
+            alone
+            and not self.terms.error
+            and first.bytes <= AHEAD
+            and self.wire.tagged
+            and self.header.tobytes() in self.wire.agreed
+        ):
             self._ahead = self._post(first, hidden=not self.fresh)
         return self
 
@@ -109,9 +116,13 @@ class Exchange:
     def _slots(self) -> torch.Tensor:
         """A row for every rank: our header, and what is small."""
         rows = torch.empty(len(self.wire.owners), HEADER + self.inline, dtype=torch.uint8)
+        try:
+            for parcel in self.schedule.turns[0].small_sends:
+                parcel.pack(rows[self.wire.rows[parcel.peer], HEADER:], self.sources)
+        except Exception as error:  # not too late to tell the others
+            self.terms = replace(self.terms, error=error)
+            self.header = self.terms.header()
         rows[:, :HEADER] = torch.from_numpy(self.header.view(np.uint8))
-        for parcel in self.schedule.turns[0].small_sends:
-            parcel.pack(rows[self.wire.rows[parcel.peer], HEADER:], self.sources)
         return rows
 
     def _agreed(self) -> torch.Tensor | None:

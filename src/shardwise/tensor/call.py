@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -224,11 +225,16 @@ class Call:
             )
 
 
+@lru_cache(maxsize=1024)
 def _check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
     if not isinstance(becomes, torch.dtype):
         raise ExchangeError(f"dtype= must be a torch.dtype, not {becomes!r}")
     if dtype.is_complex and not becomes.is_complex:
         raise ExchangeError(f"{dtype} cannot be cast to {becomes}: the imaginary part would be lost")
+    try:
+        torch.zeros(1, dtype=becomes).copy_(torch.zeros(1, dtype=dtype))
+    except RuntimeError as error:
+        raise ExchangeError(f"{dtype} cannot be cast to {becomes}: {error}") from None
 
 
 def _cells(shape: Shape) -> int:
