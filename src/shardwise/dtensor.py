@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -197,7 +197,7 @@ def on_mesh(mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> OnMesh:
 
 @lru_cache(maxsize=4096)
 def _on_mesh(mesh: DeviceMesh, placements: Any, shape: tuple[int, ...]) -> OnMesh:
-    one = [placements] if isinstance(placements, Placement) else placements
+    one = [placements] if isinstance(placements, (Placement, *get_args(ours.Placement))) else placements
     return OnMesh(mesh, tuple(_torchs(p, shape) for p in _mesh(mesh).placements(one)), shape)
 
 
@@ -216,7 +216,7 @@ def _torchs(placement: Any, shape: tuple[int, ...]) -> Placement:
 @lru_cache(maxsize=4096)
 def _mesh_layout(kind: OnMesh) -> Layout:
     placements, order = kind.placements, kind.order
-    if order is not None and not DTensorSpec.is_default_device_order(order):
+    if not _default(order):
         placements = DTensorSpec._convert_shard_order_to_StridedShard(order, placements, kind.mesh)
     return Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
 
@@ -224,7 +224,12 @@ def _mesh_layout(kind: OnMesh) -> Layout:
 @lru_cache(maxsize=4096)
 def _spec(kind: OnMesh, dtype: torch.dtype) -> DTensorSpec:
     meta = TensorMeta(torch.Size(kind.shape), _contiguous(kind.shape), dtype)
-    return DTensorSpec(kind.mesh, kind.placements, meta)
+    order = {} if _default(kind.order) else {"shard_order": kind.order}
+    return DTensorSpec(kind.mesh, kind.placements, meta, **order)
+
+
+def _default(order: Any) -> bool:
+    return order is None or DTensorSpec.is_default_device_order(order)
 
 
 @lru_cache(maxsize=256)

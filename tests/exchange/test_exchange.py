@@ -84,7 +84,7 @@ def within(most):
 
 
 @given(limited(), rowwise, rowwise, inlines)
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_every_plan_brings_the_values_that_numpy_brings(made, source, target, inline):
     """With rounds and hosts, from terms and to terms."""
     whole = numbered(made.source.shape).astype(BITS[made.itemsize])
@@ -179,7 +179,7 @@ def test_tensors_of_every_dtype_share_their_messages():
 
 
 @given(jobs(), inlines)
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_the_bytes_on_the_wire_are_those_of_the_plans(some, inline):
     wires = wires_of(*(made for made, *_ in some))
     sent = {wire.me: counted(wire)[0] for wire in wires}
@@ -199,7 +199,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_plans(some, inline):
 
 
 @given(limited())
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_no_more_is_staged_than_the_plan_says(made):
     wires = wires_of(made)
     shards = scatter(numbered(made.source.shape).astype(BITS[made.itemsize]), made.source)
@@ -220,12 +220,13 @@ LARGE = [
 
 @pytest.mark.parametrize("source", LARGE)
 @pytest.mark.parametrize("target", LARGE)
-@pytest.mark.parametrize("form", [plain, turned])
-def test_large_messages_bring_what_small_ones_bring(source, target, form):
+def test_large_messages_bring_what_small_ones_bring(source, target):
     made, whole = plan(source, target, itemsize=8), numbered((512, 300))
     shards = scatter(whole, made.source)
-    found = carried(made, tensors(shards, torch.int64, form), form=form)
-    assert_same_buffers(arrays(found, np.int64), simulate(made, shards))
+    wanted = simulate(made, shards)
+    for here, there in (plain, turned), (turned, plain):
+        found = carried(made, tensors(shards, torch.int64, here), form=there)
+        assert_same_buffers(arrays(found, np.int64), wanted)
 
 
 @pytest.mark.parametrize(("rows", "own"), [(12, [1, 1]), (5, [1, 0])])
@@ -313,12 +314,10 @@ def test_an_expanded_source_gives_the_same_cell_many_times(target, most):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (4, 0, 3), (1, 1, 1)], ids=str)
 def test_tensors_of_no_dims_or_no_cells_move(shape, dtype, form):
-    for source, target in (0, [4, 0, 2]), ([5, 0], [5, 1]):
-        owners = [source] if isinstance(source, int) else source
-        made = plan(Layout.replicated(shape, owners), Layout.replicated(shape, target), itemsize=dtype.itemsize)
-        shards = scatter(bits(shape, dtype), made.source)
-        found = carried(made, tensors(shards, dtype, form), dtype=dtype, form=form)
-        assert_same_buffers(arrays(found, BITS[dtype.itemsize]), buffers(made.target, bits(shape, dtype)))
+    made = plan(Layout.replicated(shape, [5, 0]), Layout.replicated(shape, [4, 0, 2]), itemsize=dtype.itemsize)
+    shards = scatter(bits(shape, dtype), made.source)
+    found = carried(made, tensors(shards, dtype, form), dtype=dtype, form=form)
+    assert_same_buffers(arrays(found, BITS[dtype.itemsize]), buffers(made.target, bits(shape, dtype)))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -377,7 +376,7 @@ TARGETS = [
     "6x5/flat=0-7,7-30@2:30,2",
     "6x5/cyclic0=1@2",
 ]
-OPTIONS = [{}, {"max_bytes": 96}, {"hosts": 2}]
+OPTIONS = [{}, {"max_bytes": 256}, {"hosts": 2}]
 APPLY = {
     "sum": torch.add,
     "avg": torch.add,

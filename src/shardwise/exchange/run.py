@@ -52,18 +52,29 @@ class Exchange:
     """One exchange of this rank with all others of the wire: `start` agrees and sends what is small, `finish` the rest.
 
     Everybody starts exchanges in the same order, and finishes them in that order. `fresh` says that nobody sees the
-    target's tensors before the exchange is done.
+    target's tensors before the exchange is done. `again` is the one that this takes the place of, once ranks know more.
     """
 
-    def __init__(self, wire: Wire, terms: Terms, moves: Sequence[Move] = (), *, fresh: bool = True) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        terms: Terms,
+        moves: Sequence[Move] = (),
+        *,
+        fresh: bool = True,
+        again: Exchange | None = None,
+    ) -> None:
         self.wire, self.terms, self.moves, self.fresh = wire, terms, moves, fresh
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
         self.inline = inline_bytes(len(wire.owners))
         self.schedule = schedule(tuple((m.program, m.dtype) for m in moves), wire.me, self.inline)
         self.header = terms.header()
+        # numbers count what is started, in the same order everywhere; what starts again does so in its own time
+        self.again = again is not None
+        self.number: int = next(wire.count) if again is None else again.number
         # a message can only meet one of the same exchange, on the same terms
-        self.tag = crc32(self.header[1:].tobytes(), next(wire.count)) >> 1
+        self.tag = crc32(self.header[1:].tobytes(), self.number << 1 | self.again) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
         self._agreement: Callable[[], torch.Tensor] | None = None
         self._ahead: Posted | None = None
@@ -74,10 +85,11 @@ class Exchange:
         `alone` says that no other exchange of this wire is under way. Then, where all have agreed on these terms
         before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
         """
-        if len(self.wire.owners) > MOST_SLOTS:
+        if self._many:
             self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max")
         else:
-            self._agreement = self.wire.slots(self._slots())
+            # others may have started since: what starts again must not come between their collective calls
+            self._agreement = self.wire.slots(self._slots(), apart=self.number if self.again else None)
         first = self.schedule.turns[0]
         if (
             alone
@@ -111,6 +123,11 @@ class Exchange:
             raise
         return None
 
+    @property
+    def _many(self) -> bool:
+        """True where nobody writes to everybody: headers are reduced."""
+        return len(self.wire.owners) > MOST_SLOTS and not self.again
+
     # --- agreement ---------------------------------------------------------------------------------------------------
 
     def _slots(self) -> torch.Tensor:
@@ -142,7 +159,7 @@ class Exchange:
         return None
 
     def _verdict(self, found: torch.Tensor) -> Verdict:
-        if len(self.wire.owners) > MOST_SLOTS:
+        if self._many:
             return judge(found.cpu().numpy())
         headers = found[:, :HEADER].cpu().contiguous().numpy()
         if not self.header[0] and headers.tobytes() == self.header.tobytes() * len(headers):

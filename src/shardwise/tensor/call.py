@@ -97,7 +97,7 @@ class Call:
 
     def start(self, *, alone: bool = True) -> Call:
         """Tell the others what this rank takes the call to be: where it does not know, what it was the last time."""
-        self._exchange = self._prepared(self.wire.memory.get(("source", self.key), {}), learned=False)
+        self._exchange = self._prepared(self.wire.memory.get(("source", self.key), {}))
         self._exchange.start(alone=alone and lane_of(self.wire).idle)
         return self
 
@@ -124,7 +124,7 @@ class Call:
             facts = next(fields for fields in told if fields is not None)
             learned = {name: facts[name] for name in FACTS}
             self.wire.memory["source", self.key] = learned
-            self._exchange = self._prepared(learned, learned=True).start()
+            self._exchange = self._prepared(learned, again=exchange).start()
             if self._exchange.finish() is not None:
                 raise ExchangeError("the ranks that were told what the source is still take it to be something else")
         return self
@@ -138,23 +138,25 @@ class Call:
 
     # --- what it takes -----------------------------------------------------------------------------------------------
 
-    def _prepared(self, known: Mapping[str, Any], *, learned: bool) -> Exchange:
+    def _prepared(self, known: Mapping[str, Any], again: Exchange | None = None) -> Exchange:
         """The exchange as this rank sees it. What goes wrong is told to all: every rank raises it, nobody waits."""
         try:
             if self.held.error is not None:
                 raise self.held.error
             sure = self.held.facts()
             facts = {**known, **sure}
-            if learned or len(sure) == len(FACTS):
-                return self._sure(facts)
+            if again or len(sure) == len(FACTS):
+                return self._sure(facts, again=again)
             return self._guess(facts, frozenset(FACTS).difference(sure) | {"target"})
         except Exception as error:
-            return Exchange(self.wire, Terms({"operation": "reshard"}, error=error))
+            return Exchange(self.wire, Terms({"operation": "reshard"}, error=error), again=again)
 
-    def _sure(self, facts: Mapping[str, Any], guessed: frozenset[str] = frozenset()) -> Exchange:
+    def _sure(
+        self, facts: Mapping[str, Any], guessed: frozenset[str] = frozenset(), again: Exchange | None = None
+    ) -> Exchange:
         move = self._move(facts)
         terms = self._terms(facts, self.plan.target, guessed)
-        return Exchange(self.wire, terms, [move], fresh=self._out is None)
+        return Exchange(self.wire, terms, [move], fresh=self._out is None, again=again)
 
     def _guess(self, facts: Mapping[str, Any], guessed: frozenset[str]) -> Exchange:
         """What it was the last time; where that cannot be, or there was none, those who know will tell."""

@@ -62,12 +62,12 @@ class GroupWire:
         kind = next(iter(self._backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def slots(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """One all-to-all of the whole group; among some of its ranks, messages between each two."""
+    def slots(self, mine: torch.Tensor, *, apart: int | None = None) -> Callable[[], torch.Tensor]:
+        """One all-to-all of the whole group; among some of its ranks, or apart, messages between each two."""
         mine = mine if self._own.type == "cpu" else mine.to(self._own)
         theirs = torch.empty_like(mine)
-        if not self._whole:
-            return self._slots_by_messages(mine, theirs)
+        if not self._whole or apart is not None:
+            return self._slots_by_messages(mine, theirs, self._tag if apart is None else crc32(b"apart", apart) >> 1)
         with self._guarded("starting to agree"):
             work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
 
@@ -80,12 +80,12 @@ class GroupWire:
         mine_kept = [mine]  # alive until it is sent
         return wait
 
-    def _slots_by_messages(self, mine: torch.Tensor, theirs: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _slots_by_messages(self, mine: torch.Tensor, theirs: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
         at = self.rows[self.me]
         theirs[at] = mine[at]
         rows = [row for row in range(len(self.owners)) if row != at]
         receives = [(self.owners[row], theirs[row]) for row in rows]
-        swap = self.swap(receives, [(self.owners[row], mine[row]) for row in rows], self._tag)
+        swap = self.swap(receives, [(self.owners[row], mine[row]) for row in rows], tag)
 
         def wait() -> torch.Tensor:
             for _ in swap.arrivals():

@@ -37,7 +37,7 @@ class MemoryWire:
         """Any device: the memory is one."""
         return device
 
-    def slots(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def slots(self, mine: torch.Tensor, *, apart: int | None = None) -> Callable[[], torch.Tensor]:
         """Row by row through the queues."""
         for owner, row in zip(self.owners, mine, strict=True):
             self._put(owner, row)
