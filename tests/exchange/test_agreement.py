@@ -49,6 +49,7 @@ failed = st.sampled_from(FAILURES[1:]).map(lambda error: Terms({"operation": "re
 
 
 @given(sure, st.lists(sure, max_size=3), st.integers(1, 5), st.randoms(use_true_random=False))
+@settings(max_examples=40)
 def test_ranks_that_know_go_where_all_headers_are_equal_and_only_there(first, others, copies, random):
     terms = [first] * copies + others
     random.shuffle(terms)
@@ -67,23 +68,26 @@ def expected(terms):
 
 
 @given(st.lists(sure | guesses, min_size=1, max_size=4))
-@settings(max_examples=100)
+@settings(max_examples=80)
 def test_with_guesses_the_verdict_is_that_of_everybodys_fields(terms):
     assert verdict(terms) is expected(terms)
 
 
 @given(st.lists(sure | guesses, max_size=4), failed, st.integers(0, 4))
+@settings(max_examples=40)
 def test_one_rank_that_fails_stops_all(terms, one, place):
     assert verdict([*terms[:place], one, *terms[place:]]) is Verdict.REFUSE
 
 
 @given(st.lists(sure | guesses | failed, min_size=1, max_size=5), st.randoms(use_true_random=False))
+@settings(max_examples=40)
 def test_the_verdict_does_not_depend_on_who_brings_what(terms, random):
     shuffled = random.sample(terms, len(terms))
     assert verdict(shuffled) is verdict(terms) is verdict([*terms, *terms])
 
 
 @given(st.lists(sure | guesses | failed, min_size=2, max_size=5), st.integers(1, 4))
+@settings(max_examples=40)
 def test_weights_may_be_reduced_in_parts(terms, cut):
     headers = np.stack([one.header() for one in terms])
     halves = [weigh(half).max(axis=0) for half in (headers[:cut], headers[cut:]) if len(half)]
@@ -174,6 +178,7 @@ def test_what_is_only_guessed_is_not_held_against_anybody():
 
 
 @given(st.lists(st.sampled_from(FAILURES), min_size=1, max_size=5).filter(any))
+@settings(max_examples=40)
 def test_errors_are_told_with_the_ranks_that_had_them(errors):
     terms = [Terms(SAME, error=error) for error in errors]
     message = refused(terms)
@@ -201,6 +206,7 @@ def test_an_exchange_without_a_name_is_an_exchange():
 
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.randoms(use_true_random=False))
+@settings(max_examples=40)
 def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
     word, _, listed = ranks(random.sample(sorted(numbers), len(numbers))).partition(" ")
     found = []

@@ -40,6 +40,7 @@ def owned(draw):
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), max_size=4))
+@settings(max_examples=40)
 def test_a_cut_is_contiguous_where_torch_says_so(dims):
     cut = Cut(0, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), 0)
     assert cut.contiguous == cut.of([torch.zeros(64)]).is_contiguous()
@@ -57,7 +58,7 @@ def test_a_cut_is_a_view_of_its_tensor():
 
 
 @given(owned(), forms)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_the_pieces_of_an_owner_are_found_whatever_the_strides(layout_and_owner, form):
     layout, owner = layout_and_owner
     whole, tensors, places = laid(layout, owner, form)
@@ -91,6 +92,7 @@ def test_a_scalar_lies_at_its_first_element():
 
 
 @given(full_shapes().flatmap(lambda shape: st.tuples(st.just(shape), box_lists(shape))))
+@settings(max_examples=40)
 def test_packed_boxes_follow_each_other_row_by_row(shape_and_boxes):
     shape, found = shape_and_boxes
     whole = numbered(shape)
@@ -109,7 +111,7 @@ def asked(draw):
 
 
 @given(asked(), forms)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_what_places_hold_of_boxes_is_found_box_by_box(layout_owner_boxes, form):
     layout, owner, wanted = layout_owner_boxes
     whole, tensors, places = laid(layout, owner, form)
@@ -134,6 +136,7 @@ def inner(draw):
 
 
 @given(inner())
+@settings(max_examples=40)
 def test_a_box_inside_another_is_found_from_its_place(case):
     shape, outer, found = case
     whole = numbered(shape)

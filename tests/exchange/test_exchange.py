@@ -105,7 +105,7 @@ def test_every_pair_of_layouts_is_carried_out_whatever_lies_how_in_memory(pair, 
 
 
 @given(strategies.pairs(FULL), forms, forms)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_sources_and_the_memory_around_the_targets_stay_as_they_are(pair, source, target):
     made, whole = plan(*pair, itemsize=2), numbered(pair[0].shape).astype(np.int16)
     before = tensors(scatter(whole, made.source), torch.int16, source)
@@ -115,7 +115,7 @@ def test_sources_and_the_memory_around_the_targets_stay_as_they_are(pair, source
 
 
 @given(hosted(FULL), inlines)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_there_and_back_is_the_identity(hosted_pair, inline):
     source, target, hosts = hosted_pair
     there, back = plan(source, target, itemsize=4, hosts=hosts), plan(target, source, itemsize=4, hosts=hosts)
@@ -162,7 +162,7 @@ def moved(some, wires):
 
 
 @given(jobs(), inlines)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_tensors_of_many_dtypes_move_in_one_exchange(some, inline):
     with within(inline):
         moved(some, wires_of(*(made for made, *_ in some)))
@@ -212,7 +212,6 @@ LARGE = [
     "512x300/S0@3",
     "512x300/S1@4:1,2,3,4",
     "512x300/R@2:0,7",
-    "512x300/cyclic0=64@2:7,3",
     "512x300/flat=0-50000,50000-153600@2:5,1",
     "512x300/P@2",
 ]
@@ -223,10 +222,9 @@ LARGE = [
 def test_large_messages_bring_what_small_ones_bring(source, target):
     made, whole = plan(source, target, itemsize=8), numbered((512, 300))
     shards = scatter(whole, made.source)
-    wanted = simulate(made, shards)
-    for here, there in (plain, turned), (turned, plain):
-        found = carried(made, tensors(shards, torch.int64, here), form=there)
-        assert_same_buffers(arrays(found, np.int64), wanted)
+    here, there = (plain, turned) if source < target else (turned, plain)
+    found = carried(made, tensors(shards, torch.int64, here), form=there)
+    assert_same_buffers(arrays(found, np.int64), simulate(made, shards))
 
 
 @pytest.mark.parametrize(("rows", "own"), [(12, [1, 1]), (5, [1, 0])])
@@ -376,7 +374,8 @@ TARGETS = [
     "6x5/flat=0-7,7-30@2:30,2",
     "6x5/cyclic0=1@2",
 ]
-OPTIONS = [{}, {"max_bytes": 256}, {"hosts": 2}]
+ROUNDS, HOSTS = {"max_bytes": 256}, {"hosts": 2}
+WAYS = [*((op, {}) for op in OPERATIONS), ("sum", ROUNDS), ("max", ROUNDS), ("sum", HOSTS), ("product", HOSTS)]
 APPLY = {
     "sum": torch.add,
     "avg": torch.add,
@@ -414,8 +413,7 @@ def assert_value(found, layout, value):
     assert_same_buffers(arrays(found, whole.dtype), buffers(layout, whole))
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("op", "options"), WAYS, ids=str)
 def test_every_reduction_gives_the_same_bits_in_every_layout(op, options):
     values = contributions(torch.int32 if op in ("band", "bor", "bxor") else torch.float32)
     owners = [2, 0, 3, 1]  # the owner of each term
@@ -429,10 +427,9 @@ def test_every_reduction_gives_the_same_bits_in_every_layout(op, options):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("op", ["sum", "avg", "product"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_short_floats_are_added_in_float32_and_rounded_once(op, target, dtype):
-    values = [value.to(dtype) for value in contributions(torch.float32, 7)]
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_sums_of_bfloat16_are_added_in_float32_and_rounded_once(op, target):
+    values = [value.bfloat16() for value in contributions(torch.float32, 7)]
     once, always = in_order(values, op, torch.float32), in_order(values, op)
     assert not torch.equal(once, always)
     made = plan(f"6x5/P{op}@7", target, itemsize=2)
@@ -457,7 +454,7 @@ def test_results_that_are_shared_have_the_same_bits(target):
 
 
 @given(strategies.pairs(["partial"]), rowwise, inlines)
-@settings(max_examples=20)
+@settings(max_examples=15)
 def test_from_terms_to_terms_the_value_is_kept(pair, form, inline):
     made, whole = plan(*pair, itemsize=8), numbered(pair[0].shape)
     with within(inline):

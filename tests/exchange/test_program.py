@@ -47,7 +47,7 @@ def carried(made, owner):
 
 
 @given(limited())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_segments_have_the_cells_that_the_plan_sends(made):
     for owner in made.owners:
         found = {
@@ -60,7 +60,7 @@ def test_segments_have_the_cells_that_the_plan_sends(made):
 
 
 @given(strategies.pairs(FULL), forms)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_every_cell_of_a_message_has_a_place_here(pair, form):
     made = plan(*pair)
     for owner in made.owners:
@@ -74,7 +74,7 @@ def test_every_cell_of_a_message_has_a_place_here(pair, form):
 
 
 @given(strategies.pairs(FULL), forms)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_what_is_whole_lies_here_as_in_the_message(pair, form):
     made = plan(*pair)
     for owner in made.owners:
@@ -114,7 +114,7 @@ def test_what_stays_is_copied_between_our_own_tensors(form):
 
 
 @given(strategies.pairs(["partial"], FULL))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_every_reduced_cell_gets_all_terms_in_their_order(pair):
     made = plan(*pair)
     if not made.reducing:
@@ -130,7 +130,7 @@ def test_every_reduced_cell_gets_all_terms_in_their_order(pair):
 
 
 @given(strategies.pairs(["partial"], FULL))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_reductions_and_later_steps_write_every_cell_of_the_target(pair):
     made = plan(*pair)
     if not made.reducing:
@@ -195,7 +195,7 @@ DTYPES = st.lists(
 
 
 @given(limited(), DTYPES, st.sampled_from([0, 16, 10**6]))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_both_ends_of_a_message_expect_the_same_parts(made, dtypes, inline):
     sent, received = {}, {}
     for owner, found in schedules(made, tuple(dtypes), inline).items():
@@ -212,7 +212,7 @@ def parts(parcel):
 
 
 @given(strategies.pairs(FULL), DTYPES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_parts_follow_each_other_and_start_where_their_dtype_may(pair, dtypes):
     for found in schedules(plan(*pair), tuple(dtypes)).values():
         assert found.align == max(dtype.itemsize for dtype in dtypes)

@@ -1,7 +1,7 @@
 """Staging: room for messages, kept between exchanges."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.exchange import Staging
@@ -17,6 +17,7 @@ def start(room):
 
 
 @given(sizes, aligns)
+@settings(max_examples=40)
 def test_every_message_gets_its_bytes_from_a_multiple_of_the_alignment_on(asked, align):
     rooms = Staging().take(asked, CPU, align=align)
     assert [room.numel() for room in rooms] == asked
@@ -25,6 +26,7 @@ def test_every_message_gets_its_bytes_from_a_multiple_of_the_alignment_on(asked,
 
 
 @given(sizes, aligns)
+@settings(max_examples=40)
 def test_rooms_taken_together_do_not_overlap(asked, align):
     rooms = Staging().take(asked, CPU, align=align)
     for number, room in enumerate(rooms):
@@ -33,6 +35,7 @@ def test_rooms_taken_together_do_not_overlap(asked, align):
 
 
 @given(st.lists(sizes, min_size=1, max_size=4), aligns)
+@settings(max_examples=40)
 def test_as_much_is_kept_as_the_largest_exchange_needed(exchanges, align):
     staging = Staging()
     for asked in exchanges:
