@@ -98,7 +98,6 @@ def swapped(shape, dtype):
 
 FORMS = (plain, turned, spaced, shifted)
 forms = st.sampled_from((*FORMS, padded, swapped))
-rowwise = st.sampled_from((plain, shifted, padded, swapped))  # in which the elements of a row have no gaps
 
 
 def tensors_of(arrays, dtype, form=plain):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -25,12 +26,18 @@ BITWISE = ("band", "bor", "bxor")
 BLOCK = 2**16  # elements that are reduced at a time: they stay in the cache, and need little memory
 
 
+@lru_cache(maxsize=256)
 def check(op: str, dtype: torch.dtype) -> None:
     """Refuse a reduction that this dtype does not have."""
     fractions = dtype.is_floating_point or dtype.is_complex
     unordered = dtype.is_complex or dtype == torch.uint64  # which torch cannot compare
     if (op in BITWISE and fractions) or (op in ("max", "min") and unordered) or (op == "avg" and dtype == torch.uint64):
         raise ExchangeError(f"terms of dtype {dtype} cannot be reduced by {op!r}: there is no such operation")
+    one = torch.zeros(1, dtype=dtype)
+    try:
+        reduce(one, [one, one], op)
+    except RuntimeError as error:
+        raise ExchangeError(f"terms of dtype {dtype} cannot be reduced by {op!r}: {error}") from None
 
 
 def reduce(target: Tensor, terms: Sequence[Tensor], op: str) -> None:

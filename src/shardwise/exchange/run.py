@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -106,11 +107,12 @@ class Exchange:
         first = self.schedule.turns[0]
         early = self.fresh and (self._ahead is not None or not first.bytes)  # nothing is left to be posted first
         if early:
-            self._copy_local(first)
+            with self._unbroken():
+                self._copy_local(first)
         slots = self._agreed()
         if slots is None:
             return self.wire.tell(None if self.terms.guessed else dict(self.terms.fields))
-        try:
+        with self._unbroken():
             self.writing = True
             for move in self.moves:
                 if move.program.fill is not None:
@@ -118,10 +120,16 @@ class Exchange:
                         tensor.fill_(move.program.fill)
             for turn in self.schedule.turns:
                 self._run(turn, slots, copied=early and turn is first)
+        return None
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """What goes wrong here leaves others waiting: the wire is of no more use."""
+        try:
+            yield
         except BaseException as error:
             self.wire.fail(f"{type(error).__name__}: {error}")
             raise
-        return None
 
     @property
     def _many(self) -> bool:

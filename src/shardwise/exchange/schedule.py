@@ -58,7 +58,7 @@ class Parcel(NamedTuple):
         cells = part.segment.whole.of(tensors[part.move])  # type: ignore[union-attr]
         if cells.dtype != part.dtype or cells.device != device:
             return None
-        return cells.reshape(-1).view(torch.uint8)
+        return cells.as_strided((cells.numel(),), (1,)).view(torch.uint8)  # dims of size 1 may have had any stride
 
 
 @dataclass(frozen=True)

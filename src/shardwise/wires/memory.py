@@ -13,13 +13,13 @@ from shardwise.errors import ExchangeError
 from shardwise.exchange import Message, Staging
 from shardwise.exchange.wire import reduced
 
-Queues = dict[tuple[int, int], Queue[Any]]
+Queues = dict[tuple[int, int, object], "Queue[Any]"]  # by sender, receiver and tag
 
 
 def memory_wires(owners: int | Sequence[int], *, timeout: float = 60.0) -> list[MemoryWire]:
     """A wire for every owner, each to be used by a thread of its own."""
     numbers = tuple(range(owners) if isinstance(owners, int) else owners)
-    queues: Queues = {(a, b): Queue() for a in numbers for b in numbers}
+    queues: Queues = {}
     return [MemoryWire(me, numbers, queues, timeout) for me in numbers]
 
 
@@ -40,41 +40,44 @@ class MemoryWire:
     def slots(self, mine: torch.Tensor, *, apart: int | None = None) -> Callable[[], torch.Tensor]:
         """Row by row through the queues."""
         for owner, row in zip(self.owners, mine, strict=True):
-            self._put(owner, row)
-        return lambda: torch.stack([self._get(owner) for owner in self.owners])
+            self._put(owner, row, "slots")
+        return lambda: torch.stack([self._get(owner, "slots") for owner in self.owners])
 
     def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
         """Everybody tells everybody."""
         for owner in self.owners:
-            self._put(owner, numbers)
-        return lambda: reduced([self._get(owner) for owner in self.owners], op)
+            self._put(owner, numbers, op)
+        return lambda: reduced([self._get(owner, op) for owner in self.owners], op)
 
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> MemorySwap:
         """Messages are put into the queues at once."""
         for peer, message in sends:
-            self._put(peer, message)
-        return MemorySwap(self, receives)
+            self._put(peer, message, tag)
+        return MemorySwap(self, receives, tag)
 
     def tell(self, value: Any) -> list[Any]:
         """Through the queues as well."""
         for owner in self.owners:
-            self._queues[self.me, owner].put(value)
-        return [self._get(owner) for owner in self.owners]
+            self._queue(self.me, owner, "tell").put(value)
+        return [self._get(owner, "tell") for owner in self.owners]
 
     def abandon(self, posted: Any) -> None:
         """Nothing is ever posted ahead."""
 
     def fail(self, reason: str) -> None:
         """Nothing is left behind that a later exchange could meet."""
-        for peer in self.owners:
-            self._queues[peer, self.me] = Queue()
+        for key in [key for key in list(self._queues) if key[1] == self.me]:
+            self._queues[key] = Queue()
 
-    def _put(self, peer: int, message: torch.Tensor) -> None:
-        self._queues[self.me, peer].put(message.clone())
+    def _queue(self, source: int, target: int, tag: object) -> Queue[Any]:
+        return self._queues.setdefault((source, target, tag), Queue())  # in one step: others ask at the same time
 
-    def _get(self, peer: int) -> Any:
+    def _put(self, peer: int, message: torch.Tensor, tag: object) -> None:
+        self._queue(self.me, peer, tag).put(message.clone())
+
+    def _get(self, peer: int, tag: object) -> Any:
         try:
-            return self._queues[peer, self.me].get(timeout=self._timeout)
+            return self._queue(peer, self.me, tag).get(timeout=self._timeout)
         except Empty:
             raise ExchangeError(f"owner {self.me} waited {self._timeout} s for owner {peer}") from None
 
@@ -82,11 +85,11 @@ class MemoryWire:
 class MemorySwap:
     """Receives that wait for their message."""
 
-    def __init__(self, wire: MemoryWire, receives: Sequence[Message]) -> None:
-        self._wire, self._receives = wire, receives
+    def __init__(self, wire: MemoryWire, receives: Sequence[Message], tag: int) -> None:
+        self._wire, self._receives, self._tag = wire, receives, tag
 
     def arrivals(self) -> Iterator[int]:
         """In the order of the receives."""
         for at, (peer, room) in enumerate(self._receives):
-            room.copy_(self._wire._get(peer))
+            room.copy_(self._wire._get(peer, self._tag))
             yield at
