@@ -46,10 +46,8 @@ class OnMesh:
         return _mesh_layout(self)
 
     @property
-    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-        """The process group of the mesh; for several axes the default group, and the ranks of it that are meant."""
-        one = self.mesh.ndim == 1 and self._here
-        return self.mesh.get_group() if one else default_group(), _ranks(self.mesh)
+    def group(self) -> None:
+        """A mesh has groups of its own: see `home_of`."""
 
     @property
     def device(self) -> torch.device | None:
@@ -80,6 +78,10 @@ class OnMesh:
         """How the gradient lies: torch's rule, whole where the value was partial."""
         return replace(self, placements=tuple(Replicate() if p.is_partial() else p for p in self.placements))
 
+    def gradient_of(self, grads: Tensors) -> OnMesh | None:
+        """A DTensor says itself: operations may have left other placements."""
+        return OnMesh.of(grads[0]) if grads else None  # type: ignore[arg-type]
+
     @property
     def _here(self) -> bool:
         return self.mesh.get_coordinate() is not None
@@ -92,7 +94,7 @@ class Shards:
     layout: Layout
     metadata: Any
     spec: Any
-    process_group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
 
     @staticmethod
     def of(x: Any) -> Shards:
@@ -108,13 +110,6 @@ class Shards:
 
         metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
         return Shards(_metadata_layout(metadata), metadata, spec, group)
-
-    @property
-    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
-        """Its process group."""
-        if self.process_group is None:
-            return None
-        return self.process_group, tuple(dist.get_process_group_ranks(self.process_group))
 
     @property
     def device(self) -> torch.device | None:
@@ -148,11 +143,15 @@ class Shards:
         metadata = replace(self.metadata, tensor_properties=properties)
         shards = [Shard(tensor, m) for tensor, m in zip(tensors, self._mine(), strict=True)]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, metadata, process_group=self.process_group, sharding_spec=self.spec
+            shards, metadata, process_group=self.group, sharding_spec=self.spec
         )
 
     def gradient(self) -> Shards:
         """As the value: such tensors are never partial."""
+        return self
+
+    def gradient_of(self, grads: Tensors) -> Shards:
+        """As they are to lie."""
         return self
 
     def _mine(self) -> list[Any]:
@@ -182,6 +181,19 @@ def is_spec(x: Any) -> bool:
     return hasattr(x, "build_metadata") and hasattr(x, "shard")
 
 
+def home_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """The process group of a mesh; for several axes the default group, and the ranks of it that are meant."""
+    one = mesh.ndim == 1 and mesh.get_coordinate() is not None
+    return mesh.get_group() if one else default_group(), _ranks(mesh)
+
+
+def mesh_of(to: Any) -> DeviceMesh | None:
+    """The mesh that is asked for: of (DeviceMesh, placements), or of a DTensor."""
+    if isinstance(to, DTensor):
+        return to.device_mesh
+    return to[0] if isinstance(to, tuple) and to and is_mesh(to[0]) else None
+
+
 def is_mesh(x: Any) -> bool:
     """True for a DeviceMesh."""
     return isinstance(x, DeviceMesh)
@@ -189,16 +201,13 @@ def is_mesh(x: Any) -> bool:
 
 def on_mesh(mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> OnMesh:
     """DTensors with these placements: words such as "S0", ours or torch's. Negative dims count from the end."""
-    try:
-        return _on_mesh(mesh, tuple(placements) if isinstance(placements, list) else placements, tuple(shape))
-    except TypeError:  # a mapping, or something strange
-        return _on_mesh.__wrapped__(mesh, placements, tuple(shape))
-
-
-@lru_cache(maxsize=4096)
-def _on_mesh(mesh: DeviceMesh, placements: Any, shape: tuple[int, ...]) -> OnMesh:
     one = [placements] if isinstance(placements, (Placement, *get_args(ours.Placement))) else placements
-    return OnMesh(mesh, tuple(_torchs(p, shape) for p in _mesh(mesh).placements(one)), shape)
+    if not isinstance(one, list | tuple) or not all(type(p) in TORCHS and getattr(p, "dim", 0) >= 0 for p in one):
+        one = tuple(_torchs(p, tuple(shape)) for p in _mesh(mesh).placements(one))
+    return OnMesh(mesh, tuple(one), tuple(shape))
+
+
+TORCHS = (Shard, _StridedShard, Replicate, Partial)  # placements that need no reading
 
 
 def _torchs(placement: Any, shape: tuple[int, ...]) -> Placement:
@@ -221,8 +230,14 @@ def _mesh_layout(kind: OnMesh) -> Layout:
     return Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
 
 
-@lru_cache(maxsize=4096)
 def _spec(kind: OnMesh, dtype: torch.dtype) -> DTensorSpec:
+    """Kept by value, but for the mesh: an equal one may belong to process groups that are gone."""
+    spec = _kept_spec(kind, dtype)
+    return spec if spec.mesh is kind.mesh else _kept_spec.__wrapped__(kind, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _kept_spec(kind: OnMesh, dtype: torch.dtype) -> DTensorSpec:
     meta = TensorMeta(torch.Size(kind.shape), _contiguous(kind.shape), dtype)
     order = {} if _default(kind.order) else {"shard_order": kind.order}
     return DTensorSpec(kind.mesh, kind.placements, meta, **order)

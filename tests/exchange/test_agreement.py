@@ -109,7 +109,7 @@ def test_where_nobody_knows_right_guesses_do_not_help():
     guess = Terms(SAME, GUESSED)
     assert verdict([guess, guess]) is Verdict.REFUSE
     assert refused([guess, guess], [4, 7]) == (
-        "no rank of [4, 7] holds a part of the source of this reshard: at least one must know it"
+        "none of ranks 4, 7 holds a part of the source of this reshard: at least one must know it"
     )
 
 

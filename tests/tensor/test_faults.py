@@ -52,10 +52,10 @@ DISAGREEMENTS = {
     "dtype": lambda x: sw.reshard(x.to(torch.float64), COLUMNS),
     "source": lambda x: sw.reshard(sw.ShardedTensor(x.shards, "8x6/S0@4:1,0,2,3"), COLUMNS),
     "target": lambda x: sw.reshard(x, "8x6/R@4"),
-    "cast": lambda x: sw.reshard(x, COLUMNS, dtype=torch.float64),
-    "max_bytes": lambda x: sw.reshard(x, COLUMNS, max_bytes=2**20),
-    "hosts": lambda x: sw.reshard(x, COLUMNS, hosts=2),
-    "verify": lambda x: sw.reshard(x, COLUMNS, verify=True),
+    "dtype=": lambda x: sw.reshard(x, COLUMNS, dtype=torch.float64),
+    "max_bytes=": lambda x: sw.reshard(x, COLUMNS, max_bytes=2**20),
+    "hosts=": lambda x: sw.reshard(x, COLUMNS, hosts=2),
+    "verify=": lambda x: sw.reshard(x, COLUMNS, verify=True),
     "gradient": lambda x: sw.reshard(x.requires_grad_(), COLUMNS),
     "operation": lambda x: sw.fingerprint(x),
 }
@@ -81,7 +81,7 @@ BAD = {
     "no target": (lambda x: sw.reshard(x, 3.5), "is no target"),
     "bad notation": (lambda x: sw.reshard(x, "8x6/S0@four"), "NotationError"),
     "another shape": (lambda x: sw.reshard(x, "8x7/S0@4"), "needs one shape"),
-    "owners outside the group": (lambda x: sw.reshard(x, "8x6/S0@2:3,9"), "rank 9, which the group does not have"),
+    "owners outside the group": (lambda x: sw.reshard(x, "8x6/S0@2:3,9"), "names rank 9, but those who call"),
     "gaps": (lambda x: sw.reshard(x, sw.Layout.boxes((8, 6), [(0, (0, 0), (4, 6))])), "has no owner"),
     "a limit too low": (lambda x: sw.reshard(x, COLUMNS, max_bytes=1), "max_bytes"),
     "out of a wrong shape": (lambda x: sw.reshard(x, COLUMNS, out=torch.empty(3)), "out= must have tensors of shapes"),
@@ -129,7 +129,7 @@ def test_a_rank_that_lost_its_part_of_the_source_is_named(ranks):  # noqa: F811
 
 
 def test_nobody_holds_the_source(ranks):  # noqa: F811
-    same_refusal(ranks(2, lambda rank: raised(lambda: sw.reshard(None, "4/S0@2"))), "no rank", "holds a part")
+    same_refusal(ranks(2, lambda rank: raised(lambda: sw.reshard(None, "4/S0@2"))), "none of ranks 0, 1 holds a part")
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])

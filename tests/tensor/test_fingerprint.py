@@ -10,7 +10,7 @@ from sharded import held
 
 import shardwise as sw
 from shardwise.exchange.schedule import Parcel
-from shardwise.tensor.fingerprints import _block
+from shardwise.tensor.sums import block_sums
 
 SHARDINGS = [
     "6x10/S0@4",
@@ -61,7 +61,7 @@ def test_shape_and_dtype_count(ranks):  # noqa: F811
 
 
 def sums(values):
-    return tuple(_block(torch.from_numpy(values), [0] * values.ndim).tolist())
+    return tuple(block_sums(torch.from_numpy(values), [0] * values.ndim).tolist())
 
 
 @given(st.data())

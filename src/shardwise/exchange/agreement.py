@@ -63,7 +63,8 @@ class Terms:
 
     def told(self) -> dict[str, Any]:
         """All that is needed to explain a refusal."""
-        error = self.error and f"{type(self.error).__name__}: {self.error}"
+        known = isinstance(self.error, ExchangeError)
+        error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")
         shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.guessed}
         digests = {name: _digest(self.fields[name]) for name in shown}
         return {"error": error, "fields": shown, "digests": digests}
@@ -112,7 +113,7 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
                 f"Every rank of the group must ask for the same"
             )
     return ExchangeError(
-        f"no rank of {list(owners)} holds a part of the source of this {operation}: at least one must know it"
+        f"none of {ranks(owners)} holds a part of the source of this {operation}: at least one must know it"
     )
 
 

@@ -23,7 +23,7 @@ COMBINE: Mapping[str, Callable[[Tensor, Tensor], object]] = {
     "bxor": lambda a, b: a.bitwise_xor_(b),
 }
 BITWISE = ("band", "bor", "bxor")
-BLOCK = 2**16  # elements that are reduced at a time: they stay in the cache, and need little memory
+BLOCK = 2**16  # elements that are worked on at a time: they stay in the cache, and need little memory
 
 
 @lru_cache(maxsize=256)
@@ -50,7 +50,7 @@ def reduce(target: Tensor, terms: Sequence[Tensor], op: str) -> None:
         if op == "avg":
             rounding = None if wide.is_floating_point or wide.is_complex else "floor"
             value = value.div_(len(terms), rounding_mode=rounding)
-        target[at] = value
+        target[at] = value.to(terms[0].dtype)  # rounded as the value is, whatever it is cast to
 
 
 def accumulator(op: str, dtype: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from shardwise.errors import ExchangeError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
 from shardwise.exchange.program import Program, program
 from shardwise.exchange.reduce import reduce
@@ -52,8 +53,9 @@ class Posted(NamedTuple):
 class Exchange:
     """One exchange of this rank with all others of the wire: `start` agrees and sends what is small, `finish` the rest.
 
-    Everybody starts exchanges in the same order, and finishes them in that order. `fresh` says that nobody sees the
-    target's tensors before the exchange is done. `again` is the one that this takes the place of, once ranks know more.
+    Everybody starts exchanges in the same order, and finishes them in that order. Messages lie on `device`, the same
+    kind for everybody, or where the wire can reach them. `fresh` says that nobody sees the target's tensors before the
+    exchange is done. `again` is the one that this takes the place of, or belongs to.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class Exchange:
         terms: Terms,
         moves: Sequence[Move] = (),
         *,
+        device: torch.device | None = None,
         fresh: bool = True,
         again: Exchange | None = None,
     ) -> None:
         self.wire, self.terms, self.moves, self.fresh = wire, terms, moves, fresh
+        self.device = wire.serves(device or torch.device("cpu"))
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
         self.inline = inline_bytes(len(wire.owners))
@@ -74,8 +78,8 @@ class Exchange:
         # numbers count what is started, in the same order everywhere; what starts again does so in its own time
         self.again = again is not None
         self.number: int = next(wire.count) if again is None else again.number
-        # a message can only meet one of the same exchange, on the same terms
-        self.tag = crc32(self.header[1:].tobytes(), self.number << 1 | self.again) >> 1
+        # a message can only meet one of the same exchange of the same ranks, on the same terms (but for one in 2**31)
+        self.tag = crc32(self.header[1:].tobytes(), crc32(f"{wire.name} {self.number} {self.again}".encode())) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
         self._agreement: Callable[[], torch.Tensor] | None = None
         self._ahead: Posted | None = None
@@ -86,30 +90,27 @@ class Exchange:
         `alone` says that no other exchange of this wire is under way. Then, where all have agreed on these terms
         before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
         """
+        # others may have started since: what starts again must not come between their collective calls
+        apart = self.number if self.again else None
         if self._many:
-            self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max")
+            self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart)
         else:
-            # others may have started since: what starts again must not come between their collective calls
-            self._agreement = self.wire.slots(self._slots(), apart=self.number if self.again else None)
+            self._agreement = self.wire.slots(self._slots(), apart=apart)
         first = self.schedule.turns[0]
-        if (
-            alone
-            and not self.terms.error
-            and first.bytes <= AHEAD
-            and self.wire.tagged
-            and self.header.tobytes() in self.wire.agreed
-        ):
+        if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
             self._ahead = self._post(first, hidden=not self.fresh)
         return self
 
     def finish(self) -> list[Any] | None:
         """Carry it out. None once all is in its place; where ranks guessed wrong, what those who know told."""
         first = self.schedule.turns[0]
-        early = self.fresh and (self._ahead is not None or not first.bytes)  # nothing is left to be posted first
+        waiting = self._ahead is None and first.bytes > 0  # for the others to agree, before it is posted
+        early = self.fresh and not waiting and self.terms.error is None
         if early:
             with self._unbroken():
                 self._copy_local(first)
-        slots = self._agreed()
+        with self._unbroken(but=ExchangeError):
+            slots = self._agreed()
         if slots is None:
             return self.wire.tell(None if self.terms.guessed else dict(self.terms.fields))
         with self._unbroken():
@@ -123,10 +124,12 @@ class Exchange:
         return None
 
     @contextmanager
-    def _unbroken(self) -> Iterator[None]:
+    def _unbroken(self, *, but: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
         """What goes wrong here leaves others waiting: the wire is of no more use."""
         try:
             yield
+        except but:
+            raise
         except BaseException as error:
             self.wire.fail(f"{type(error).__name__}: {error}")
             raise
@@ -134,7 +137,7 @@ class Exchange:
     @property
     def _many(self) -> bool:
         """True where nobody writes to everybody: headers are reduced."""
-        return len(self.wire.owners) > MOST_SLOTS and not self.again
+        return len(self.wire.owners) > MOST_SLOTS
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class Exchange:
         """Post the messages of a turn. `hidden`: receive nothing into the target's tensors yet."""
         if not turn.bytes:
             return Posted(None, (), ())
-        source, device = self._read(turn), self._device()
+        source, device = self._read(turn), self.device
         into = [None if hidden else p.in_place(self.targets, device) for p in turn.receives]
         outof = [p.in_place(source, device) for p in turn.sends]
         sizes = [p.bytes for p, place in zip(turn.receives + turn.sends, into + outof, strict=True) if place is None]
@@ -220,28 +223,18 @@ class Exchange:
 
     def _reduce(self, turn: Turn, messages: Sequence[tuple[Parcel, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""
-        for number, move in enumerate(self.moves):
-            stage = move.program.stages.get(turn.key)
-            if stage is None or not stage.reductions:
-                continue
-            arrived = {
-                parcel.peer: part.cells(room)
-                for parcel, room in messages
-                for part in parcel.parts
-                if part.move == number
-            }
-            for target, terms in stage.reductions:
-                cells = [t.cut.of(move.source if t.peer is None else [arrived[t.peer]]) for t in terms]
+        stages = [move.program.stages.get(turn.key) for move in self.moves]
+        if not any(stage and stage.reductions for stage in stages):
+            return
+        arrived = {(part.move, p.peer): [part.cells(room)] for p, room in messages for part in p.parts}
+        for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
+            for target, terms in stage.reductions if stage else ():
+                cells = [cut.of(move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
                 reduce(target.of(move.target), cells, move.plan.source.op or "sum")
 
     def _read(self, turn: Turn) -> list[Tensors]:
         """The tensors that a turn sends from: later steps send what earlier ones brought."""
         return self.sources if turn.key[0] == 0 else self.targets
-
-    def _device(self) -> torch.device:
-        """Where messages lie: where the tensors are, if all are on one device that the wire serves."""
-        devices = {tensor.device for side in (*self.sources, *self.targets) for tensor in side}
-        return self.wire.serves(devices.pop() if len(devices) == 1 else torch.device("cpu"))
 
 
 def inline_bytes(owners: int) -> int:

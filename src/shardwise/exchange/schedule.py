@@ -52,10 +52,11 @@ class Parcel(NamedTuple):
 
     def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
         """Its bytes among our own tensors, where they lie there as in the message."""
-        if len(self.parts) > 1 or self.parts[0].segment.whole is None:
+        part, *others = self.parts
+        whole = part.segment.whole
+        if others or whole is None:
             return None
-        part = self.parts[0]
-        cells = part.segment.whole.of(tensors[part.move])  # type: ignore[union-attr]
+        cells = whole.of(tensors[part.move])
         if cells.dtype != part.dtype or cells.device != device:
             return None
         return cells.as_strided((cells.numel(),), (1,)).view(torch.uint8)  # dims of size 1 may have had any stride

@@ -23,6 +23,7 @@ class Swap(Protocol):
 class Wire(Protocol):
     """Moves bytes between owners. Everybody makes the same calls in the same order."""
 
+    name: str  # tells wires with common owners apart
     me: int
     owners: tuple[int, ...]  # everybody on this wire, and so everybody who takes part in its exchanges
     rows: dict[int, int]  # the place of every owner among them
@@ -43,8 +44,10 @@ class Wire(Protocol):
         """
         ...
 
-    def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
-        """Start to reduce everybody's numbers (int64), element by element."""
+    def reduced(
+        self, numbers: torch.Tensor, op: Literal["max", "sum"], *, apart: int | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Start to reduce everybody's numbers (int64), element by element. `apart` as in `slots`."""
         ...
 
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> Swap:
@@ -64,7 +67,6 @@ class Wire(Protocol):
         ...
 
 
-def reduced(rows: Sequence[torch.Tensor], op: Literal["max", "sum"]) -> torch.Tensor:
-    """Rows of numbers as one, for wires that bring everybody's."""
-    together = torch.stack(list(rows))
-    return together.amax(dim=0) if op == "max" else together.sum(dim=0)
+def combined(a: torch.Tensor, b: torch.Tensor, op: str) -> torch.Tensor:
+    """Two rows of numbers as one."""
+    return torch.maximum(a, b) if op == "max" else a + b

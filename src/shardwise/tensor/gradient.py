@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.tensor.call import Call, Held
-from shardwise.tensor.kinds import Kind, kind_of
+from shardwise.tensor.call import Call
+from shardwise.tensor.held import Held
 from shardwise.tensor.sharded import Own
 
 
@@ -17,11 +17,12 @@ def linked(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
     A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
     """
-    outputs = call.target.dressed(call.tensors)
-    if not call.followed:
+    outputs = call.work.target.dressed(call.work.move.target)
+    if not call.work.followed:
         return outputs, None
     inputs = call.held.tensors or (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
-    found = Link.apply(call, outputs, *inputs)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():  # as it was when the call was made, wherever it is waited for
+        found = Link.apply(call, outputs, *inputs)  # type: ignore[no-untyped-call]
     return (list(found), None) if outputs else ([], found[0])
 
 
@@ -31,27 +32,18 @@ class Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Nothing is left to do."""
-        ctx.source, ctx.target, ctx.holds = call.held.kind, call.target, bool(outputs)
-        ctx.wire, ctx.facts, ctx.options, ctx.key = call.wire, call.facts, call.options, ("gradient", call.key)
+        ctx.source, ctx.target, ctx.holds = call.held.kind, call.work.target, bool(outputs)
+        ctx.wire, ctx.facts, ctx.options, ctx.key = call.wire, call.work.facts, call.options, ("gradient", call.key)
         return tuple(outputs) or (torch.empty(0),)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of the target, moved to where those of the source belong."""
-        dtype = ctx.facts["dtype"]
+        dtype, mine = ctx.facts.dtype, grads if ctx.holds else ()
         becomes = ctx.options.dtype or dtype
-        held = Held.by(*_lies(ctx.target, grads, holds=ctx.holds), becomes)
-        source = ctx.source or Own(ctx.facts["source"])
+        held = Held.by(ctx.target.gradient_of(mine), mine, becomes)
+        source = ctx.source or Own(ctx.facts.source)
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype)
-        call = Call(ctx.wire, held, lambda shape: source.gradient(), options, key=ctx.key)
+        call = Call(ctx.wire, held, lambda _: source.gradient(), options, key=ctx.key)
         moved, _ = linked(call.start().run())
         return (None, None, *moved) if moved else (None, None, None)
-
-
-def _lies(
-    target: Kind, grads: tuple[torch.Tensor, ...], *, holds: bool
-) -> tuple[Kind | None, tuple[torch.Tensor, ...]]:
-    """How the gradients lie. A DTensor says so itself, and then only ranks that hold a part of it know."""
-    if isinstance(target, Own) or not hasattr(target, "mesh"):
-        return target.gradient(), grads if holds else ()
-    return (kind_of(grads[0]), grads) if holds else (None, ())

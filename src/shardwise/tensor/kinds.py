@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.dtensor import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
-from shardwise.errors import ExchangeError, LayoutError
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout, parse
 from shardwise.tensor.sharded import Own, ShardedTensor
 
@@ -31,8 +30,8 @@ class Kind(Protocol):
         ...
 
     @property
-    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
-        """The process group that it lives in and the ranks of it that are meant, where it knows."""
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that it was given."""
         ...
 
     @property
@@ -57,8 +56,17 @@ class Kind(Protocol):
         ...
 
     def gradient(self) -> Kind:
-        """How the gradient of such a tensor lies."""
+        """How the gradient of such a tensor is to lie."""
         ...
+
+    def gradient_of(self, grads: Tensors) -> Kind | None:
+        """How the gradients that came lie; None where only ranks that hold some of them know."""
+        ...
+
+
+def is_sharded(x: Any) -> bool:
+    """True for a sharded tensor of any kind."""
+    return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
 
 
 def kind_of(x: Any) -> Kind:
@@ -70,9 +78,9 @@ def kind_of(x: Any) -> Kind:
     if is_torch_sharded(x):
         return Shards.of(x)
     what = f"a plain tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-    raise ExchangeError(
+    raise LayoutError(
         f"{what} does not say where its cells live: give a DTensor or a ShardedTensor "
-        f"(of a plain local tensor: ShardedTensor(tensor, layout)), or None on a rank that holds nothing"
+        f"(of a plain local tensor: ShardedTensor(tensor, layout))"
     )
 
 
@@ -86,9 +94,9 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
         return on_mesh(*to, shape)
     if is_spec(to):
         return Shards.by(to, shape, group)
-    if isinstance(to, ShardedTensor) or is_dtensor(to) or is_torch_sharded(to):
+    if is_sharded(to):
         return kind_of(to)
-    raise ExchangeError(f"{to!r} is no target: ask for {TARGETS}")
+    raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")
 
 
 def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
@@ -100,15 +108,8 @@ def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
     >>> layout_of(ShardedTensor(torch.zeros(8, 6), "8x6/R@1"))
     Layout('8x6/R@1')
     """
-    try:
-        if isinstance(x, Layout | str) or shape is not None:
-            return target_kind(x, shape or (), None).layout
-        return kind_of(x).layout
-    except ExchangeError as error:
-        raise LayoutError(str(error)) from None
-
-
-@lru_cache(maxsize=4096)
-def outside(layout: Layout, owners: tuple[int, ...]) -> tuple[int, ...]:
-    """The owners of the layout that are not among these."""
-    return tuple(sorted(set(layout.owners()) - set(owners)))
+    if shape is not None or isinstance(x, Layout | str):
+        return target_kind(x, shape or (), None).layout
+    if is_spec(x) or (isinstance(x, tuple) and x and is_mesh(x[0])):
+        raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
+    return kind_of(x).layout

@@ -5,70 +5,104 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Lock, Thread
-from typing import Any
+from contextlib import nullcontext
+from threading import Condition, Thread
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.exchange import Wire
 
+T = TypeVar("T")
 Task = tuple[Callable[[], Any], Future[Any]]
 
 
 class Lane:
-    """Runs tasks one after the other, in a thread that lives as long as there are any."""
+    """Runs tasks one after the other.
 
-    def __init__(self) -> None:
+    In a thread that lives as long as there are any; or, where the order of messages is all that tells them apart, in
+    the thread that waits, so that calls reach the wire in the order of the program.
+    """
+
+    def __init__(self, *, threaded: bool) -> None:
+        self._threaded = threaded
         self._tasks = deque[Task]()
-        self._lock = Lock()
-        self._busy = False
+        self._turn = Condition()
+        self._busy = False  # a task is being done
 
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Do it after all that was submitted before."""
-        future = Future[Any]()
-        with self._lock:
-            self._tasks.append((_on_same_device(work), future))
-            if not self._busy:
-                self._busy = True
-                Thread(target=self._run, name="shardwise", daemon=True).start()
-        return future
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Do it and wait; right here where nothing else is under way."""
-        return work() if self.idle else self.submit(work).result()
+    @staticmethod
+    def of(wire: Wire) -> Lane:
+        """The lane of a wire."""
+        lane: Lane = wire.memory.setdefault("lane", Lane(threaded=wire.tagged))
+        return lane
 
     @property
     def idle(self) -> bool:
         """True where nothing is under way."""
-        return not self._busy
+        return not self._busy and not self._tasks
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._tasks:
-                    self._busy = False
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do it after all that was submitted before."""
+        future = Pending[T](self)
+        with self._turn:
+            self._tasks.append((_as_here(work), future))
+        if self._threaded:
+            Thread(target=self._drain, args=(future,), name="shardwise", daemon=True).start()
+        return future
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do it after all that was submitted before, and wait for it; right here where nothing is under way."""
+        if not self.idle:
+            return self.submit(work).result()
+        with self._turn:
+            self._busy = True
+        try:
+            return work()
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+
+    def _drain(self, until: Future[Any]) -> None:
+        """Do tasks in their order until this one is done."""
+        while not until.done():
+            with self._turn:
+                self._turn.wait_for(lambda: not self._busy)
+                if until.done():
                     return
                 work, future = self._tasks.popleft()
+                self._busy = True
             try:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                with self._turn:
+                    self._busy = False
+                    self._turn.notify_all()
 
 
-def _on_same_device(work: Callable[[], Any]) -> Callable[[], Any]:
-    """The current device and stream belong to a thread: take those of the caller along."""
-    if not torch.cuda.is_available():
-        return work
-    stream = torch.cuda.current_stream()
+class Pending(Future[T]):
+    """A future of a lane. Where the lane has no thread of its own, who waits does the work."""
 
-    def run() -> Any:
-        with torch.cuda.stream(stream):
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self._lane = lane
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result, or the error."""
+        if not self._lane._threaded:
+            self._lane._drain(self)
+        return super().result(timeout)
+
+
+def _as_here(work: Callable[[], T]) -> Callable[[], T]:
+    """Inference mode, device and stream belong to a thread: take those of the caller along."""
+    inference = torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run() -> T:
+        with torch.inference_mode(inference), torch.cuda.stream(stream) if stream else nullcontext():
             return work()
 
     return run
-
-
-def lane_of(wire: Wire) -> Lane:
-    """The order of a wire's exchanges."""
-    lane: Lane = wire.memory.setdefault("lane", Lane())
-    return lane

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.layout import Layout
-from shardwise.tensor.kinds import Kind, kind_of
+from shardwise.tensor.kinds import Kind, is_sharded, kind_of
 
 
 def room(
@@ -28,15 +28,18 @@ def room(
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     if followed:
         raise ExchangeError(
-            "out= cannot be written while autograd follows the source: use torch.no_grad(), or detach it"
+            "out= cannot be written while autograd follows the source: on the ranks that hold it, "
+            "call under torch.no_grad() or pass x.detach()"
         )
     given = _given(out, target)
     found = [(tuple(t.shape), t.dtype) for t in given]
+    if given and not shapes:
+        raise ExchangeError(f"rank {me} holds nothing of the target: pass out=None there")
     if found != [(shape, dtype) for shape in shapes]:
         raise ExchangeError(
             f"out= must have tensors of shapes {list(shapes)} and {dtype} on rank {me}, but has {found}"
         )
-    _check_memory(given, source)
+    _check_out(given, source)
     return given
 
 
@@ -47,13 +50,13 @@ def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _given(out: Any, target: Kind) -> list[torch.Tensor]:
-    if is_container(out):
+    if is_sharded(out):
         kind = kind_of(out)
         if kind.layout != target.layout:
             raise ExchangeError(f"out= lies as {kind.layout!r}, but the target is {target.layout!r}")
         tensors = kind.local(kind.taken(out))
     else:
-        tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+        tensors = list(out) if isinstance(out, list | tuple) else [out]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ExchangeError(f"out= must be a tensor, tensors or a sharded tensor, not {tensor!r}")
@@ -62,21 +65,36 @@ def _given(out: Any, target: Kind) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in tensors]
 
 
-def is_container(out: Any) -> bool:
-    """True where out= is a sharded tensor itself, not only the memory for one."""
-    return not (out is None or isinstance(out, list | tuple | torch.nn.Parameter) or type(out) is torch.Tensor)
+def check_memory(tensor: torch.Tensor, what: str) -> None:
+    """Refuse what has no elements that could be read or written."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise ExchangeError(f"{what} has no memory to read or write: it is {tensor.layout} on {tensor.device}")
+    if tensor.numel() and _range(tensor)[1] - tensor.data_ptr() > _bytes_from(tensor):
+        raise ExchangeError(f"the memory of {what} was given back (its storage is too short for {tuple(tensor.shape)})")
 
 
-def _check_memory(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Refuse what would be read after it was written, and what would be written twice."""
-    for tensor in out:
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ExchangeError(
-                f"several elements of out= share memory: shape {tuple(tensor.shape)}, {tensor.stride()}"
-            )
+def _check_out(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Refuse what would be read after it was written, what would be written twice, and what must not be written."""
     for number, tensor in enumerate(out):
+        check_memory(tensor, "out=")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ExchangeError("out= was made in inference mode, and can only be written there")
+        if _overlaps_itself(tensor):
+            raise ExchangeError(
+                f"elements of out= share memory: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
         if any(_overlap(tensor, other) for other in [*source, *out[:number]]):
             raise ExchangeError("out= shares memory with the source or with itself: give tensors of their own")
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """True where a stride does not pass over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -87,6 +105,11 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses between the first and the last element."""
     if not tensor.numel():
-        return 0, 0
+        return tensor.data_ptr(), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _bytes_from(tensor: torch.Tensor) -> int:
+    """What the storage has from the first element on."""
+    return int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * tensor.element_size()

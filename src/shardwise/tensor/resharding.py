@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ import torch.distributed as dist
 
 from shardwise.errors import ExchangeError
 from shardwise.layout import Layout, Mesh
-from shardwise.tensor.call import Call, Held, Options
-from shardwise.tensor.fingerprints import verify
+from shardwise.tensor.call import Call
 from shardwise.tensor.gradient import linked
-from shardwise.tensor.kinds import Kind, target_kind
-from shardwise.tensor.output import is_container
+from shardwise.tensor.held import Held
+from shardwise.tensor.kinds import Kind, is_sharded, target_kind
 from shardwise.tensor.sharded import ShardedTensor
 from shardwise.tensor.wiring import wire_for
+from shardwise.tensor.work import Options
 
 
 def reshard(
@@ -38,18 +39,19 @@ def reshard(
     its notation, (DeviceMesh, placements), a sharding spec, or a tensor to look like. The result is of the kind that
     was asked for, and None on ranks that hold nothing of it.
 
-    `group`: the ranks that call; those of `x` where the target lies among them, else the default group. `out`: write
-    the result there. `dtype`: cast on the way. `max_bytes`: stage no more than this at a time. `hosts`: as in `plan`.
-    `verify`: compare fingerprints of both sides. `async_op`: return a Handle at once.
+    `group`: the ranks that call; else the group of a ShardedTensor that has one, the mesh of a DTensor that stays on
+    it, or the default group. `out`: write the result there. `dtype`: cast on the way. `max_bytes`: stage no more than
+    this at a time. `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle.
     """
     asked, held = out if to is None else to, Held.of(x)
+    wire = wire_for(group, held, asked)
+    if wire is None:
+        return Handle(None) if async_op else None
 
+    @cache
     def target(shape: tuple[int, ...]) -> Kind:
         return target_kind(asked, shape, group)
 
-    wire = wire_for(group, held.kind, target)
-    if wire is None:  # a DTensor whose mesh does not have this rank, and which stays in its mesh
-        return Handle.of_nothing() if async_op else None
     options = Options(dtype, max_bytes, hosts, verify)
     call = Call(wire, held, target, options, out=out, key=_key(asked)).start(alone=not async_op)
     return Handle(call.submit(), out) if async_op else _result(call.run(), out)[0]
@@ -58,28 +60,20 @@ def reshard(
 class Handle:
     """A reshard under way. Until `wait` returns, leave the source as it is and do not read what was given as out=."""
 
-    def __init__(self, future: Future[Call], out: Any) -> None:
+    def __init__(self, future: Future[Call] | None, out: Any = None) -> None:
         self._future, self._out = future, out
-        self._done: tuple[Any, torch.Tensor | None] | None = None
-
-    @staticmethod
-    def of_nothing() -> Handle:
-        """For a rank that has no part in it."""
-        future = Future[Any]()
-        future.set_result(None)
-        handle = Handle(future, None)
-        handle._done = None, None
-        return handle
+        self._result: tuple[Any, torch.Tensor | None] | None = (None, None) if future is None else None
 
     def wait(self) -> Any:
         """The result, once it is there; the error, if there was one."""
-        if self._done is None:
-            self._done = _result(self._future.result(), self._out)
-        return self._done[0]
+        if self._result is None:
+            assert self._future is not None, "of a rank with a part in it"
+            self._result = _result(self._future.result(), self._out)
+        return self._result[0]
 
     def done(self) -> bool:
         """True once `wait` would return at once."""
-        return self._future.done()
+        return self._future is None or self._future.done()
 
     def backward(self) -> None:
         """Take part in the backward pass on a rank that holds nothing of the result, and so has nothing to call it on.
@@ -87,7 +81,7 @@ class Handle:
         The others call backward on what they computed from the result; this rank calls this instead.
         """
         self.wait()
-        stand_in = self._done and self._done[1]
+        stand_in = self._result and self._result[1]
         if stand_in is None:
             raise ExchangeError(
                 "this rank has nothing to take part in: it holds a part of the result, on which backward is called, "
@@ -98,22 +92,20 @@ class Handle:
 
 def gather(x: ShardedTensor, dst: int | None, out: torch.Tensor | None) -> torch.Tensor | None:
     """The whole tensor on one rank, or on all ranks of the group."""
-    wire = wire_for(x.group, x.kind, lambda _: x.kind)
-    owners = [dst] if dst is not None else wire.owners if wire else ()
-    found = reshard(x, Layout.replicated(x.layout.shape, owners), group=x.group, out=out)
+    owners = [dst] if dst is not None else dist.get_process_group_ranks(x.group)
+    here = dst is None or dst == dist.get_rank()
+    found = reshard(x, Layout.replicated(x.layout.shape, owners), group=x.group, out=out if here else None)
     return None if found is None else found.local_tensor()
 
 
 def _result(call: Call, out: Any) -> tuple[Any, torch.Tensor | None]:
     """What the user gets, and a stand-in for backward on a rank that gets nothing."""
-    if call.options.verify:
-        verify(call)
     tensors, stand_in = linked(call)
-    return (out if is_container(out) else call.target.closed(tensors)), stand_in
+    return (out if is_sharded(out) else call.work.target.closed(tensors)), stand_in
 
 
 def _key(to: Any) -> Hashable:
     """What tells calls apart for a rank that has to guess: a wrong guess only costs a round."""
     if isinstance(to, str | Layout):
         return to
-    return (to[0], str(to[1])) if isinstance(to, tuple) and len(to) == 2 else type(to).__name__
+    return str(to[1]) if isinstance(to, tuple) and len(to) == 2 else type(to).__name__

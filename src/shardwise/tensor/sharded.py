@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +21,7 @@ class Own:
     """How a ShardedTensor of ours lies: the kind that every layout can have."""
 
     layout: Layout
-    process_group: dist.ProcessGroup | None = None
-
-    @property
-    def group(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
-        """The process group, if it has one of its own."""
-        if self.process_group is None:
-            return None
-        return self.process_group, tuple(dist.get_process_group_ranks(self.process_group))
+    group: dist.ProcessGroup | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -48,11 +42,15 @@ class Own:
 
     def closed(self, tensors: Tensors) -> ShardedTensor | None:
         """A ShardedTensor, on the ranks that the layout knows."""
-        return ShardedTensor(tensors, self.layout, self.process_group) if _rank() in self.layout else None
+        return ShardedTensor(tensors, self.layout, self.group) if _rank() in self.layout else None
 
     def gradient(self) -> Own:
         """Whole where the value was partial: every term has the gradient of the value."""
         return replace(self, layout=self.layout.whole())
+
+    def gradient_of(self, grads: Tensors) -> Own:
+        """As they are to lie."""
+        return self.gradient()
 
 
 class ShardedTensor:
@@ -159,6 +157,14 @@ class ShardedTensor:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         return ShardedTensor([change(shard) for shard in self.shards], self.layout, self.group)
+
+    def __copy__(self) -> ShardedTensor:
+        """The same shards, in the same group."""
+        return ShardedTensor(self.shards, self.layout, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        """Copied shards, in the same group."""
+        return self._each(lambda shard: deepcopy(shard, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""

@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise.dtensor import default_group
+from shardwise.dtensor import OnMesh, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError
-from shardwise.tensor.kinds import Kind, outside
+from shardwise.tensor.held import Held
 from shardwise.wires import GroupWire
 
 _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]]()
 
 
-def wire_for(
-    group: dist.ProcessGroup | None, source: Kind | None, target: Callable[[tuple[int, ...]], Kind]
-) -> GroupWire | None:
-    """The wire of the group that was given; else of the one that the source lives in, if the target does too; else of
-    the default group. None for a rank that is not among those that the source lives on."""
+def wire_for(group: dist.ProcessGroup | None, held: Held, to: Any) -> GroupWire | None:
+    """The wire of a call. All ranks that call must come to the same, and one that passes None knows little:
+
+    the group that was given; else that of a ShardedTensor that has one; else, for a DTensor that stays on its mesh (or
+    what was meant to be one), the ranks of that mesh (None on others: they have no part in it); else the default group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise ExchangeError("there is no process group: call torch.distributed.init_process_group first")
     if group is not None:
-        return _wire(group, None)
-    found = source and source.group
-    if source and found and _lies_in(source, target, found[1]):
-        return _wire(*found) if dist.get_rank() in found[1] else None
-    return _wire(default_group(), None)
+        return _wire(group)
+    mesh = mesh_of(to)
+    if mesh is not None and (held.error or (isinstance(held.kind, OnMesh) and held.kind.mesh == mesh)):
+        home, ranks = home_of(mesh)
+        return _wire(home, ranks) if dist.get_rank() in ranks else None
+    return _wire((held.kind and held.kind.group) or default_group())
 
 
-def _lies_in(source: Kind, target: Callable[[tuple[int, ...]], Kind], ranks: tuple[int, ...]) -> bool:
-    try:
-        wanted = target(source.layout.shape)
-    except Exception:  # it will be raised again, where all ranks hear of it
-        return True
-    return wanted.layout is source.layout or not outside(wanted.layout, ranks)
-
-
-def _wire(group: Any, owners: Sequence[int] | None) -> GroupWire:
-    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+def _wire(group: Any, owners: Sequence[int] | None = None) -> GroupWire:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ExchangeError(f"rank {dist.get_rank()} is not in the group: only ranks of the group may call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ExchangeError(f"group= must be a process group of torch.distributed, not {group!r}")
     known = _wires.setdefault(group, {})
     key = () if owners is None else tuple(owners)
     if key not in known:
-        wire = GroupWire(group, owners or None)
+        wire = GroupWire(group, owners)
         known[key] = known[wire.owners] = known.get(wire.owners, wire)
     return known[key]
 

@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Message, Staging, ranks
-from shardwise.exchange.wire import reduced
+from shardwise.exchange.wire import combined
+from shardwise.layout import Layout
+
+MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
+HINT = (
+    "Most often a rank did not call (a branch, an error before, no backward: handle.backward() on ranks without a "
+    "result), called with another group=, or died"
+)
 
 
 class GroupWire:
@@ -34,11 +41,16 @@ class GroupWire:
         # "cpu:gloo,cuda:nccl": what the group has for every kind of device
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.tagged = "nccl" not in self._backends.values()  # which runs messages in the order of one queue
-        # messages outside of exchanges meet only those of the same ranks
-        self._tag = crc32(str(self.owners).encode()) >> 2
-        self._meeting = f"waiting for {ranks(self.owners)} to agree"
+        self.name = str(crc32(str(self.owners).encode()))
+        others = [owner for owner in self.owners if owner != self.me]
+        self._meeting = f"waiting for {ranks(others) if others else 'itself'} to call too"
         self._broken: str | None = None
         self._abandoned = list[Any]()
+        self._lacking = dict[Layout, tuple[int, ...]]()
+
+    def _tag(self, what: str, number: int | None = None) -> int:
+        """Of messages outside of turns: they meet only those of the same ranks, of the same kind."""
+        return crc32(f"{self.name} {what} {number}".encode()) >> 1
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -47,6 +59,14 @@ class GroupWire:
         if group is None:
             raise ExchangeError("the process group of this exchange is gone: it was destroyed")
         return group
+
+    def lacks(self, layout: Layout) -> tuple[int, ...]:
+        """The owners of a layout that are not on this wire."""
+        if layout not in self._lacking:
+            if len(self._lacking) > MOST_LAYOUTS:
+                self._lacking.clear()
+            self._lacking[layout] = tuple(owner for owner in layout.owners() if owner not in self.rows)
+        return self._lacking[layout]
 
     def serves(self, device: torch.device) -> torch.device:
         """The device itself where the group has a backend for it that moves its memory; else the wire's own."""
@@ -67,18 +87,10 @@ class GroupWire:
         mine = mine if self._own.type == "cpu" else mine.to(self._own)
         theirs = torch.empty_like(mine)
         if not self._whole or apart is not None:
-            return self._slots_by_messages(mine, theirs, self._tag if apart is None else crc32(b"apart", apart) >> 1)
+            return self._slots_by_messages(mine, theirs, self._tag("slots", apart))
         with self._guarded("starting to agree"):
             work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
-
-        def wait() -> torch.Tensor:
-            with self._guarded(self._meeting):
-                work.wait()
-            del mine_kept[:]
-            return theirs
-
-        mine_kept = [mine]  # alive until it is sent
-        return wait
+        return self._awaited(work, theirs, mine)
 
     def _slots_by_messages(self, mine: torch.Tensor, theirs: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
         at = self.rows[self.me]
@@ -88,28 +100,64 @@ class GroupWire:
         swap = self.swap(receives, [(self.owners[row], mine[row]) for row in rows], tag)
 
         def wait() -> torch.Tensor:
-            for _ in swap.arrivals():
-                pass
+            self._all(swap)
             return theirs
 
         return wait
 
-    def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
-        """One all-reduce; among some ranks of the group by the way of slots."""
+    def reduced(
+        self, numbers: torch.Tensor, op: Literal["max", "sum"], *, apart: int | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """One all-reduce; among some ranks of the group, or apart, by messages."""
         found = numbers.to(self._own, copy=True)
-        if not self._whole:
-            wait_rows = self.slots(found.view(torch.uint8).expand(len(self.owners), -1).contiguous())
-            return lambda: reduced(wait_rows().view(torch.int64).unbind(), op)
+        if not self._whole or apart is not None:
+            return lambda: self._reduced_by_messages(found, op, self._tag("reduced", apart))
         with self._guarded("starting to agree"):
             how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
             work = dist.all_reduce(found, how, group=self.group, async_op=True)
+        return self._awaited(work, found)
+
+    def _reduced_by_messages(self, mine: torch.Tensor, op: str, tag: int) -> torch.Tensor:
+        """By doubling: after step k everybody has the result of 2**k ranks. Those past a power of two join in first."""
+        me, count = self.rows[self.me], len(self.owners)
+        most = 1 << (count.bit_length() - 1)
+        if me >= most:
+            self._to_and_fro(me - most, tag, send=mine)
+            return self._to_and_fro(me - most, tag, like=mine)
+        if me + most < count:
+            mine = combined(mine, self._to_and_fro(me + most, tag, like=mine), op)
+        for step in (1 << k for k in range(most.bit_length() - 1)):
+            mine = combined(mine, self._to_and_fro(me ^ step, tag, send=mine, like=mine), op)
+        if me + most < count:
+            self._to_and_fro(me + most, tag, send=mine)
+        return mine
+
+    def _to_and_fro(
+        self, row: int, tag: int, *, send: torch.Tensor | None = None, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Send numbers to an owner, and get as many as `like` has."""
+        peer, found = self.owners[row], torch.empty(0) if like is None else torch.empty_like(like)
+        receives = [] if like is None else [(peer, found.view(torch.uint8))]
+        sends = [] if send is None else [(peer, send.view(torch.uint8))]
+        self._all(self.swap(receives, sends, tag))
+        return found
+
+    def _awaited(self, work: Any, found: torch.Tensor, *kept: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Wait for a collective call; what it reads is `kept` until then."""
+        held = list(kept)
 
         def wait() -> torch.Tensor:
             with self._guarded(self._meeting):
                 work.wait()
+            held.clear()
             return found
 
         return wait
+
+    @staticmethod
+    def _all(swap: GroupSwap) -> None:
+        for _ in swap.arrivals():
+            pass
 
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> GroupSwap:
         """Receives first. Where the backend runs messages in the order of one queue, all are posted as one batch."""
@@ -117,8 +165,9 @@ class GroupWire:
             if not self.tagged:
                 ops = [dist.P2POp(dist.irecv, room, peer, self.group, tag) for peer, room in receives]
                 ops += [dist.P2POp(dist.isend, message, peer, self.group, tag) for peer, message in sends]
-                return GroupSwap(self, receives, dist.batch_isend_irecv(ops) if ops else [])
-            works = [dist.irecv(room, peer, group=self.group, tag=tag) for peer, room in receives]
+                batch = dist.batch_isend_irecv(ops) if ops else []
+                return GroupSwap(self, receives, batch * (len(ops) // max(len(batch), 1)))  # it may be one for all
+            works: list[Any] = [dist.irecv(room, peer, group=self.group, tag=tag) for peer, room in receives]
             works += [dist.isend(message, peer, group=self.group, tag=tag) for peer, message in sends]
         return GroupSwap(self, receives, works)
 
@@ -133,8 +182,7 @@ class GroupWire:
         return [value if o == self.me else pickle.loads(values[o].cpu().numpy().tobytes()) for o in self.owners]
 
     def _to_all(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor]) -> None:
-        for _ in self.swap(list(theirs.items()), [(peer, mine) for peer in theirs], self._tag + 1).arrivals():
-            pass
+        self._all(self.swap(list(theirs.items()), [(peer, mine) for peer in theirs], self._tag("tell")))
 
     def abandon(self, posted: Any) -> None:
         """Keep what messages may still be written into for as long as the group lives."""
@@ -157,7 +205,8 @@ class GroupWire:
             yield
         except RuntimeError as error:  # what all of torch.distributed raises, also for lost connections and timeouts
             self.fail(f"{doing}: {_first_line(error)}")
-            raise ExchangeError(f"rank {self.me} was {doing} when the wire broke: {_first_line(error)}") from error
+            why = _first_line(error) + (f". {HINT}" if doing == self._meeting else "")
+            raise ExchangeError(f"rank {self.me} was {doing} when the wire broke: {why}") from error
 
 
 class GroupSwap:
@@ -167,14 +216,10 @@ class GroupSwap:
         self._wire, self._receives, self._works = wire, receives, works
 
     def arrivals(self) -> Iterator[int]:
-        """In the order of the receives; a batch that is one piece of work arrives as a whole."""
-        works = (
-            self._works if len(self._works) >= len(self._receives) else [*self._works, *[None] * len(self._receives)]
-        )
+        """In the order of the receives."""
         for at, (peer, room) in enumerate(self._receives):
             with self._wire._guarded(f"waiting for {room.numel()} bytes from rank {peer}"):
-                if works[at] is not None:
-                    works[at].wait()
+                self._works[at].wait()
             yield at
         with self._wire._guarded("waiting for its messages to be taken"):
             for work in self._works[len(self._receives) :]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import count
 from queue import Empty, Queue
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Message, Staging
-from shardwise.exchange.wire import reduced
+from shardwise.exchange.wire import combined
 
 Queues = dict[tuple[int, int, object], "Queue[Any]"]  # by sender, receiver and tag
 
@@ -27,7 +28,7 @@ class MemoryWire:
     """One end of it."""
 
     def __init__(self, me: int, owners: tuple[int, ...], queues: Queues, timeout: float) -> None:
-        self.me, self.owners = me, owners
+        self.name, self.me, self.owners = "memory", me, owners
         self.rows, self.tagged = {owner: row for row, owner in enumerate(owners)}, False
         self.count: Iterator[int] = count()
         self.agreed, self.staging, self.memory = set[bytes](), Staging(), dict[Any, Any]()
@@ -43,11 +44,13 @@ class MemoryWire:
             self._put(owner, row, "slots")
         return lambda: torch.stack([self._get(owner, "slots") for owner in self.owners])
 
-    def reduced(self, numbers: torch.Tensor, op: Literal["max", "sum"]) -> Callable[[], torch.Tensor]:
+    def reduced(
+        self, numbers: torch.Tensor, op: Literal["max", "sum"], *, apart: int | None = None
+    ) -> Callable[[], torch.Tensor]:
         """Everybody tells everybody."""
         for owner in self.owners:
             self._put(owner, numbers, op)
-        return lambda: reduced([self._get(owner, op) for owner in self.owners], op)
+        return lambda: reduce(lambda a, b: combined(a, b, op), [self._get(owner, op) for owner in self.owners])
 
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> MemorySwap:
         """Messages are put into the queues at once."""

@@ -1,0 +1,62 @@
+"""What a rank brings to a call, and what it knows by that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.tensor.kinds import Kind, kind_of
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the source is. A rank that holds nothing of it cannot know."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Layout
+    device: str  # the kind of device: messages travel there
+    gradient: bool  # followed by autograd
+
+
+FACTS = tuple(Facts.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the source lies, and this rank's tensors of it. None is what it does not know."""
+
+    kind: Kind | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+    dtype: torch.dtype | None = None
+    gradient: bool | None = None
+    error: Exception | None = None
+
+    @staticmethod
+    def of(x: Any) -> Held:
+        """From a sharded tensor, or from None."""
+        if x is None:
+            return Held.by(None, (), None)
+        try:
+            kind = kind_of(x)
+            return Held.by(kind, tuple(kind.taken(x)), getattr(x, "dtype", None))
+        except Exception as error:  # the others have to hear of it first
+            return Held(error=error)
+
+    @staticmethod
+    def by(kind: Kind | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Held:
+        """From tensors of a kind."""
+        gradient = any(t.requires_grad for t in tensors) if tensors else None
+        return Held(
+            kind, tensors, tensors[0].dtype if tensors else dtype, gradient if torch.is_grad_enabled() else False
+        )
+
+    def known(self) -> dict[str, Any]:
+        """The facts that it knows, by name."""
+        layout = self.kind and self.kind.layout
+        device = self.tensors[0].device.type if self.tensors else None
+        facts = (layout and layout.shape, self.dtype, layout, device, self.gradient)
+        return {name: fact for name, fact in zip(FACTS, facts, strict=True) if fact is not None}

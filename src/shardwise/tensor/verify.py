@@ -1,0 +1,54 @@
+"""What was sent against what is held: the sums of fingerprints on both sides of a move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.errors import ExchangeError
+from shardwise.exchange import Exchange
+from shardwise.layout import Layout
+from shardwise.planning import plan
+from shardwise.tensor.sums import LANES, sums
+
+if TYPE_CHECKING:
+    from shardwise.tensor.call import Call
+
+Reduced = Callable[[Layout], Sequence[torch.Tensor]]  # this rank's tensors of the value in that layout
+
+
+def verify(call: Call, exchange: Exchange) -> None:
+    """Compare what was sent with what is held now, cell by cell and bit by bit, as sums over all ranks."""
+    source, target, me = call.work.plan.source, call.work.plan.target, call.wire.me
+    read: Sequence[torch.Tensor] = call.work.move.source
+    held, dtype, made = call.work.move.target, call.work.dtype, call.work.plan
+    if made.reducing:  # the terms say nothing of the value: reduce them in another way, and compare with that
+        source = spread(made.source)
+        read = call.reduced(source, exchange)
+        made = plan(source, target)
+    found = torch.zeros(2, LANES, dtype=torch.int64)
+    if me in source or me in target:
+        copies = made.for_owner(me).copies
+        first, sent, got = copies.step == 0, copies.source == me, copies.target == me
+        found[0] += sums(copies.boxes.take(sent & first), source, me, read, dtype)
+        found[0] += sums(copies.boxes.take(sent & ~first), target, me, held)
+        found[1] += sums(copies.boxes.take(got), target, me, held)
+    total = call.wire.reduced(found.reshape(-1), "sum", apart=exchange.number)().reshape(2, LANES).tolist()
+    if total[0] != total[1]:
+        raise ExchangeError(
+            f"verify: a tensor of shape {target.shape} that went from {call.work.plan.source!r} to {target!r} is not "
+            f"what it was: the sums of its cells were {_shown(total[0])} and became {_shown(total[1])}. Do not use it"
+        )
+
+
+def spread(layout: Layout) -> Layout:
+    """A value that is partial there, in equal parts over the same owners."""
+    dim = max(range(layout.ndim), key=layout.shape.__getitem__, default=None)
+    owners = list(layout.owners())
+    return Layout.replicated((), owners) if dim is None else Layout.chunk(layout.shape, dim, owners)
+
+
+def _shown(numbers: list[int]) -> str:
+    return "".join(f"{number & (2**64 - 1):016x}" for number in numbers)
