@@ -33,7 +33,9 @@ class Lane:
     @staticmethod
     def of(wire: Wire) -> Lane:
         """The lane of a wire."""
-        lane: Lane = wire.memory.setdefault("lane", Lane(threaded=wire.tagged))
+        if "lane" not in wire.memory:
+            wire.memory["lane"] = Lane(threaded=wire.tagged)
+        lane: Lane = wire.memory["lane"]
         return lane
 
     @property
