@@ -158,6 +158,17 @@ def test_reductions_and_casts_together_give_all_replicas_the_same_bits(ranks):  
     assert all(ranks(4, run))
 
 
+def test_casts_are_verified_on_ranks_that_hold_one_side_only(ranks):  # noqa: F811
+    def run(rank):
+        values = np.linspace(0, 1, 12).reshape(3, 4)
+        source, target = sw.parse("3x4/S0@2"), sw.parse("3x4/S1@2:2,3")
+        found = sw.reshard(held(values, source, rank), target, dtype=torch.float16, verify=True)
+        expect(found, values.astype(np.float16), target, rank)
+        return True
+
+    assert all(ranks(4, run))
+
+
 def test_parameters_are_written_as_out(ranks):  # noqa: F811
     def run(rank):
         mesh = init_device_mesh("cpu", (2,))

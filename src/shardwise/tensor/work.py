@@ -37,17 +37,13 @@ class Work:
     facts: Facts
     target: Kind
     move: Move
+    dtype: torch.dtype  # of the result
     followed: bool  # by autograd
 
     @property
     def plan(self) -> Plan:
         """Between the two layouts."""
         return self.move.plan
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the result."""
-        return self.move.target[0].dtype if self.move.target else self.facts.dtype
 
     @staticmethod
     def of(wire: GroupWire, held: Held, facts: Facts, target: Kind, options: Options, out: Any) -> Work:
@@ -62,7 +58,7 @@ class Work:
         device = target.device or (source[0].device if source else torch.device(facts.device))
         tensors = room(out, target, wire.me, becomes, source=source, device=device, followed=followed)
         travels = becomes if becomes.itemsize == made.itemsize and not made.reducing else facts.dtype
-        return Work(facts, target, Move.of(made, wire.me, source, tensors, travels), followed)
+        return Work(facts, target, Move.of(made, wire.me, source, tensors, travels), becomes, followed)
 
 
 def _plan(facts: Facts, target: Layout, becomes: torch.dtype, options: Options) -> Plan:
