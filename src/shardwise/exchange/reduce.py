@@ -12,15 +12,15 @@ from shardwise.errors import ExchangeError
 
 Tensor = torch.Tensor
 
-COMBINE: Mapping[str, Callable[[Tensor, Tensor], object]] = {
-    "sum": lambda a, b: a.add_(b),
-    "avg": lambda a, b: a.add_(b),
-    "product": lambda a, b: a.mul_(b),
-    "max": lambda a, b: torch.maximum(a, b, out=a),
-    "min": lambda a, b: torch.minimum(a, b, out=a),
-    "band": lambda a, b: a.bitwise_and_(b),
-    "bor": lambda a, b: a.bitwise_or_(b),
-    "bxor": lambda a, b: a.bitwise_xor_(b),
+COMBINE: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 BITWISE = ("band", "bor", "bxor")
 BLOCK = 2**16  # elements that are worked on at a time: they stay in the cache, and need little memory
@@ -41,16 +41,19 @@ def check(op: str, dtype: torch.dtype) -> None:
 
 
 def reduce(target: Tensor, terms: Sequence[Tensor], op: str) -> None:
-    """Write the reduction of the terms, which have the shape of the target."""
-    wide = accumulator(op, terms[0].dtype)
+    """Write the reduction of the terms, of which there are two or more, of the shape of the target."""
+    dtype, combine = terms[0].dtype, COMBINE[op]
+    wide = accumulator(op, dtype)
+    there = target.dtype == wide == dtype
     for at in blocks(target.shape):
-        value = terms[0][at].to(wide, copy=True)
-        for term in terms[1:]:
-            COMBINE[op](value, term[at].to(wide))
+        first, *rest = (term[at].to(wide) for term in terms)
+        value = combine(first, rest[0], out=target[at] if there else torch.empty_like(first))
+        for term in rest[1:]:
+            combine(value, term, out=value)
         if op == "avg":
-            rounding = None if wide.is_floating_point or wide.is_complex else "floor"
-            value = value.div_(len(terms), rounding_mode=rounding)
-        target[at] = value.to(terms[0].dtype)  # rounded as the value is, whatever it is cast to
+            value.div_(len(terms), rounding_mode=None if wide.is_floating_point or wide.is_complex else "floor")
+        if not there:
+            target[at] = value.to(dtype)  # rounded as the value is, whatever it is cast to
 
 
 def accumulator(op: str, dtype: torch.dtype) -> torch.dtype:
