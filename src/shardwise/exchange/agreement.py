@@ -118,7 +118,9 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """>>> ranks([0, 1, 2, 5]), ranks([3])
+    """Ranks in words.
+
+    >>> ranks([0, 1, 2, 5]), ranks([3])
     ('ranks 0-2, 5', 'rank 3')
     """
     runs = list[list[int]]()
