@@ -87,6 +87,8 @@ def rows(effort: Effort) -> Iterator[Row]:
     """All cases."""
     for name in "torch._dynamo", "shardwise.tensor":  # what the first DTensor imports: once, and not on every rank
         import_module(name)
+    if dist.is_initialized():  # as another subject left it: ranks make a group of their own
+        dist.destroy_process_group()
     for case in _cases():
         yield from _rows(case, on_ranks(RANKS, lambda _, case=case: _measured(case, effort), timeout=300))
 

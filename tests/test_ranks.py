@@ -33,6 +33,15 @@ def test_the_rank_that_failed_first_is_reported(ranks):  # noqa: F811
         ranks(3, fail)
 
 
+def test_ranks_cannot_start_ranks(ranks):  # noqa: F811
+    def nested(rank):
+        with pytest.raises(RankError, match="process group of its own"):
+            ranks(2, lambda rank: rank)
+        return True
+
+    assert ranks(2, nested) == [True, True]
+
+
 def test_a_rank_that_dies_is_reported(ranks):  # noqa: F811
     with pytest.raises(RankError, match=r"rank 0 of 2 failed first.*\n.*died without a word"):
         ranks(2, lambda rank: os._exit(3) if rank == 0 else time.sleep(60))

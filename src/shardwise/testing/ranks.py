@@ -42,7 +42,10 @@ def on_ranks(
     group. Ranks that are `dying` may end without a word: None stands for them. POSIX only.
     """
     import torch
+    import torch.distributed as dist
 
+    if dist.is_initialized():
+        raise RankError("on_ranks makes a process group of its own: call it where there is none, not on a rank")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a forked child of one that runs several would wait for threads that it does not have
     try:
