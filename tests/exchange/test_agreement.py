@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from threads import PATIENCE, outcomes, together
 
 from shardwise import ExchangeError, Layout, parse, plan
-from shardwise.exchange import Exchange, Move, Terms, ranks
+from shardwise.exchange import Exchange, Move, Terms, in_words
 from shardwise.exchange.agreement import WORDS, Status, Verdict, judge, refusal, weigh
 from shardwise.wires.memory import memory_wires
 
@@ -158,7 +158,7 @@ def test_a_field_that_differs_is_named_with_its_values_and_ranks(name, rank):
     others = [owner for owner in OWNERS if owner != OWNERS[rank]]
     assert f"the ranks disagree on the {name} of this " in message
     assert f"rank {OWNERS[rank]}: {FIELDS[name][1]}" in message
-    assert f"{ranks(others)}: {FIELDS[name][0]}" in message
+    assert f"{in_words(others)}: {FIELDS[name][0]}" in message
     assert message.endswith("Every rank of the group must ask for the same")
 
 
@@ -188,7 +188,7 @@ def test_errors_are_told_with_the_ranks_that_had_them(errors):
         assert message == f"no rank can take part in this reshard: {type(error).__name__}: {error}"
     else:
         assert message.split("\n") == [
-            f"{ranks(whose)} cannot take part in this reshard: {type(errors[whose[0]]).__name__}: {error}"
+            f"{in_words(whose)} cannot take part in this reshard: {type(errors[whose[0]]).__name__}: {error}"
             for error, whose in different.items()
         ]
 
@@ -208,7 +208,7 @@ def test_an_exchange_without_a_name_is_an_exchange():
 @given(st.sets(st.integers(0, 30), min_size=1), st.randoms(use_true_random=False))
 @settings(max_examples=40)
 def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
-    word, _, listed = ranks(random.sample(sorted(numbers), len(numbers))).partition(" ")
+    word, _, listed = in_words(random.sample(sorted(numbers), len(numbers))).partition(" ")
     found = []
     for run in listed.split(", "):
         first, _, last = run.partition("-")

@@ -100,27 +100,27 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
     if errors.pop(None, None) is None and len(errors) == 1:
         return ExchangeError(f"no rank can take part in this {operation}: {next(iter(errors))}")
     if errors:
-        lines = [f"{ranks(whose)} cannot take part in this {operation}: {error}" for error, whose in errors.items()]
+        lines = [f"{in_words(whose)} cannot take part in this {operation}: {error}" for error, whose in errors.items()]
         return ExchangeError("\n".join(lines))
     for name in {name: None for t in told for name in t["fields"]}:
         values = _grouped([t["digests"].get(name) for t in told], owners)
         values.pop(None, None)
         if len(values) > 1:
             shown = {t["digests"].get(name): t["fields"].get(name) for t in told}
-            found = "; ".join(f"{ranks(whose)}: {shown[digest]}" for digest, whose in values.items())
+            found = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
             return ExchangeError(
                 f"the ranks disagree on the {name} of this {operation}: {found}. "
                 f"Every rank of the group must ask for the same"
             )
     return ExchangeError(
-        f"none of {ranks(owners)} holds a part of the source of this {operation}: at least one must know it"
+        f"none of {in_words(owners)} holds a part of the source of this {operation}: at least one must know it"
     )
 
 
-def ranks(numbers: Sequence[int]) -> str:
+def in_words(numbers: Sequence[int]) -> str:
     """Ranks in words.
 
-    >>> ranks([0, 1, 2, 5]), ranks([3])
+    >>> in_words([0, 1, 2, 5]), in_words([3])
     ('ranks 0-2, 5', 'rank 3')
     """
     runs = list[list[int]]()

@@ -77,7 +77,7 @@ class Exchange:
         self.header = terms.header()
         # numbers count what is started, in the same order everywhere; what starts again does so in its own time
         self.again = again is not None
-        self.number: int = next(wire.count) if again is None else again.number
+        self.number: int = next(wire.numbers) if again is None else again.number
         # a message can only meet one of the same exchange of the same ranks, on the same terms (but for one in 2**31)
         self.tag = crc32(self.header[1:].tobytes(), crc32(f"{wire.name} {self.number} {self.again}".encode())) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed

@@ -15,7 +15,7 @@ Tensors = Sequence[torch.Tensor]
 FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """What a message has of tensor number `move`: bytes `start` to `stop`."""
 
     move: int
@@ -34,7 +34,7 @@ class Parcel(NamedTuple):
 
     peer: int
     bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[Share, ...]
 
     def pack(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy our cells into the message."""
@@ -108,11 +108,11 @@ def _turn(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...
 def _parcels(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Parcel]:
     # by falling itemsize every part of a message starts at a multiple of its own
     order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
-    found = dict[int, list[Part]]()
+    found = dict[int, list[Share]]()
     for number in order:
         program, dtype = programs[number]
         for segment in getattr(program.stages.get(key), side, ()):
             parts = found.setdefault(segment.peer, [])
             start = parts[-1].stop if parts else 0
-            parts.append(Part(number, segment, dtype, start, start + segment.cells * dtype.itemsize))
+            parts.append(Share(number, segment, dtype, start, start + segment.cells * dtype.itemsize))
     return [Parcel(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]

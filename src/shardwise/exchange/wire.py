@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,18 +21,31 @@ class Swap(Protocol):
         ...
 
 
+class End:
+    """One owner's end of a wire: who is on it, and what exchanges leave for later ones."""
+
+    def __init__(self, me: int, owners: Sequence[int]) -> None:
+        self.me = me
+        self.owners = tuple(owners)  # everybody on this wire, and so everybody who takes part in its exchanges
+        self.rows = {owner: row for row, owner in enumerate(self.owners)}
+        self.numbers: Iterator[int] = count()  # of its exchanges, the same for everybody
+        self.agreed = set[bytes]()  # the terms that all have agreed on before
+        self.staging = Staging()
+        self.memory = dict[Any, Any]()  # what earlier calls left for later ones
+
+
 class Wire(Protocol):
     """Moves bytes between owners. Everybody makes the same calls in the same order."""
 
-    name: str  # tells wires with common owners apart
     me: int
-    owners: tuple[int, ...]  # everybody on this wire, and so everybody who takes part in its exchanges
-    rows: dict[int, int]  # the place of every owner among them
-    count: Iterator[int]  # numbers for its exchanges, the same for everybody
-    tagged: bool  # messages with different tags never meet
-    agreed: set[bytes]  # the terms that all have agreed on before
+    owners: tuple[int, ...]
+    rows: dict[int, int]
+    numbers: Iterator[int]
+    agreed: set[bytes]
     staging: Staging
-    memory: dict[Any, Any]  # what earlier calls on this wire left for later ones
+    memory: dict[Any, Any]
+    name: str  # tells wires with common owners apart
+    tagged: bool  # messages with different tags never meet
 
     def serves(self, device: torch.device) -> torch.device:
         """Where the bytes of tensors on this device are to lie: the same device, or one that the wire can reach."""

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Move
-from shardwise.exchange.agreement import ranks
+from shardwise.exchange.agreement import in_words
 from shardwise.exchange.reduce import check as check_reduction
 from shardwise.layout import Layout
 from shardwise.planning import Plan, plan
@@ -92,7 +92,7 @@ def _check_owners(wire: GroupWire, side: str, layout: Layout) -> None:
     missing = wire.lacks(layout)
     if missing:
         raise ExchangeError(
-            f"the {side} {layout!r} names {ranks(missing)}, but those who call are {ranks(wire.owners)}: "
+            f"the {side} {layout!r} names {in_words(missing)}, but those who call are {in_words(wire.owners)}: "
             f"give the group= that has all of them, or other owners"
         )
 

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import count
 from typing import Any, Literal
 from weakref import ref
 from zlib import crc32
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Message, Staging, ranks
-from shardwise.exchange.wire import combined
+from shardwise.exchange import Message, in_words
+from shardwise.exchange.wire import End, combined
 from shardwise.layout import Layout
 
 MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
@@ -26,24 +25,20 @@ HINT = (
 )
 
 
-class GroupWire:
+class GroupWire(End):
     """A process group, or some ranks of one. Owners are global ranks."""
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
-        self._group = ref(group)  # the wire is kept by its group, and must not keep it
-        self.me = dist.get_rank()
-        everybody = tuple(dist.get_process_group_ranks(group))
+        everybody = dist.get_process_group_ranks(group)
         self._whole = owners is None or set(owners) == set(everybody)
-        self.owners = everybody if owners is None or self._whole else tuple(owners)
-        self.rows = {owner: row for row, owner in enumerate(self.owners)}
-        self.count: Iterator[int] = count()
-        self.agreed, self.staging, self.memory = set[bytes](), Staging(), dict[Any, Any]()
+        super().__init__(dist.get_rank(), everybody if owners is None or self._whole else owners)
+        self._group = ref(group)  # the wire is kept by its group, and must not keep it
         # "cpu:gloo,cuda:nccl": what the group has for every kind of device
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.tagged = "nccl" not in self._backends.values()  # which runs messages in the order of one queue
         self.name = str(crc32(str(self.owners).encode()))
         others = [owner for owner in self.owners if owner != self.me]
-        self._meeting = f"waiting for {ranks(others) if others else 'itself'} to call too"
+        self._meeting = f"waiting for {in_words(others) if others else 'itself'} to call too"
         self._broken: str | None = None
         self._abandoned = list[Any]()
         self._lacking = dict[Layout, tuple[int, ...]]()

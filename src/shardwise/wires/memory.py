@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import count
 from queue import Empty, Queue
 from typing import Any, Literal
 
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Message, Staging
-from shardwise.exchange.wire import combined
+from shardwise.exchange import Message
+from shardwise.exchange.wire import End, combined
 
 Queues = dict[tuple[int, int, object], "Queue[Any]"]  # by sender, receiver and tag
 
@@ -24,14 +23,13 @@ def memory_wires(owners: int | Sequence[int], *, timeout: float = 60.0) -> list[
     return [MemoryWire(me, numbers, queues, timeout) for me in numbers]
 
 
-class MemoryWire:
+class MemoryWire(End):
     """One end of it."""
 
+    name, tagged = "memory", False
+
     def __init__(self, me: int, owners: tuple[int, ...], queues: Queues, timeout: float) -> None:
-        self.name, self.me, self.owners = "memory", me, owners
-        self.rows, self.tagged = {owner: row for row, owner in enumerate(owners)}, False
-        self.count: Iterator[int] = count()
-        self.agreed, self.staging, self.memory = set[bytes](), Staging(), dict[Any, Any]()
+        super().__init__(me, owners)
         self._queues, self._timeout = queues, timeout
 
     def serves(self, device: torch.device) -> torch.device:
