@@ -53,7 +53,7 @@ def test_measured_memory_stays_within_the_promise(ranks):  # noqa: F811
         for limit, (promised, staged, rise) in found.items():
             assert staged <= promised
             assert limit is None or promised <= limit
-            assert rise <= promised + MIB, (limit, promised, rise)  # what Python and gloo need beside it
+            assert rise <= promised + 2 * MIB, (limit, promised, rise)  # what Python and gloo need beside it
         assert found[None][2] > 16 * MIB  # the measure sees it
 
 
@@ -71,4 +71,4 @@ def test_half_sums_need_no_wide_copies(ranks):  # noqa: F811
         assert bool((out == 2).all())
         return rise
 
-    assert max(ranks(2, run)) <= 4 * MIB
+    assert max(ranks(2, run)) <= 5 * MIB  # in float32 the sums alone would take 8
