@@ -19,6 +19,7 @@ LAYERS = [
     "wires",
     "dtensor",
     "tensor",
+    "sharded_tensor",
     "testing",
     "demo",
     "cli",

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -24,6 +25,7 @@ from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
 
 Tensors = Sequence[torch.Tensor]
+RemoteDevice = _remote_device  # "rank:1/cpu": torch's own, so that they are equal and print alike
 
 
 @dataclass(frozen=True)
@@ -286,3 +288,13 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """torch places empty shards past the end."""
     return tuple(min(at, size) for at, size in zip(corner, shape, strict=True))
+
+
+def rpc_workers() -> dict[str, int] | None:
+    """The workers of torch's RPC by name; None where it is not running."""
+    from torch.distributed import rpc
+
+    if not rpc.is_available() or not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return None
+    agent = rpc._get_current_rpc_agent()  # type: ignore[attr-defined]
+    return {worker.name: worker.id for worker in agent.get_worker_infos()}

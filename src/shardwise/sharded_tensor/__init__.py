@@ -1,0 +1,50 @@
+"""The familiar names of torch.distributed._shard, on top of layouts and plans."""
+
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.sharding_spec import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+    _infer_sharding_spec_from_shards_metadata,
+    check_tensor,
+    get_chunk_sharding_params,
+    get_chunked_dim_size,
+    get_split_size,
+    validate_non_overlapping_shards_metadata,
+)
+from shardwise.sharded_tensor.utils import (
+    _flatten_tensor_size,
+    _parse_and_validate_remote_device,
+    _raise_if_mismatch,
+    _validate_output_tensor_for_gather,
+    build_global_metadata,
+    build_metadata_from_local_shards,
+    recalc_global_sharded_tensor_metadata,
+)
+
+__all__ = [
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "PlacementSpec",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensorMetadata",
+    "ShardingSpec",
+    "TensorProperties",
+    "_flatten_tensor_size",
+    "_infer_sharding_spec_from_shards_metadata",
+    "_parse_and_validate_remote_device",
+    "_raise_if_mismatch",
+    "_validate_output_tensor_for_gather",
+    "build_global_metadata",
+    "build_metadata_from_local_shards",
+    "check_tensor",
+    "get_chunk_sharding_params",
+    "get_chunked_dim_size",
+    "get_split_size",
+    "recalc_global_sharded_tensor_metadata",
+    "validate_non_overlapping_shards_metadata",
+]

@@ -1,0 +1,132 @@
+"""What is known about the shards of a tensor: the familiar names of torch.distributed._shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+import torch
+
+from shardwise.dtensor import RemoteDevice
+
+FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve": torch.preserve_format,
+}
+
+
+@dataclass(slots=True, unsafe_hash=False)
+class ShardMetadata:
+    """Where one shard lies in its tensor, and where it lives: `placement` is "rank:1/cpu", "worker3/cpu" or None.
+
+    >>> ShardMetadata([0, 4], [8, 4], "rank:1/cpu")
+    ShardMetadata(shard_offsets=[0, 4], shard_sizes=[8, 4], placement=rank:1/cpu)
+    """
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: RemoteDevice | None = None
+
+    def __init__(
+        self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: str | RemoteDevice | None = None
+    ) -> None:
+        self.shard_offsets = _numbers(shard_offsets, "shard_offsets")
+        self.shard_sizes = _numbers(shard_sizes, "shard_sizes")
+        self.placement = remote_device(placement)
+        if len(self.shard_offsets) != len(self.shard_sizes):
+            raise ValueError(
+                f"shard_offsets and shard_sizes should have the same number of elements, found "
+                f"{len(self.shard_offsets)} ({self.shard_offsets}) and {len(self.shard_sizes)} ({self.shard_sizes})"
+            )
+
+    def __hash__(self) -> int:
+        return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
+
+
+@dataclass
+class TensorProperties:
+    """What a tensor is beside its shape. The dtype is the default one of when it is made."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """Those of a tensor."""
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Memory formats have names here: torch cannot pickle them."""
+        name = next(name for name, known in FORMATS.items() if known == self.memory_format)
+        return {**vars(self), "memory_format": name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "memory_format": FORMATS[state["memory_format"]]})
+
+
+@dataclass
+class ShardedTensorMetadata:
+    """All shards of a tensor, its size and its properties."""
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=lambda: torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+
+@dataclass(slots=True)
+class Shard:
+    """A local tensor, and which part of the whole it is.
+
+    >>> Shard.from_tensor_and_offsets(torch.zeros(2, 4), [2, 0], rank=1).metadata
+    ShardMetadata(shard_offsets=[2, 0], shard_sizes=[2, 4], placement=rank:1/cpu)
+    """
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        found, said = list(self.tensor.size()), list(self.metadata.shard_sizes)
+        if found != said:
+            raise ValueError(
+                f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: {found}, "
+                f"metadata.shard_lengths: {said}"
+            )
+        placement = self.metadata.placement
+        if placement is not None and not same_device(placement.device(), self.tensor.device):
+            raise ValueError(
+                f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
+                f"device: {self.tensor.device}, local shard metadata placement device: {placement.device()}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
+        """A shard of that rank, of the tensor's own size and device."""
+        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}"))
+
+
+def remote_device(placement: Any) -> RemoteDevice | None:
+    """A placement from its text, or as it is."""
+    if placement is None or isinstance(placement, RemoteDevice):
+        return placement
+    return RemoteDevice(placement)
+
+
+def same_device(said: torch.device, found: torch.device) -> bool:
+    """True for one and the same device; the CPU has no numbers that matter."""
+    return said == found or said.type == found.type == "cpu"
+
+
+def _numbers(values: Any, what: str) -> list[int]:
+    try:
+        found = [index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{what} should be a sequence of ints, found {values!r}") from None
+    if any(value < 0 for value in found):
+        raise ValueError(f"{what} should be >= 0, found {found}")
+    return found

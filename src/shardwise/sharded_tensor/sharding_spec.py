@@ -1,0 +1,188 @@
+"""How a tensor is to be sharded: torch's specs, as metadata and as layouts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Box, Boxes, gaps, ints, join
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, remote_device
+
+
+class PlacementSpec(ABC):  # noqa: B024
+    """Where something is to live."""
+
+
+@dataclass
+class DevicePlacementSpec(PlacementSpec):
+    """On one device, which may be that of another worker."""
+
+    device: Any
+
+    def __post_init__(self) -> None:
+        self.device = remote_device(self.device)
+
+
+class ShardingSpec(ABC):
+    """How a tensor is to be sharded."""
+
+    @abstractmethod
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards of a tensor of that size."""
+
+
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """One dim in chunks by torch.chunk's rule, one for every placement.
+
+    >>> spec = ChunkShardingSpec(-1, ["rank:0/cpu", "rank:1/cpu"])
+    >>> [m.shard_offsets for m in spec.build_metadata(torch.Size([4, 5]), TensorProperties()).shards_metadata]
+    [[0, 0], [0, 3]]
+    """
+
+    dim: Any  # a number; names are refused, as in torch
+    placements: list[Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, str):
+            raise NotImplementedError(f"ChunkShardingSpec does not support named dimensions: {self.dim!r}")
+        try:
+            self.dim = index(self.dim)
+        except TypeError:
+            raise ValueError(f"Sharding dim needs to be an integer, found: {self.dim}") from None
+        self.placements = [remote_device(placement) for placement in self.placements]
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """A shard for every placement; the last ones may be empty."""
+        size = torch.Size(tensor_sizes)
+        if not -len(size) <= self.dim < len(size):
+            raise ValueError(f"Invalid sharding dim: {self.dim} of a tensor of size {tuple(size)}")
+        dim = self.dim % len(size)
+        split = get_split_size(size[dim], len(self.placements))
+        shards = list[ShardMetadata]()
+        for number, placement in enumerate(self.placements):
+            offsets, sizes = [0] * len(size), list(size)
+            offsets[dim], sizes[dim] = split * number, get_chunked_dim_size(size[dim], split, number)
+            shards.append(ShardMetadata(offsets, sizes, placement))
+        return ShardedTensorMetadata(shards, size, tensor_properties)
+
+
+@dataclass
+class EnumerableShardingSpec(ShardingSpec):
+    """Any rectangles that do not overlap, each with its placement. They are checked once, here."""
+
+    shards: list[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise ValueError(f"Empty shard list provided: {self.shards}")
+        ranks = sorted({len(shard.shard_offsets) for shard in self.shards})
+        if len(ranks) > 1:
+            raise ValueError(f"Found inconsistent ranks for shards: {ranks[0]} and {ranks[1]}")
+        validate_non_overlapping_shards_metadata(self.shards)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards themselves, if they cover a tensor of that size."""
+        check_tensor(self.shards, tensor_sizes)
+        return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
+
+
+def validate_non_overlapping_shards_metadata(shards: Sequence[Any]) -> None:
+    """Raise a ValueError that names two shards which hold the same cells, and these cells. Takes n log n."""
+    boxes, number = _boxes(shards)
+    left, right = join(boxes, boxes)
+    pairs = np.flatnonzero(left < right)
+    if len(pairs):
+        first = pairs[np.lexsort((right[pairs], left[pairs]))[0]]
+        a, b = int(left[first]), int(right[first])
+        shared = boxes.take(ints([a])).overlap(boxes.take(ints([b]))).box(0)
+        raise ValueError(f"Shards {shards[number[a]]} and {shards[number[b]]} overlap in {shared}")
+
+
+def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> None:
+    """Raise a ValueError unless shards that do not overlap cover a tensor of these dims; it names what is missing."""
+    shape = tuple(tensor_dims)
+    ranks = {len(shard.shard_offsets) for shard in shards_metadata}
+    if ranks != {len(shape)}:
+        raise ValueError(f"Rank of tensor is {len(shape)}, but shards rank is {', '.join(map(str, sorted(ranks)))}")
+    for shard in shards_metadata:
+        for offset, size, most in zip(shard.shard_offsets, shard.shard_sizes, shape, strict=True):
+            if size and offset + size > most:
+                raise ValueError(
+                    f"Shard offset {offset} and length {size} exceeds tensor dim: {most} for shard {shard}"
+                )
+    boxes, _ = _boxes(shards_metadata)
+    volume, whole = int(boxes.volumes().sum()), Box((0,) * len(shape), shape)
+    if volume != prod(shape):
+        missing = ", ".join(str(box) for box in gaps(boxes, whole, np.ones(boxes.count, np.bool_))[:4])
+        raise ValueError(
+            f"Total volume of shards: {volume} does not match tensor volume: {prod(shape)}, in other words all the "
+            f"individual shards do not cover the entire tensor: no shard holds {missing}"
+        )
+
+
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """The size of a chunk by torch.chunk's rule.
+
+    >>> get_split_size(10, 4)
+    3
+    """
+    return (dim_size + chunks - 1) // chunks
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """The size of chunk number `idx`: the last ones are smaller, or empty.
+
+    >>> [get_chunked_dim_size(10, 4, idx) for idx in range(4)]
+    [4, 4, 2, 0]
+    """
+    return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
+
+
+def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any, rank: int) -> tuple[int, int]:
+    """Where the first chunk of a rank starts, and its size. There are as many chunks as the spec has placements.
+
+    >>> get_chunk_sharding_params(8, 4, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), rank=0)
+    (4, 4)
+    """
+    split = get_split_size(sharding_dim_size, len(spec.placements))
+    for number, placement in enumerate(spec.placements):
+        if placement.rank() == rank:
+            return min(split * number, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, number)
+    found = [placement.rank() for placement in spec.placements]
+    raise ValueError(f"rank {rank} has no chunk: the placements are those of ranks {found} (of {world_size})")
+
+
+def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[Any]) -> ShardingSpec:
+    """A ChunkShardingSpec where the shards are the chunks of one dim, by offset, or else as they are."""
+    shards = list(shards_metadata)
+    moved = {dim for shard in shards for dim, offset in enumerate(shard.shard_offsets) if offset}
+    if len(moved) == 1:
+        dim = moved.pop()
+        ordered = sorted(shards, key=lambda shard: shard.shard_offsets[dim])
+        size = [max(shard.shard_sizes[d] for shard in shards) for d in range(len(shards[0].shard_sizes))]
+        size[dim] = sum(shard.shard_sizes[dim] for shard in shards)
+        spec = ChunkShardingSpec(dim, [shard.placement for shard in ordered])
+        made = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
+        if [_corner(m) for m in made] == [_corner(m) for m in ordered]:
+            return spec
+    return EnumerableShardingSpec(shards)
+
+
+def _corner(shard: Any) -> tuple[list[int], list[int]]:
+    return list(shard.shard_offsets), list(shard.shard_sizes)
+
+
+def _boxes(shards: Sequence[Any]) -> tuple[Boxes, list[int]]:
+    """The shards that have cells, as boxes, and their numbers."""
+    number = [n for n, shard in enumerate(shards) if prod(shard.shard_sizes)]
+    ndim = len(shards[0].shard_offsets) if shards else 0
+    lo = ints([shards[n].shard_offsets for n in number]).reshape(len(number), ndim)
+    return Boxes(lo, lo + ints([shards[n].shard_sizes for n in number]).reshape(len(number), ndim)), number

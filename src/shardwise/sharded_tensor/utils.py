@@ -1,0 +1,165 @@
+"""Checks of shards and metadata, on one rank and across ranks: the names of torch's sharded_tensor.utils."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from operator import index
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dtensor import rpc_workers
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties, same_device
+from shardwise.sharded_tensor.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
+
+
+def _parse_and_validate_remote_device(pg: Any, remote_device: Any) -> tuple[int | None, torch.device]:
+    """The global rank and the device of a placement; a worker's name is looked up among those of torch's RPC."""
+    if remote_device is None:
+        raise ValueError("remote device is None: a shard needs a placement such as 'rank:0/cpu'")
+    rank, name, device = remote_device.rank(), remote_device.worker_name(), remote_device.device()
+    if name is not None:
+        return _worker(name), device
+    if rank is not None and pg is not None and pg != dist.GroupMember.NON_GROUP_MEMBER:
+        known = dist.get_process_group_ranks(pg)
+        if rank not in known:
+            raise ValueError(f"Global rank {rank} does not exist in input process group: {known}")
+    return rank, device
+
+
+def _worker(name: str) -> int:
+    workers = rpc_workers()
+    if workers is None:
+        raise RuntimeError(
+            f"RPC framework needs to be initialized for using worker names: {name}. "
+            f"Call torch.distributed.rpc.init_rpc, or place by ranks, as in 'rank:0/cpu'"
+        )
+    if name not in workers:
+        raise ValueError(f"Invalid worker name: {name}; there are {sorted(workers)}")
+    return workers[name]
+
+
+def _validate_output_tensor_for_gather(
+    my_rank: int, dst_rank: int, size: Sequence[int], dst_tensor: torch.Tensor | None
+) -> None:
+    """The rank that gathers gives a tensor of the whole size, the others give none."""
+    if my_rank != dst_rank:
+        if dst_tensor is not None:
+            raise ValueError("Argument ``dst_tensor`` must NOT be specified on non-destination ranks.")
+        return
+    if dst_tensor is None:
+        raise ValueError(f"Argument ``dst_tensor`` must be specified on destination rank {dst_rank}")
+    if tuple(size) != tuple(dst_tensor.size()):
+        found = tuple(dst_tensor.size())
+        raise ValueError(f"Argument ``dst_tensor`` have size {found}, but should be {tuple(size)}")
+
+
+def _flatten_tensor_size(size: Any) -> torch.Size:
+    """A size from numbers, or from one sequence of them.
+
+    >>> _flatten_tensor_size((2, 3)) == _flatten_tensor_size(([2, 3],)) == torch.Size([2, 3])
+    True
+    """
+    dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence | torch.Size) else list(size)
+    if any(isinstance(dim, bool) for dim in dims):
+        raise TypeError(f"size has to be a sequence of ints, found: {dims}")
+    try:
+        return torch.Size([index(dim) for dim in dims])
+    except TypeError:
+        raise TypeError(f"size has to be a sequence of ints, found: {dims}") from None
+
+
+def _raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is_local: bool = True) -> None:
+    """Raise a ValueError where a property differs between shards of one rank, or between two ranks."""
+    if expected == actual:
+        return
+    if is_local:
+        raise ValueError(
+            f"Local shards' tensor {prop_name} property need to be the same on rank:{ranks}! Found one local shard "
+            f"tensor {prop_name}={expected}, the other local shard tensor {prop_name}={actual}."
+        )
+    first, second = ranks
+    raise ValueError(
+        f"ShardedTensor {prop_name} property does not match from different ranks! "
+        f"Found {prop_name}={expected} on rank:{first}, and {prop_name}={actual} on rank:{second}."
+    )
+
+
+def build_metadata_from_local_shards(
+    local_shards: Sequence[Any], global_size: Sequence[int], current_rank: int, pg: Any
+) -> ShardedTensorMetadata:
+    """What one rank knows: its own shards, checked against each other and against their metadata."""
+    if not local_shards:
+        raise AssertionError("must have local shards!")
+    first = TensorProperties.create_from_tensor(local_shards[0].tensor)
+    for shard in local_shards:
+        rank, device = _parse_and_validate_remote_device(pg, shard.metadata.placement)
+        tensor = shard.tensor
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{current_rank}!"
+            )
+        if rank != current_rank:
+            raise ValueError(
+                f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in "
+                f"the process group: {current_rank}, local ShardMetadata placement's rank: {rank}"
+            )
+        if not same_device(device, tensor.device):
+            raise ValueError(
+                f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
+                f"device: {tensor.device}, local shard metadata placement device: {device}"
+            )
+        _raise_if_mismatch(list(shard.metadata.shard_sizes), list(tensor.size()), "size", current_rank)
+        found = TensorProperties.create_from_tensor(tensor)
+        for name in ("pin_memory", "dtype", "requires_grad"):
+            _raise_if_mismatch(getattr(first, name), getattr(found, name), name, current_rank)
+    return ShardedTensorMetadata([shard.metadata for shard in local_shards], torch.Size(global_size), first)
+
+
+def build_global_metadata(
+    gathered_metadatas: Sequence[Any], recalc_metadata: bool = False, sharded_dim: int = 0
+) -> ShardedTensorMetadata:
+    """All ranks' metadata as one, checked across ranks; a rank without shards gives None.
+
+    `recalc_metadata` takes the shards to lie one after the other along `sharded_dim`, whatever their offsets say.
+    """
+    known = [(rank, metadata) for rank, metadata in enumerate(gathered_metadatas) if metadata is not None]
+    if not known:
+        raise ValueError("ShardedTensor have no local shards on all ranks!")
+    first_rank, first = known[0]
+    for rank, other in known[1:]:
+        _raise_if_mismatch(first.size, other.size, "global_size", (first_rank, rank), is_local=False)
+        for name in ("dtype", "requires_grad", "pin_memory"):
+            expected, actual = (getattr(m.tensor_properties, name) for m in (first, other))
+            _raise_if_mismatch(expected, actual, name, (first_rank, rank), is_local=False)
+    found: ShardedTensorMetadata = deepcopy(first)
+    found.shards_metadata.extend(deepcopy(shard) for _, other in known[1:] for shard in other.shards_metadata)
+    if recalc_metadata:
+        recalc_global_sharded_tensor_metadata(found, sharded_dim)
+    validate_non_overlapping_shards_metadata(found.shards_metadata)
+    check_tensor(found.shards_metadata, found.size)
+    return found
+
+
+def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, sharded_dim: int) -> None:
+    """Lay the shards one after the other along a dim, by rank and within a rank as they are listed; in place.
+
+    The size along that dim becomes their sum, along the others it is that of the shards.
+    """
+    shards = global_sharded_tensor_metadata.shards_metadata
+    ndim = len(shards[0].shard_sizes)
+    if not -ndim <= sharded_dim < ndim:
+        raise ValueError(f"Invalid sharding dim: {sharded_dim} of shards with {ndim} dims")
+    dim, start = sharded_dim % ndim, 0
+    missing = [shard for shard in shards if shard.placement is None or shard.placement.rank() is None]
+    if missing:
+        raise AssertionError(f"shards can only be laid one after the other by their ranks, but {missing[0]} has none")
+    for shard in sorted(shards, key=lambda shard: shard.placement.rank()):
+        shard.shard_offsets[:] = [0] * ndim
+        shard.shard_offsets[dim] = start
+        start += shard.shard_sizes[dim]
+    size = list(shards[0].shard_sizes)
+    size[dim] = start
+    global_sharded_tensor_metadata.size = torch.Size(size)
