@@ -88,6 +88,18 @@ def test_params_count_placements_and_not_the_world():
         ours.get_chunk_sharding_params(8, 4, spec, 3)
 
 
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.data())
+@settings(max_examples=40)
+def test_shards_are_views_of_the_whole(size, data):
+    dim, chunks = data.draw(st.integers(0, len(size) - 1)), data.draw(st.integers(1, 5))
+    whole = torch.arange(torch.Size(size).numel()).reshape(size)
+    spec = ours.ChunkShardingSpec(dim, placements(*range(chunks)))
+    shards = spec.build_metadata(whole.size(), TensorProperties()).shards_metadata
+    parts = [ours.narrow_tensor(whole, shard) for shard in shards]
+    assert [list(part.shape) for part in parts] == [shard.shard_sizes for shard in shards]
+    assert torch.equal(torch.cat(parts, dim), whole)
+
+
 def metadata(api, boxes):
     return [api.ShardMetadata(list(lo), list(size), f"rank:{n}/cpu") for n, (lo, size) in enumerate(boxes)]
 

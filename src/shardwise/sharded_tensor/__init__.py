@@ -12,6 +12,7 @@ from shardwise.sharded_tensor.sharding_spec import (
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
+    narrow_tensor,
     validate_non_overlapping_shards_metadata,
 )
 from shardwise.sharded_tensor.utils import (
@@ -45,6 +46,7 @@ __all__ = [
     "get_chunk_sharding_params",
     "get_chunked_dim_size",
     "get_split_size",
+    "narrow_tensor",
     "recalc_global_sharded_tensor_metadata",
     "validate_non_overlapping_shards_metadata",
 ]

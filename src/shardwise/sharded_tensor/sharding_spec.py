@@ -160,6 +160,17 @@ def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any
     raise ValueError(f"rank {rank} has no chunk: the placements are those of ranks {found} (of {world_size})")
 
 
+def narrow_tensor(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """The part of a whole tensor that a shard is, as a view.
+
+    >>> narrow_tensor(torch.arange(6).reshape(2, 3), ShardMetadata([0, 1], [2, 2])).tolist()
+    [[1, 2], [4, 5]]
+    """
+    for dim, (offset, size) in enumerate(zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)):
+        tensor = tensor.narrow(dim, min(offset, tensor.size(dim) - size), size)  # empty shards may lie past the end
+    return tensor
+
+
 def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[Any]) -> ShardingSpec:
     """A ChunkShardingSpec where the shards are the chunks of one dim, by offset, or else as they are."""
     shards = list(shards_metadata)
