@@ -103,7 +103,7 @@ class Shards:
         """How a ShardedTensor lies."""
         metadata = x.metadata()
         group = getattr(x, "_process_group", None)
-        return Shards(_metadata_layout(metadata), metadata, x.sharding_spec(), group)
+        return Shards(metadata_layout(metadata), metadata, x.sharding_spec(), group)
 
     @staticmethod
     def by(spec: Any, shape: Sequence[int], group: dist.ProcessGroup | None = None) -> Shards:
@@ -111,7 +111,7 @@ class Shards:
         from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
         metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
-        return Shards(_metadata_layout(metadata), metadata, spec, group)
+        return Shards(metadata_layout(metadata), metadata, spec, group)
 
     @property
     def device(self) -> torch.device | None:
@@ -263,7 +263,8 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _metadata_layout(metadata: Any) -> Layout:
+def metadata_layout(metadata: Any) -> Layout:
+    """Where the cells of a tensor with that metadata are: torch's, or one that looks like it."""
     shape = tuple(metadata.size)
     return _boxes_layout(
         shape,

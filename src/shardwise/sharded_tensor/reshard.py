@@ -1,0 +1,83 @@
+"""Local shards from one spec to another: the names of torch's sharded_tensor.reshard, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dtensor import metadata_layout
+from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
+from shardwise.tensor import ShardedTensor, reshard
+
+Local = torch.Tensor | Sequence[torch.Tensor] | None
+
+
+def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
+    """Which of the placements is that of a rank: the first one.
+
+    >>> get_idx_from_placements(["rank:2/cpu", "rank:0/cpu"], 0)
+    1
+    """
+    ranks = [placement.rank() for placement in map(remote_device, placements) if placement is not None]
+    if current_rank not in ranks:
+        raise RuntimeError(f"current_rank not in the placement: rank {current_rank} is not among {ranks}")
+    return ranks.index(current_rank)
+
+
+def build_reshard_metadata(
+    st_size: Sequence[int], sharding_spec: Any, world_size: int
+) -> tuple[list[ShardMetadata | None], list[int]]:
+    """The shards of a spec by rank, None for ranks without one, and the ranks in the order of the placements.
+
+    Where ranks have several shards, or numbers beyond the world size (those of a sub-group), the list has all shards
+    in the order of their ranks instead.
+    """
+    shards = [
+        ShardMetadata(
+            [min(lo, most) for lo, most in zip(m.shard_offsets, st_size, strict=True)], m.shard_sizes, m.placement
+        )
+        for m in sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
+    ]
+    ranks = [_rank(shard) for shard in shards]
+    if len(set(ranks)) < len(ranks) or max(ranks) >= world_size:
+        return sorted(shards, key=_rank), ranks
+    found: list[ShardMetadata | None] = [None] * world_size
+    for rank, shard in zip(ranks, shards, strict=True):
+        found[rank] = shard
+    return found, ranks
+
+
+def reshard_local_shard(
+    local_tensor: Local, st_size: Sequence[int], sharding_spec: Any, resharding_spec: Any, pg: Any
+) -> tuple[list[Shard], list[ShardMetadata | None]]:
+    """This rank's shards by another spec, and the metadata of all. Every rank of the group calls; autograd follows.
+
+    Any spec to any other, ours or torch's. A rank with several shards gives a list of tensors, in the order of its
+    placements; one with none gives None.
+    """
+    source, target = (
+        metadata_layout(spec.build_metadata(torch.Size(st_size), TensorProperties()))
+        for spec in (sharding_spec, resharding_spec)
+    )
+    x = None if local_tensor is None else ShardedTensor(local_tensor, source, pg)
+    found = reshard(x, target, group=pg)
+    metadata, _ = build_reshard_metadata(st_size, resharding_spec, dist.get_world_size(pg))
+    mine = [shard for shard in metadata if shard is not None and _rank(shard) == dist.get_rank()]
+    return [Shard(tensor, shard) for tensor, shard in zip(found.shards if found else (), mine, strict=True)], metadata
+
+
+def reshuffle_local_shard(
+    local_shard: Local, st_size: Sequence[int], sharding_spec: Any, resharding_spec: Any, pg: Any
+) -> tuple[list[Shard], list[ShardMetadata | None]]:
+    """The same, under the name that torch has for specs that differ only in the order of their placements."""
+    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+
+
+def _rank(shard: Any) -> int:
+    rank = shard.placement and shard.placement.rank()
+    if rank is None:
+        raise ValueError(f"{shard} has no rank: place it as in 'rank:0/cpu'")
+    return int(rank)
