@@ -69,4 +69,5 @@ def test_the_core_imports_numpy_at_most():
 
 @pytest.mark.parametrize("module", ["shardwise", "shardwise.cli"])
 def test_importing_it_leaves_torch_out(module):
-    subprocess.run([sys.executable, "-c", f"import sys, {module}; sys.exit('torch' in sys.modules)"], check=True)
+    asked = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

@@ -169,6 +169,21 @@ def test_casts_are_verified_on_ranks_that_hold_one_side_only(ranks):  # noqa: F8
     assert all(ranks(4, run))
 
 
+def test_a_limit_counts_what_travels_after_the_cast(ranks):  # noqa: F811
+    source, target, limit = sw.parse("4x4/S0@2"), sw.parse("4x4/S1@2"), 10
+    assert sw.plan(source, target, itemsize=2, max_bytes=limit).peak_bytes <= limit
+    with pytest.raises(sw.PlanError, match="max_bytes"):
+        sw.plan(source, target, itemsize=4, max_bytes=limit)  # before the cast it could not be kept
+
+    def run(rank):
+        values = np.arange(16, dtype=np.float32).reshape(4, 4)
+        found = sw.reshard(held(values, source, rank), target, dtype=torch.float16, max_bytes=limit)
+        expect(found, values.astype(np.float16), target, rank)
+        return True
+
+    assert all(ranks(2, run))
+
+
 def test_parameters_are_written_as_out(ranks):  # noqa: F811
     def run(rank):
         mesh = init_device_mesh("cpu", (2,))

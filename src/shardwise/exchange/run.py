@@ -98,7 +98,8 @@ class Exchange:
             self._agreement = self.wire.slots(self._slots(), apart=apart)
         first = self.schedule.turns[0]
         if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
-            self._ahead = self._post(first, hidden=not self.fresh)
+            with self._unbroken():
+                self._ahead = self._post(first, hidden=not self.fresh)
         return self
 
     def finish(self) -> list[Any] | None:

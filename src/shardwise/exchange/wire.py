@@ -77,7 +77,7 @@ class Wire(Protocol):
         ...
 
     def fail(self, reason: str) -> None:
-        """An exchange broke in the middle: refuse all that come."""
+        """An exchange broke in the middle: later ones must never meet what it left behind."""
         ...
 
 

@@ -96,10 +96,11 @@ class Call:
         writing = self._out is not None and self._exchange is not None and self._exchange.writing
         return f"in a reshard {move}" + "; what was given as out= may be partly written" * writing
 
-    def reduced(self, layout: Layout, within: Exchange) -> list[torch.Tensor]:
-        """This rank's local tensors of the value of a partial source in another layout: a call inside of this one."""
-        held, facts = replace(self.held, gradient=False), replace(self.work.facts, gradient=False)
-        call = Call(self.wire, held, lambda _: Own(layout), Options()).inside(within, facts)
+    @staticmethod
+    def value(wire: GroupWire, held: Held, facts: Facts, layout: Layout, within: Exchange) -> list[torch.Tensor]:
+        """This rank's local tensors of the value of a partial source in another layout: a call inside of another."""
+        apart, known = replace(held, gradient=False), replace(facts, gradient=False)
+        call = Call(wire, apart, lambda _: Own(layout), Options()).inside(within, known)
         return list(call.work.move.target)
 
     # --- what this rank takes it to be -------------------------------------------------------------------------------

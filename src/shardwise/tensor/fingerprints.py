@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -16,11 +15,9 @@ from shardwise.planning import plan
 from shardwise.tensor.call import Call
 from shardwise.tensor.held import Facts, Held
 from shardwise.tensor.lane import Lane
-from shardwise.tensor.sharded import Own
 from shardwise.tensor.sums import LANES, sums
 from shardwise.tensor.verify import spread
 from shardwise.tensor.wiring import wire_for
-from shardwise.tensor.work import Options
 from shardwise.wires import GroupWire
 
 Tensors = Sequence[torch.Tensor]
@@ -49,9 +46,8 @@ def _fingerprint(wire: GroupWire, held: Held, exchange: Exchange) -> str:
     layout = facts.source
     local = [t.resolve_conj().resolve_neg() for t in held.kind.local(held.tensors)] if held.kind else []
     if layout.op is not None:
-        layout, apart = spread(layout), replace(held, gradient=False)
-        call = Call(wire, apart, lambda _: Own(layout), Options()).inside(exchange, facts)
-        local = list(call.work.move.target)
+        layout = spread(layout)
+        local = Call.value(wire, held, facts, layout, exchange)
     total = wire.reduced(_once(layout, local, wire.me), "sum", apart=exchange.number)()
     head = f"shardwise values 1 {facts.shape} {facts.dtype} ".encode()
     return blake2b(head + total.cpu().numpy().tobytes(), digest_size=16).hexdigest()

@@ -20,8 +20,8 @@ Task = tuple[Callable[[], Any], Future[Any]]
 class Lane:
     """Runs tasks one after the other.
 
-    In a thread that lives as long as there are any; or, where the order of messages is all that tells them apart, in
-    the thread that waits, so that calls reach the wire in the order of the program.
+    Every task that is submitted brings a thread, which does those before it too; or, where the order of messages is all
+    that tells them apart, who waits does them, so that calls reach the wire in the order of the program.
     """
 
     def __init__(self, *, threaded: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +16,6 @@ from shardwise.tensor.sums import LANES, sums
 if TYPE_CHECKING:
     from shardwise.tensor.call import Call
 
-Reduced = Callable[[Layout], Sequence[torch.Tensor]]  # this rank's tensors of the value in that layout
-
 
 def verify(call: Call, exchange: Exchange) -> None:
     """Compare what was sent with what is held now, cell by cell and bit by bit, as sums over all ranks."""
@@ -26,7 +24,7 @@ def verify(call: Call, exchange: Exchange) -> None:
     held, dtype, made = call.work.move.target, call.work.dtype, call.work.plan
     if made.reducing:  # the terms say nothing of the value: reduce them in another way, and compare with that
         source = spread(made.source)
-        read = call.reduced(source, exchange)
+        read = call.value(call.wire, call.held, call.work.facts, source, exchange)
         made = plan(source, target)
     found = torch.zeros(2, LANES, dtype=torch.int64)
     if me in source or me in target:

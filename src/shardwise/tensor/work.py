@@ -52,23 +52,22 @@ class Work:
         for side, layout in ("source", facts.source), ("target", target.layout):
             _check_owners(wire, side, layout)
         _check_cast(facts.dtype, becomes)
-        made = _plan(facts, target.layout, becomes, options)
+        made, travels = _plan(facts, target.layout, becomes, options)
         source = _local(held, facts, wire.me)
         followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
         device = target.device or (source[0].device if source else torch.device(facts.device))
         tensors = room(out, target, wire.me, becomes, source=source, device=device, followed=followed)
-        travels = becomes if becomes.itemsize == made.itemsize and not made.reducing else facts.dtype
         return Work(facts, target, Move.of(made, wire.me, source, tensors, travels), becomes, followed)
 
 
-def _plan(facts: Facts, target: Layout, becomes: torch.dtype, options: Options) -> Plan:
-    how = {"max_bytes": options.max_bytes, "hosts": options.hosts}
-    made = plan(facts.source, target, itemsize=facts.dtype.itemsize, **how)
-    if made.reducing:
+def _plan(facts: Facts, target: Layout, becomes: torch.dtype, options: Options) -> tuple[Plan, torch.dtype]:
+    """The plan, and the dtype of its messages: cast before they travel where that is shorter, unless they are terms."""
+    reducing = plan(facts.source, target).reducing
+    if reducing:
         check_reduction(facts.source.op or "", facts.dtype)
-    elif becomes.itemsize < facts.dtype.itemsize:  # cast before it travels
-        made = plan(facts.source, target, itemsize=becomes.itemsize, **how)
-    return made
+    travels = becomes if becomes.itemsize < facts.dtype.itemsize and not reducing else facts.dtype
+    how = {"max_bytes": options.max_bytes, "hosts": options.hosts}
+    return plan(facts.source, target, itemsize=travels.itemsize, **how), travels
 
 
 def _local(held: Held, facts: Facts, me: int) -> list[torch.Tensor]:

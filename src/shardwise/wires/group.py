@@ -35,7 +35,7 @@ class GroupWire(End):
         self._group = ref(group)  # the wire is kept by its group, and must not keep it
         # "cpu:gloo,cuda:nccl": what the group has for every kind of device
         self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self.tagged = "nccl" not in self._backends.values()  # which runs messages in the order of one queue
+        self.tagged = set(self._backends.values()) <= {"gloo", "mpi"}  # others may know only the order of messages
         self.name = str(crc32(str(self.owners).encode()))
         others = [owner for owner in self.owners if owner != self.me]
         self._meeting = f"waiting for {in_words(others) if others else 'itself'} to call too"
