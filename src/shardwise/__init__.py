@@ -48,8 +48,8 @@ def __getattr__(name: str) -> typing.Any:
     """What is imported only when it is used: the names that need torch, which takes seconds, and `testing`."""
     if name in _WITH_TORCH:
         return getattr(importlib.import_module("shardwise.tensor"), name)
-    if name == "testing":
-        return importlib.import_module("shardwise.testing")
+    if name in ("sharded_tensor", "testing"):
+        return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,49 @@ class OnMesh:
         return self.mesh.get_coordinate() is not None
 
 
+def torchs_metadata(metadata: Any) -> Any:
+    """torch's ShardedTensorMetadata from one that looks like it."""
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+    known, size = metadata.tensor_properties, torch.Size(metadata.size)
+    properties = TensorProperties(known.dtype, known.layout, known.requires_grad, known.memory_format, known.pin_memory)
+    return ShardedTensorMetadata([_torchs_shard(m, size) for m in metadata.shards_metadata], size, properties)
+
+
+def _torchs_shard(shard: Any, size: Sequence[int]) -> Any:
+    """Empty shards are brought back to the end: torch's specs put them past it, and its tensors refuse that."""
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    return ShardMetadata(list(_clipped(shard.shard_offsets, tuple(size))), list(shard.shard_sizes), shard.placement)
+
+
+def _torchs_spec(spec: Any, metadata: Any) -> Any:
+    """A spec of torch from one that looks like it."""
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec, ShardingSpec
+    from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
+
+    if isinstance(spec, ShardingSpec):
+        return spec
+    if hasattr(spec, "placements"):
+        return ChunkShardingSpec(spec.dim, list(spec.placements))
+    return EnumerableShardingSpec(metadata.shards_metadata)
+
+
+def torchs_sharded(tensors: Tensors, metadata: Any, spec: Any, group: dist.ProcessGroup | None) -> Any:
+    """A ShardedTensor of torch with these local tensors, made without a word to the other ranks."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    made = torchs_metadata(metadata)
+    if tensors:
+        made = replace(made, tensor_properties=TensorProperties.create_from_tensor(tensors[0]))
+    shards = [Shard(tensor, m) for tensor, m in zip(tensors, shards_of(made, dist.get_rank()), strict=True)]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, made, process_group=group, sharding_spec=_torchs_spec(spec, made)
+    )
+
+
 @dataclass(frozen=True)
 class Shards:
     """torch's ShardedTensor: boxes, each a tensor of its own."""
@@ -105,24 +148,25 @@ class Shards:
         group = getattr(x, "_process_group", None)
         return Shards(metadata_layout(metadata), metadata, x.sharding_spec(), group)
 
-    @staticmethod
-    def by(spec: Any, shape: Sequence[int], group: dist.ProcessGroup | None = None) -> Shards:
+    @classmethod
+    def by(cls, spec: Any, shape: Sequence[int], group: dist.ProcessGroup | None = None) -> Self:
         """How a tensor of that shape lies by a sharding spec."""
         from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
         metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
-        return Shards(metadata_layout(metadata), metadata, spec, group)
+        return cls(metadata_layout(metadata), metadata, spec, group)
 
     @property
     def device(self) -> torch.device | None:
         """Where this rank's shards are."""
-        mine = [m.placement.device() for m in self._mine()]
+        mine = [m.placement.device() for m in self.mine()]
         return torch.device(mine[0]) if mine else None
 
     def taken(self, x: Any) -> list[torch.Tensor]:
         """The local shards, in the order of the metadata."""
-        found = {tuple(s.metadata.shard_offsets + s.metadata.shard_sizes): s.tensor for s in x.local_shards()}
-        return [found[tuple(m.shard_offsets + m.shard_sizes)] for m in self._mine()]
+        size = self.layout.shape
+        found = {(_clipped(s.metadata.shard_offsets, size), *s.tensor.shape): s.tensor for s in x.local_shards()}
+        return [found[_clipped(m.shard_offsets, size), *m.shard_sizes] for m in self.mine()]
 
     def local(self, tensors: Tensors) -> list[torch.Tensor]:
         """They are plain tensors."""
@@ -133,20 +177,8 @@ class Shards:
         return list(local)
 
     def closed(self, tensors: Tensors) -> Any:
-        """A ShardedTensor of torch, made without a word to the other ranks."""
-        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-        from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-        from torch.distributed._shard.sharded_tensor.shard import Shard
-
-        if not tensors:
-            return None
-        first = tensors[0]
-        properties = TensorProperties(dtype=first.dtype, requires_grad=first.requires_grad)
-        metadata = replace(self.metadata, tensor_properties=properties)
-        shards = [Shard(tensor, m) for tensor, m in zip(tensors, self._mine(), strict=True)]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, metadata, process_group=self.group, sharding_spec=self.spec
-        )
+        """A ShardedTensor of torch; None on a rank that holds nothing."""
+        return torchs_sharded(tensors, self.metadata, self.spec, self.group) if tensors else None
 
     def gradient(self) -> Shards:
         """As the value: such tensors are never partial."""
@@ -156,9 +188,9 @@ class Shards:
         """As they are to lie."""
         return self
 
-    def _mine(self) -> list[Any]:
-        me = dist.get_rank()
-        return [m for m in self.metadata.shards_metadata if m.placement.rank() == me]
+    def mine(self) -> list[Any]:
+        """The metadata of this rank's shards."""
+        return shards_of(self.metadata, dist.get_rank())
 
 
 def default_group() -> dist.ProcessGroup:
@@ -265,17 +297,50 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 def metadata_layout(metadata: Any) -> Layout:
     """Where the cells of a tensor with that metadata are: torch's, or one that looks like it."""
-    shape = tuple(metadata.size)
     return _boxes_layout(
-        shape,
-        tuple((m.placement.rank(), tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in metadata.shards_metadata),
+        tuple(metadata.size),
+        tuple((owner_of(m), tuple(m.shard_offsets), tuple(m.shard_sizes)) for m in metadata.shards_metadata),
     )
+
+
+def owner_of(shard: Any) -> int:
+    """The global rank where a shard lives, by its metadata."""
+    placement = shard.placement
+    rank = None if placement is None else placement.rank()
+    if rank is None and placement is not None and placement.worker_name() is not None:
+        rank = worker_rank(placement.worker_name())
+    if rank is None:
+        raise ValueError(f"{shard} does not say where it lives: place it as in 'rank:0/cpu'")
+    return int(rank)
+
+
+def shards_of(metadata: Any, rank: int) -> list[Any]:
+    """The metadata of the shards that live on a rank."""
+    return [shard for shard in metadata.shards_metadata if owner_of(shard) == rank]
+
+
+def worker_rank(name: str) -> int:
+    """The rank of a worker of torch's RPC."""
+    workers = _rpc_workers()
+    if workers is None:
+        raise RuntimeError(
+            f"RPC framework needs to be initialized for using worker names: {name}. "
+            f"Call torch.distributed.rpc.init_rpc, or place by ranks, as in 'rank:0/cpu'"
+        )
+    if name not in workers:
+        raise ValueError(f"Invalid worker name: {name}; there are {sorted(workers)}")
+    return workers[name]
 
 
 @lru_cache(maxsize=1024)
 def _boxes_layout(shape: tuple[int, ...], shards: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> Layout:
     pieces = [(r, _clipped(lo, shape), _clipped(map(sum, zip(lo, size, strict=True)), shape)) for r, lo, size in shards]
-    return Layout.boxes(shape, pieces).validate()
+    found = Layout.boxes(shape, pieces).validate()
+    for dim in range(len(shape)):  # chunks of a dim have a shorter name
+        owners = [r for r, _, _ in sorted(shards, key=lambda shard: shard[1][dim])]
+        if len(set(owners)) == len(owners) and Layout.chunk(shape, dim, owners) == found:
+            return Layout.chunk(shape, dim, owners)
+    return found
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -291,7 +356,7 @@ def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(at, size) for at, size in zip(corner, shape, strict=True))
 
 
-def rpc_workers() -> dict[str, int] | None:
+def _rpc_workers() -> dict[str, int] | None:
     """The workers of torch's RPC by name; None where it is not running."""
     from torch.distributed import rpc
 

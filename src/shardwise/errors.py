@@ -5,6 +5,8 @@ ShardwiseError
 │   └── NotationError                  a text that is not a layout: knows the position
 ├── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
 └── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a wire that broke
+    ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
+    └── RefusedTypeError (also TypeError)    the same, of a type
 """
 
 from __future__ import annotations
@@ -52,6 +54,14 @@ class PlanError(ShardwiseError, ValueError):
 
 class ExchangeError(ShardwiseError, RuntimeError):
     """Ranks that disagree, a rank that cannot take part, or a wire that broke. Every rank of the group raises it."""
+
+
+class RefusedValueError(ExchangeError, ValueError):
+    """A rank cannot take part because of a value that it was given. Every rank of the group raises it."""
+
+
+class RefusedTypeError(ExchangeError, TypeError):
+    """A rank cannot take part because of the type of what it was given. Every rank of the group raises it."""
 
 
 def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import ExchangeError
+from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.geometry import Ints
 from shardwise.layout import Layout
 
 WORDS = 16  # of 8 bytes: the status, and a digest of every field
 LOWEST = np.iinfo(np.int64).min
+REFUSALS = {ValueError: RefusedValueError, TypeError: RefusedTypeError}  # errors that stay of their kind
 
 
 class Status(IntEnum):
@@ -67,7 +68,8 @@ class Terms:
         error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")
         shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.guessed}
         digests = {name: _digest(self.fields[name]) for name in shown}
-        return {"error": error, "fields": shown, "digests": digests}
+        kind = next((kind.__name__ for kind in REFUSALS if isinstance(self.error, kind)), None)
+        return {"error": error, "kind": kind, "fields": shown, "digests": digests}
 
 
 def weigh(headers: Ints) -> Ints:
@@ -97,11 +99,13 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
     """The error that every rank raises, made from what all of them told: naming ranks and the first difference."""
     operation = next((t["fields"]["operation"] for t in told if "operation" in t["fields"]), "exchange")
     errors = _grouped([t["error"] for t in told], owners)
+    kinds = {t["kind"] for t in told if t["error"] is not None}
+    raised = next((raised for kind, raised in REFUSALS.items() if kinds == {kind.__name__}), ExchangeError)
     if errors.pop(None, None) is None and len(errors) == 1:
-        return ExchangeError(f"no rank can take part in this {operation}: {next(iter(errors))}")
+        return raised(f"no rank can take part in this {operation}: {next(iter(errors))}")
     if errors:
         lines = [f"{in_words(whose)} cannot take part in this {operation}: {error}" for error, whose in errors.items()]
-        return ExchangeError("\n".join(lines))
+        return raised("\n".join(lines))
     for name in {name: None for t in told for name in t["fields"]}:
         values = _grouped([t["digests"].get(name) for t in told], owners)
         values.pop(None, None)

@@ -1,5 +1,19 @@
 """The familiar names of torch.distributed._shard, on top of layouts and plans."""
 
+from shardwise.sharded_tensor.api import ShardedTensor, load_with_process_group
+from shardwise.sharded_tensor.factories import (
+    _shard_tensor,
+    empty,
+    full,
+    init_from_local_shards,
+    ones,
+    pre_load_state_dict_hook,
+    rand,
+    randn,
+    shard_tensor,
+    state_dict_hook,
+    zeros,
+)
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.reshard import (
     build_reshard_metadata,
@@ -38,6 +52,7 @@ __all__ = [
     "PlacementSpec",
     "Shard",
     "ShardMetadata",
+    "ShardedTensor",
     "ShardedTensorMetadata",
     "ShardingSpec",
     "TensorProperties",
@@ -45,18 +60,30 @@ __all__ = [
     "_infer_sharding_spec_from_shards_metadata",
     "_parse_and_validate_remote_device",
     "_raise_if_mismatch",
+    "_shard_tensor",
     "_validate_output_tensor_for_gather",
     "build_global_metadata",
     "build_metadata_from_local_shards",
     "build_reshard_metadata",
     "check_tensor",
+    "empty",
+    "full",
     "get_chunk_sharding_params",
     "get_chunked_dim_size",
     "get_idx_from_placements",
     "get_split_size",
+    "init_from_local_shards",
+    "load_with_process_group",
     "narrow_tensor",
+    "ones",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
     "recalc_global_sharded_tensor_metadata",
     "reshard_local_shard",
     "reshuffle_local_shard",
+    "shard_tensor",
+    "state_dict_hook",
     "validate_non_overlapping_shards_metadata",
+    "zeros",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import RemoteDevice
+from shardwise.dtensor import RemoteDevice, torchs_metadata
 
 FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -42,6 +42,13 @@ class ShardMetadata:
                 f"{len(self.shard_offsets)} ({self.shard_offsets}) and {len(self.shard_sizes)} ({self.shard_sizes})"
             )
 
+    @staticmethod
+    def of(other: Any) -> ShardMetadata:
+        """From one of torch's, or as it is."""
+        if isinstance(other, ShardMetadata):
+            return other
+        return ShardMetadata(other.shard_offsets, other.shard_sizes, other.placement)
+
     def __hash__(self) -> int:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
 
@@ -61,6 +68,13 @@ class TensorProperties:
         """Those of a tensor."""
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
+    @staticmethod
+    def of(other: Any) -> TensorProperties:
+        """From torch's, or as they are."""
+        if isinstance(other, TensorProperties):
+            return other
+        return TensorProperties(other.dtype, other.layout, other.requires_grad, other.memory_format, other.pin_memory)
+
     def __getstate__(self) -> dict[str, Any]:
         """Memory formats have names here: torch cannot pickle them."""
         name = next(name for name, known in FORMATS.items() if known == self.memory_format)
@@ -77,6 +91,18 @@ class ShardedTensorMetadata:
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=lambda: torch.Size([]))
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    @staticmethod
+    def of(other: Any) -> ShardedTensorMetadata:
+        """From one of torch's, or as it is."""
+        if isinstance(other, ShardedTensorMetadata):
+            return other
+        shards = [ShardMetadata.of(shard) for shard in other.shards_metadata]
+        return ShardedTensorMetadata(shards, torch.Size(other.size), TensorProperties.of(other.tensor_properties))
+
+    def to_torch(self) -> Any:
+        """The same as torch's own."""
+        return torchs_metadata(self)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import metadata_layout
+from shardwise.dtensor import metadata_layout, owner_of
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
 from shardwise.tensor import ShardedTensor, reshard
 
@@ -41,9 +41,9 @@ def build_reshard_metadata(
         )
         for m in sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
     ]
-    ranks = [_rank(shard) for shard in shards]
+    ranks = [owner_of(shard) for shard in shards]
     if len(set(ranks)) < len(ranks) or max(ranks) >= world_size:
-        return sorted(shards, key=_rank), ranks
+        return sorted(shards, key=owner_of), ranks
     found: list[ShardMetadata | None] = [None] * world_size
     for rank, shard in zip(ranks, shards, strict=True):
         found[rank] = shard
@@ -65,7 +65,7 @@ def reshard_local_shard(
     x = None if local_tensor is None else ShardedTensor(local_tensor, source, pg)
     found = reshard(x, target, group=pg)
     metadata, _ = build_reshard_metadata(st_size, resharding_spec, dist.get_world_size(pg))
-    mine = [shard for shard in metadata if shard is not None and _rank(shard) == dist.get_rank()]
+    mine = [shard for shard in metadata if shard is not None and owner_of(shard) == dist.get_rank()]
     return [Shard(tensor, shard) for tensor, shard in zip(found.shards if found else (), mine, strict=True)], metadata
 
 
@@ -74,10 +74,3 @@ def reshuffle_local_shard(
 ) -> tuple[list[Shard], list[ShardMetadata | None]]:
     """The same, under the name that torch has for specs that differ only in the order of their placements."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
-
-
-def _rank(shard: Any) -> int:
-    rank = shard.placement and shard.placement.rank()
-    if rank is None:
-        raise ValueError(f"{shard} has no rank: place it as in 'rank:0/cpu'")
-    return int(rank)

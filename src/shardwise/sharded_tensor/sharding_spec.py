@@ -37,6 +37,18 @@ class ShardingSpec(ABC):
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards of a tensor of that size."""
 
+    def shard(self, tensor: torch.Tensor | None, src_rank: int = 0, process_group: Any = None) -> Any:
+        """The tensor of one rank as a ShardedTensor: see `shard_tensor`."""
+        from shardwise.sharded_tensor.factories import shard_tensor  # which knows specs
+
+        return shard_tensor(tensor, self, src_rank, process_group)
+
+    def kind_for(self, shape: Sequence[int], group: Any) -> Any:
+        """How a tensor of that shape lies: so a spec can be asked for in `shardwise.reshard`."""
+        from shardwise.sharded_tensor.api import Familiar  # which knows specs
+
+        return Familiar.by(self, shape, group)
+
 
 @dataclass
 class ChunkShardingSpec(ShardingSpec):
@@ -86,6 +98,7 @@ class EnumerableShardingSpec(ShardingSpec):
         ranks = sorted({len(shard.shard_offsets) for shard in self.shards})
         if len(ranks) > 1:
             raise ValueError(f"Found inconsistent ranks for shards: {ranks[0]} and {ranks[1]}")
+        self.shards = [ShardMetadata.of(shard) for shard in self.shards]
         validate_non_overlapping_shards_metadata(self.shards)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:

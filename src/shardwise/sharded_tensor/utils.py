@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import rpc_workers
+from shardwise.dtensor import owner_of, worker_rank
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties, same_device
 from shardwise.sharded_tensor.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
 
@@ -21,24 +21,12 @@ def _parse_and_validate_remote_device(pg: Any, remote_device: Any) -> tuple[int 
         raise ValueError("remote device is None: a shard needs a placement such as 'rank:0/cpu'")
     rank, name, device = remote_device.rank(), remote_device.worker_name(), remote_device.device()
     if name is not None:
-        return _worker(name), device
+        return worker_rank(name), device
     if rank is not None and pg is not None and pg != dist.GroupMember.NON_GROUP_MEMBER:
         known = dist.get_process_group_ranks(pg)
         if rank not in known:
             raise ValueError(f"Global rank {rank} does not exist in input process group: {known}")
     return rank, device
-
-
-def _worker(name: str) -> int:
-    workers = rpc_workers()
-    if workers is None:
-        raise RuntimeError(
-            f"RPC framework needs to be initialized for using worker names: {name}. "
-            f"Call torch.distributed.rpc.init_rpc, or place by ranks, as in 'rank:0/cpu'"
-        )
-    if name not in workers:
-        raise ValueError(f"Invalid worker name: {name}; there are {sorted(workers)}")
-    return workers[name]
 
 
 def _validate_output_tensor_for_gather(
@@ -153,10 +141,7 @@ def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, s
     if not -ndim <= sharded_dim < ndim:
         raise ValueError(f"Invalid sharding dim: {sharded_dim} of shards with {ndim} dims")
     dim, start = sharded_dim % ndim, 0
-    missing = [shard for shard in shards if shard.placement is None or shard.placement.rank() is None]
-    if missing:
-        raise AssertionError(f"shards can only be laid one after the other by their ranks, but {missing[0]} has none")
-    for shard in sorted(shards, key=lambda shard: shard.placement.rank()):
+    for shard in sorted(shards, key=owner_of):
         shard.shard_offsets[:] = [0] * ndim
         shard.shard_offsets[dim] = start
         start += shard.shard_sizes[dim]

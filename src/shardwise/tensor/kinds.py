@@ -92,6 +92,9 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
         return Own(to.validate(), group)
     if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
         return on_mesh(*to, shape)
+    if hasattr(to, "kind_for"):
+        kind: Kind = to.kind_for(shape, group)
+        return kind
     if is_spec(to):
         return Shards.by(to, shape, group)
     if is_sharded(to):
@@ -110,6 +113,6 @@ def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
     """
     if shape is not None or isinstance(x, Layout | str):
         return target_kind(x, shape or (), None).layout
-    if is_spec(x) or (isinstance(x, tuple) and x and is_mesh(x[0])):
+    if is_spec(x) or hasattr(x, "kind_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
         raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
     return kind_of(x).layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwise.tensor.call import Call
 from shardwise.tensor.gradient import linked
 from shardwise.tensor.held import Held
 from shardwise.tensor.kinds import Kind, is_sharded, target_kind
-from shardwise.tensor.sharded import ShardedTensor
+from shardwise.tensor.sharded import Own, ShardedTensor
 from shardwise.tensor.wiring import wire_for
 from shardwise.tensor.work import Options
 
@@ -52,8 +53,8 @@ def reshard(
     def target(shape: tuple[int, ...]) -> Kind:
         return target_kind(asked, shape, group)
 
-    options = Options(dtype, max_bytes, hosts, verify)
-    call = Call(wire, held, target, options, out=out, key=_key(asked)).start(alone=not async_op)
+    call = Call(wire, held, target, Options(dtype, max_bytes, hosts, verify), out=out, key=_key(asked))
+    call.start(alone=not async_op)
     return Handle(call.submit(), out) if async_op else _result(call.run(), out)[0]
 
 
@@ -90,12 +91,28 @@ class Handle:
         torch.autograd.backward(stand_in, torch.empty_like(stand_in))
 
 
-def gather(x: ShardedTensor, dst: int | None, out: torch.Tensor | None) -> torch.Tensor | None:
-    """The whole tensor on one rank, or on all ranks of the group."""
-    owners = [dst] if dst is not None else dist.get_process_group_ranks(x.group)
-    here = dst is None or dst == dist.get_rank()
-    found = reshard(x, Layout.replicated(x.layout.shape, owners), group=x.group, out=out if here else None)
-    return None if found is None else found.local_tensor()
+def gather(
+    x: ShardedTensor,
+    dst: int | None,
+    out: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+    error: Exception | None = None,
+) -> torch.Tensor | None:
+    """The whole tensor on one rank, or on all ranks of the group, in any dtype that `out` has.
+
+    `error` is what this rank already knows to be wrong: all will raise it.
+    """
+    held = replace(Held.of(x), error=error)
+    wire = wire_for(x.group, held, None)
+    assert wire is not None, "there is no mesh"
+    layout = Layout.replicated(x.layout.shape, wire.owners if dst is None else [dst])
+    room = out if out is not None and wire.me in layout else None
+    cast = room is not None and room.dtype != (dtype or x.dtype or room.dtype)
+    call = Call(wire, held, lambda _: Own(layout), Options(dtype), out=None if cast else room, key=layout)
+    found, _ = linked(call.start().run())
+    if room is not None and cast:
+        return room.copy_(found[0])
+    return found[0] if found else None
 
 
 def _result(call: Call, out: Any) -> tuple[Any, torch.Tensor | None]:

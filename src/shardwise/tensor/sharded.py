@@ -73,12 +73,17 @@ class ShardedTensor:
             layout = parse(layout)
         if not isinstance(layout, Layout):
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
-        self.shards = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
+        self._shards = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         self.layout, self.group = layout, group
         _check(self.shards, layout)
 
     @property
-    def kind(self) -> Own:
+    def shards(self) -> tuple[torch.Tensor, ...]:
+        """This rank's tensors."""
+        return self._shards
+
+    @property
+    def kind(self) -> Any:
         """How it lies, with its group."""
         return Own(self.layout, self.group)
 
@@ -118,7 +123,7 @@ class ShardedTensor:
         """The gradients of the shards, laid out as gradients are; None where there are none yet."""
         grads = [shard.grad for shard in self.shards]
         found = [grad for grad in grads if grad is not None]
-        return ShardedTensor(found, self.layout.whole(), self.group) if found and len(found) == len(grads) else None
+        return self.kind.gradient().closed(found) if found and len(found) == len(grads) else None
 
     def local_tensor(self) -> torch.Tensor:
         """This rank's only shard."""
@@ -160,7 +165,7 @@ class ShardedTensor:
 
     def __copy__(self) -> ShardedTensor:
         """The same shards, in the same group."""
-        return ShardedTensor(self.shards, self.layout, self.group)
+        return self._each(lambda shard: shard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """Copied shards, in the same group."""

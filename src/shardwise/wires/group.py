@@ -167,17 +167,28 @@ class GroupWire(End):
         return GroupSwap(self, receives, works)
 
     def tell(self, value: Any) -> list[Any]:
-        """Sizes first, then the values, as messages between each two: apart from the collective calls of others."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._own)
-        size = torch.tensor([len(mine)], device=self._own)
-        sizes = {peer: torch.empty_like(size) for peer in self.owners if peer != self.me}
-        self._to_all(size, sizes)
-        values = {peer: mine.new_empty(int(count)) for peer, count in sizes.items()}
-        self._to_all(mine, values)
-        return [value if o == self.me else pickle.loads(values[o].cpu().numpy().tobytes()) for o in self.owners]
+        """As messages, apart from the collective calls of others.
 
-    def _to_all(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor]) -> None:
-        self._all(self.swap(list(theirs.items()), [(peer, mine) for peer in theirs], self._tag("tell")))
+        Everybody knows the values of the next 2**k owners after step k, so that few messages do in large groups too.
+        """
+        me, count = self.rows[self.me], len(self.owners)
+        known = [pickle.dumps(value)]  # of this owner and the next ones, in a circle
+        while len(known) < count:
+            step = len(known)
+            known += self._passed_on(known[: count - step], self.owners[me - step], self.owners[(me + step) % count])
+        return [pickle.loads(known[(row - me) % count]) for row in range(count)]
+
+    def _passed_on(self, values: list[bytes], target: int, source: int) -> list[bytes]:
+        """Send values to one owner and get those of another: the size first, as it is not known there."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8).to(self._own)
+        size = torch.tensor([len(mine)], device=self._own)
+        theirs = torch.empty_like(size)
+        tag = self._tag("tell")
+        self._all(self.swap([(source, theirs)], [(target, size)], tag))
+        room = mine.new_empty(int(theirs))
+        self._all(self.swap([(source, room)], [(target, mine)], tag))
+        found: list[bytes] = pickle.loads(room.cpu().numpy().tobytes())
+        return found
 
     def abandon(self, posted: Any) -> None:
         """Keep what messages may still be written into for as long as the group lives."""
