@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed._shard.sharded_tensor.utils import build_global_metadata
 from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
@@ -48,6 +51,17 @@ def _chunks(corners: Corners) -> list[ChunkStorageMetadata]:
 def read_items(asked: Load) -> list[ReadItem]:
     """What torch's planner answers."""
     return create_read_items_for_chunk_list("weight", asked.saved, asked.wanted)
+
+
+def gathered(shape: Sequence[int], corners: Corners) -> list[ShardedTensorMetadata]:
+    """What ranks with one shard each tell each other."""
+    properties = ShardProperties()
+    return [ShardedTensorMetadata([shard], torch.Size(shape), properties) for shard in shards(corners)]
+
+
+def global_metadata(told: list[ShardedTensorMetadata]) -> ShardedTensorMetadata:
+    """What torch makes of it."""
+    return build_global_metadata(told)
 
 
 def shards(corners: Corners) -> list[ShardMetadata]:

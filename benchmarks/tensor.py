@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import shardwise as sw
 from benchmarks.measure import Effort, Job, Row, Target, every_repeat
+from shardwise import sharded_tensor
 from shardwise.exchange.run import inline_bytes
+from shardwise.sharded_tensor import ShardedTensor as FamiliarTensor
 from shardwise.testing import on_ranks
 
 TITLE = "Tensors between processes"
@@ -37,7 +39,8 @@ S0 is Shard(0), R is Replicate(), P is Partial(); two of them in brackets are fo
 peer is `DTensor.redistribute`, except for "rows -> columns": there it is `reshard` of torch's ShardedTensor, which is
 made before the clock starts. The result is a fresh tensor on both sides; with `out=` ours writes into one that is
 there, which torch does not offer. A move to fewer ranks is more than redistribute can do; there the peer is
-`DTensor.full_tensor` on all four, and a view of the part that is asked for.
+`DTensor.full_tensor` on all four, and a view of the part that is asked for. The familiar names of `sharded_tensor` are
+held against `shardwise.reshard` with layouts; making their container is on the clock.
 """
 RANKS = 4
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -108,6 +111,8 @@ def _cases() -> Iterator[Case]:
     for size in 64 * KIB, MIB, 16 * MIB:
         yield _case("S0 -> S1", size)
     yield Case(("S0 on 4 ranks -> S1 on 2",), 64 * MIB, _to_fewer, (None,), "full_tensor")
+    by_spec = "sharded_tensor's reshard(spec), rows -> columns"
+    yield Case((by_spec,), 64 * MIB, _by_spec, (Target(1.05, most=True),), "reshard by layouts")
 
 
 def _case(move: str, size: int, target: Target | None = None) -> Case:
@@ -134,6 +139,21 @@ def _rows_to_columns(shape: Shape) -> Sides:
         # reshard changes the container in place, but not the tensor that it was made of
         lambda: ShardedTensor._init_from_local_tensor(local, by_rows, shape),
         lambda found: found.local_tensor(),
+    )
+
+
+def _by_spec(shape: Shape) -> Sides:
+    rows, columns = (sw.Layout.chunk(shape, dim, RANKS) for dim in (0, 1))
+    by_rows, by_columns = (
+        sharded_tensor.ChunkShardingSpec(dim, [f"rank:{n}/cpu" for n in range(RANKS)]) for dim in (0, 1)
+    )
+    x = sw.ShardedTensor(_numbers(rows), rows)
+    return Sides(
+        sw.plan(rows, columns, itemsize=4),
+        # a container of the same tensor is made every time: reshard changes it in place
+        (lambda _: FamiliarTensor._init_from_local_tensor(x.local_tensor(), by_rows, shape).reshard(by_columns),),
+        lambda _: sw.reshard(x, columns),
+        local=lambda found: found.local_tensor(),
     )
 
 

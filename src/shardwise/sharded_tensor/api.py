@@ -269,7 +269,7 @@ class ShardedTensor(plain.ShardedTensor):
         Where it fails, it stays as it was.
         """
         found = reshard(self, Target(resharding_spec), group=self.group)
-        kind = Familiar.by(resharding_spec, self.shape, self.group)
+        kind = found.kind if found else Familiar.by(resharding_spec, self.shape, self.group)
         return self._become(kind, found.shards if found else (), self._metadata.tensor_properties)
 
     def gather(

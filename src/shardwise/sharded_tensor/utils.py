@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
+from copy import copy
 from operator import index
 from typing import Any
 
@@ -122,9 +122,10 @@ def build_global_metadata(
         for name in ("dtype", "requires_grad", "pin_memory"):
             expected, actual = (getattr(m.tensor_properties, name) for m in (first, other))
             _raise_if_mismatch(expected, actual, name, (first_rank, rank), is_local=False)
-    found: ShardedTensorMetadata = deepcopy(first)
-    found.shards_metadata.extend(deepcopy(shard) for _, other in known[1:] for shard in other.shards_metadata)
+    found: ShardedTensorMetadata = copy(first)
+    found.shards_metadata = [shard for _, other in known for shard in other.shards_metadata]
     if recalc_metadata:
+        found.shards_metadata = [copy(shard) for shard in found.shards_metadata]
         recalc_global_sharded_tensor_metadata(found, sharded_dim)
     validate_non_overlapping_shards_metadata(found.shards_metadata)
     check_tensor(found.shards_metadata, found.size)
@@ -142,7 +143,7 @@ def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, s
         raise ValueError(f"Invalid sharding dim: {sharded_dim} of shards with {ndim} dims")
     dim, start = sharded_dim % ndim, 0
     for shard in sorted(shards, key=owner_of):
-        shard.shard_offsets[:] = [0] * ndim
+        shard.shard_offsets = [0] * ndim  # a new list: copies of the metadata may share the old one
         shard.shard_offsets[dim] = start
         start += shard.shard_sizes[dim]
     size = list(shards[0].shard_sizes)
