@@ -20,6 +20,7 @@ LAYERS = [
     "dtensor",
     "tensor",
     "sharded_tensor",
+    "activation",
     "testing",
     "demo",
     "cli",

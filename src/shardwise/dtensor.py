@@ -6,18 +6,21 @@ tensors that autograd sees, this rank's local tensors, and how to put the contai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise.layout.mesh as ours
 from shardwise.errors import LayoutError
@@ -112,7 +115,7 @@ def _torchs_spec(spec: Any, metadata: Any) -> Any:
 
     if isinstance(spec, ShardingSpec):
         return spec
-    if hasattr(spec, "placements"):
+    if hasattr(spec, "placements") and hasattr(spec, "dim"):
         return ChunkShardingSpec(spec.dim, list(spec.placements))
     return EnumerableShardingSpec(metadata.shards_metadata)
 
@@ -141,32 +144,31 @@ class Shards:
     spec: Any
     group: dist.ProcessGroup | None = None
 
-    @staticmethod
-    def of(x: Any) -> Shards:
+    @classmethod
+    def of(cls, x: Any) -> Self:
         """How a ShardedTensor lies."""
-        metadata = x.metadata()
-        group = getattr(x, "_process_group", None)
-        return Shards(metadata_layout(metadata), metadata, x.sharding_spec(), group)
+        return cls.by_metadata(x.metadata(), x.sharding_spec(), getattr(x, "_process_group", None))
+
+    @classmethod
+    def by_metadata(cls, metadata: Any, spec: Any, group: dist.ProcessGroup | None) -> Self:
+        """How a tensor with that metadata lies."""
+        return cls(metadata_layout(metadata), metadata, spec, group)
 
     @classmethod
     def by(cls, spec: Any, shape: Sequence[int], group: dist.ProcessGroup | None = None) -> Self:
         """How a tensor of that shape lies by a sharding spec."""
         from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
-        metadata = spec.build_metadata(torch.Size(shape), TensorProperties())
-        return cls(metadata_layout(metadata), metadata, spec, group)
+        return cls.by_metadata(spec.build_metadata(torch.Size(shape), TensorProperties()), spec, group)
 
     @property
     def device(self) -> torch.device | None:
         """Where this rank's shards are."""
-        mine = [m.placement.device() for m in self.mine()]
-        return torch.device(mine[0]) if mine else None
+        return torch.device(self.mine[0].placement.device()) if self.mine else None
 
     def taken(self, x: Any) -> list[torch.Tensor]:
         """The local shards, in the order of the metadata."""
-        size = self.layout.shape
-        found = {(_clipped(s.metadata.shard_offsets, size), *s.tensor.shape): s.tensor for s in x.local_shards()}
-        return [found[_clipped(m.shard_offsets, size), *m.shard_sizes] for m in self.mine()]
+        return in_order(x.local_shards(), self.mine, self.layout.shape)
 
     def local(self, tensors: Tensors) -> list[torch.Tensor]:
         """They are plain tensors."""
@@ -188,6 +190,7 @@ class Shards:
         """As they are to lie."""
         return self
 
+    @cached_property
     def mine(self) -> list[Any]:
         """The metadata of this rank's shards."""
         return shards_of(self.metadata, dist.get_rank())
@@ -319,27 +322,46 @@ def shards_of(metadata: Any, rank: int) -> list[Any]:
     return [shard for shard in metadata.shards_metadata if owner_of(shard) == rank]
 
 
+def in_order(local_shards: Sequence[Any], metadata: Sequence[Any], size: Sequence[int]) -> list[torch.Tensor]:
+    """The tensors of local shards in the order of their metadata, each once."""
+    left = defaultdict[Any, list[Any]](list)  # empty shards may lie at one place
+    for shard in reversed(local_shards):
+        left[_corner(shard.metadata, size)].append(shard.tensor)
+    for wanted in metadata:
+        if not left[_corner(wanted, size)]:
+            raise ValueError(f"no local shard is {wanted}: there are {[shard.metadata for shard in local_shards]}")
+    return [left[_corner(wanted, size)].pop() for wanted in metadata]
+
+
+def _corner(shard: Any, size: Sequence[int]) -> tuple[Any, ...]:
+    return _clipped(shard.shard_offsets, tuple(size)), tuple(shard.shard_sizes)
+
+
 def worker_rank(name: str) -> int:
     """The rank of a worker of torch's RPC."""
-    workers = _rpc_workers()
-    if workers is None:
+    from torch.distributed import rpc
+
+    if not rpc.is_available() or not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
         raise RuntimeError(
             f"RPC framework needs to be initialized for using worker names: {name}. "
             f"Call torch.distributed.rpc.init_rpc, or place by ranks, as in 'rank:0/cpu'"
         )
-    if name not in workers:
-        raise ValueError(f"Invalid worker name: {name}; there are {sorted(workers)}")
-    return workers[name]
+    agent = rpc._get_current_rpc_agent()  # type: ignore[attr-defined]
+    try:
+        return int(agent.get_worker_info(name).id)
+    except RuntimeError:
+        known = sorted(worker.name for worker in agent.get_worker_infos())
+        raise ValueError(f"Invalid worker name: {name}; there are {known}") from None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _boxes_layout(shape: tuple[int, ...], shards: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> Layout:
     pieces = [(r, _clipped(lo, shape), _clipped(map(sum, zip(lo, size, strict=True)), shape)) for r, lo, size in shards]
     found = Layout.boxes(shape, pieces).validate()
     for dim in range(len(shape)):  # chunks of a dim have a shorter name
         owners = [r for r, _, _ in sorted(shards, key=lambda shard: shard[1][dim])]
-        if len(set(owners)) == len(owners) and Layout.chunk(shape, dim, owners) == found:
-            return Layout.chunk(shape, dim, owners)
+        if len(set(owners)) == len(owners) and (chunks := Layout.chunk(shape, dim, owners)) == found:
+            return chunks
     return found
 
 
@@ -356,11 +378,65 @@ def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(at, size) for at, size in zip(corner, shape, strict=True))
 
 
-def _rpc_workers() -> dict[str, int] | None:
-    """The workers of torch's RPC by name; None where it is not running."""
-    from torch.distributed import rpc
+# --- what autograd saves ---------------------------------------------------------------------------------------------
 
-    if not rpc.is_available() or not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
-        return None
-    agent = rpc._get_current_rpc_agent()  # type: ignore[attr-defined]
-    return {worker.name: worker.id for worker in agent.get_worker_infos()}
+
+def local_of(x: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
+    """The memory of a tensor: of a DTensor the local tensor, and what makes it a DTensor again."""
+    local, spec = (x._local_tensor, x._spec) if isinstance(x, DTensor) else (x, None)
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.trigger_wait()  # type: ignore[no-untyped-call]
+    return local, spec
+
+
+def dressed_as(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
+    """The DTensor that was taken apart."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def replicated_along(x: Any, mesh: DeviceMesh) -> bool:
+    """True where all ranks of a mesh with one dim have the same local tensor: it is the DTensor's, or an axis of it."""
+    return any(p.is_replicate() and _line(x.device_mesh, axis) == _ranks(mesh) for axis, p in enumerate(x.placements))
+
+
+@lru_cache(maxsize=256)
+def _line(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
+    """The ranks that differ from this one only along an axis."""
+    here = mesh.get_coordinate()
+    if here is None:
+        return ()
+    line: Any = (*here[:axis], slice(None), *here[axis + 1 :])
+    return tuple(sorted(mesh.mesh[line].tolist()))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells the memory of tensors apart, for as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def watched_storage(tensor: torch.Tensor) -> Any:
+    """While this lives, no other memory is told by the same number, also after it was given back."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def saved_tensors_hooks_on() -> Any:
+    """The innermost hook that packs saved tensors, if there is any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks and hooks[0]
+
+
+def backward_task() -> int | None:
+    """The number of the backward pass that this thread is in."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def random_state(device: str) -> torch.Tensor:
+    """That of the generator from which random numbers on this kind of device are drawn."""
+    state: torch.Tensor = torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward pass that this thread is in has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -68,8 +68,8 @@ class Terms:
         error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")
         shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.guessed}
         digests = {name: _digest(self.fields[name]) for name in shown}
-        kind = next((kind.__name__ for kind in REFUSALS if isinstance(self.error, kind)), None)
-        return {"error": error, "kind": kind, "fields": shown, "digests": digests}
+        raises = next((raised for kind, raised in REFUSALS.items() if isinstance(self.error, kind)), ExchangeError)
+        return {"error": error, "raises": raises, "fields": shown, "digests": digests}
 
 
 def weigh(headers: Ints) -> Ints:
@@ -99,8 +99,8 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
     """The error that every rank raises, made from what all of them told: naming ranks and the first difference."""
     operation = next((t["fields"]["operation"] for t in told if "operation" in t["fields"]), "exchange")
     errors = _grouped([t["error"] for t in told], owners)
-    kinds = {t["kind"] for t in told if t["error"] is not None}
-    raised = next((raised for kind, raised in REFUSALS.items() if kinds == {kind.__name__}), ExchangeError)
+    kinds = {t["raises"] for t in told if t["error"] is not None}
+    raised = kinds.pop() if len(kinds) == 1 else ExchangeError
     if errors.pop(None, None) is None and len(errors) == 1:
         return raised(f"no rank can take part in this {operation}: {next(iter(errors))}")
     if errors:
@@ -112,7 +112,7 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
         if len(values) > 1:
             shown = {t["digests"].get(name): t["fields"].get(name) for t in told}
             found = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
-            return ExchangeError(
+            return RefusedValueError(
                 f"the ranks disagree on the {name} of this {operation}: {found}. "
                 f"Every rank of the group must ask for the same"
             )

@@ -1,6 +1,6 @@
 """The familiar names of torch.distributed._shard, on top of layouts and plans."""
 
-from shardwise.sharded_tensor.api import ShardedTensor, load_with_process_group
+from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.factories import (
     _shard_tensor,
     empty,
@@ -15,6 +15,7 @@ from shardwise.sharded_tensor.factories import (
     zeros,
 )
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.pickling import load_with_process_group
 from shardwise.sharded_tensor.reshard import (
     build_reshard_metadata,
     get_idx_from_placements,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import shardwise.tensor.sharded as plain
 from shardwise.layout import Layout
-from shardwise.sharded_tensor.api import Familiar, ShardedTensor, Target
+from shardwise.sharded_tensor.api import ShardedTensor
+from shardwise.sharded_tensor.kind import Group, Target
 from shardwise.sharded_tensor.metadata import TensorProperties
-from shardwise.tensor import reshard
+from shardwise.sharded_tensor.utils import _raise_if_mismatch
+from shardwise.tensor.held import Held
+from shardwise.tensor.resharding import called, result_of
 from shardwise.tensor.together import together
-
-Group = dist.ProcessGroup | None
+from shardwise.tensor.work import Options
 
 
 def empty(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
@@ -73,57 +75,67 @@ def shard_tensor(
 ) -> ShardedTensor:
     """The tensor of one rank, sharded by any spec. Every rank of the group calls.
 
-    `src_rank` is a rank of the group. The other ranks give a tensor of the same size and dtype, or None. The shards are
-    leaves for autograd, followed if the tensor is.
+    `src_rank` is a rank of the group, as in torch. The other ranks give a tensor of the same size and dtype, or None.
+    The shards are leaves for autograd, followed if the tensor is.
     """
-    told = together("shard_tensor", lambda: _seen(tensor, sharding_spec, src_rank), process_group)
-    source, seen = _source(told)
-    kind = Familiar.by(sharding_spec, seen["size"], process_group)
-    whole = Layout.replicated(seen["size"], [source])
-    mine = plain.ShardedTensor(tensor.detach(), whole) if tensor is not None and dist.get_rank() == source else None
-    found = reshard(mine, Target(sharding_spec), group=process_group)
-    properties = TensorProperties(seen["dtype"], pin_memory=False)
-    return kind.holding(found.shards if found else (), properties).requires_grad_(seen["requires_grad"])
+    source, whole = together(
+        "shard_tensor",
+        lambda: _whole(tensor, sharding_spec),
+        lambda told: _source(told, src_rank),
+        group=process_group,
+        src_rank=src_rank,
+    )
+
+    def mine() -> plain.ShardedTensor | None:
+        layout = Layout.replicated(whole.size, [source])
+        return (
+            plain.ShardedTensor(tensor.detach(), layout) if tensor is not None and dist.get_rank() == source else None
+        )
+
+    target = Target(sharding_spec, TensorProperties(whole.dtype))
+    call = called(Held.made(mine), target, Options(), group=process_group)
+    assert call is not None, "every rank of the group has a part in it"
+    found: ShardedTensor = result_of(call.run())[0]
+    return found.requires_grad_(whole.requires_grad)
 
 
 _shard_tensor = shard_tensor
 
-Seen = dict[str, Any]
+
+class Whole(NamedTuple):
+    """What a rank knows of a tensor that is to be sharded."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
 
 
-def _seen(tensor: torch.Tensor | None, spec: Any, src_rank: int) -> Seen:
-    """What this rank was asked to do, and with what."""
-    asked = {"src_rank": src_rank, "sharding_spec": spec}
+def _whole(tensor: torch.Tensor | None, spec: Any) -> Whole | None:
+    if not hasattr(spec, "build_metadata"):
+        raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
     if tensor is None:
-        return asked
+        return None
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"only a tensor can be sharded, not {tensor!r}")
     if tensor.layout != torch.strided:
         raise ValueError(f"Only torch.strided layout is currently supported, not {tensor.layout}")
-    return {**asked, "size": tensor.size(), "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
+    return Whole(tensor.size(), tensor.dtype, tensor.requires_grad)
 
 
-def _source(told: dict[int, Seen]) -> tuple[int, Seen]:
-    """The rank that has the tensor, and what it has, if all ranks ask for the same."""
-    first, asked = next(iter(told.items()))
+def _source(told: dict[int, Whole | None], src_rank: int) -> tuple[int, Whole]:
+    """The rank that has the tensor, and what it is; others may have one only if it is the same."""
     ranks = list(told)
-    for name in ("src_rank", "sharding_spec"):
-        _check_same(name, told, first)
-    if asked["src_rank"] not in range(len(ranks)):
-        raise ValueError(f"src_rank={asked['src_rank']} is not in the group: it has {len(ranks)} ranks")
-    source = ranks[asked["src_rank"]]
-    if "size" not in told[source]:
-        raise ValueError(f"rank {source} is the one to give the tensor (src_rank={asked['src_rank']}), but gave None")
-    for name in ("size", "dtype"):
-        _check_same(name, {rank: seen for rank, seen in told.items() if name in seen}, source)
-    return source, told[source]
-
-
-def _check_same(name: str, told: dict[int, Seen], first: int) -> None:
-    expected = told[first][name]
-    for rank, seen in told.items():
-        if seen[name] != expected:
-            raise ValueError(
-                f"{name}={seen[name]} on rank: {rank} does not match with {name}={expected} on rank: {first}"
-            )
+    if src_rank not in range(len(ranks)):
+        raise ValueError(f"src_rank={src_rank} is not in the group: it has {len(ranks)} ranks")
+    source = ranks[int(src_rank)]
+    whole = told[source]
+    if whole is None:
+        raise ValueError(f"rank {source} is the one to give the tensor (src_rank={src_rank}), but gave None")
+    for rank, other in told.items():
+        if other is not None:
+            _raise_if_mismatch(whole.size, other.size, "size", (source, rank), is_local=False)
+            _raise_if_mismatch(whole.dtype, other.dtype, "dtype", (source, rank), is_local=False)
+    return source, whole
 
 
 def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -134,7 +146,7 @@ def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix
     for name, submodule in module.named_modules():
         for attribute, value in vars(submodule).items():
             if isinstance(value, plain.ShardedTensor):
-                destination[_joined(prefix + name, attribute)] = value
+                destination[_key(prefix, name, attribute)] = value
 
 
 def pre_load_state_dict_hook(
@@ -153,10 +165,11 @@ def pre_load_state_dict_hook(
     """
     for name, submodule in module.named_modules():
         for attribute in list(vars(submodule)):
-            key = _joined(prefix + name, attribute)
+            key = _key(prefix, name, attribute)
             if isinstance(state_dict.get(key), plain.ShardedTensor):
                 setattr(submodule, attribute, state_dict.pop(key))
 
 
-def _joined(prefix: str, attribute: str) -> str:
-    return f"{prefix}.{attribute}" if prefix else attribute
+def _key(prefix: str, module: str, attribute: str) -> str:
+    """The prefix ends in a dot, if it is not empty."""
+    return f"{prefix}{module}.{attribute}" if module else prefix + attribute

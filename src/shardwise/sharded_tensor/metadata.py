@@ -14,11 +14,12 @@ from shardwise.dtensor import RemoteDevice, torchs_metadata
 FORMATS = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
     "preserve": torch.preserve_format,
 }
 
 
-@dataclass(slots=True, unsafe_hash=False)
+@dataclass(slots=True)
 class ShardMetadata:
     """Where one shard lies in its tensor, and where it lives: `placement` is "rank:1/cpu", "worker3/cpu" or None.
 
@@ -153,6 +154,8 @@ def _numbers(values: Any, what: str) -> list[int]:
         found = [index(value) for value in values]
     except TypeError:
         raise TypeError(f"{what} should be a sequence of ints, found {values!r}") from None
-    if any(value < 0 for value in found):
+    if min(found, default=0) < 0:
         raise ValueError(f"{what} should be >= 0, found {found}")
+    if max(found, default=0) >= 2**62:
+        raise ValueError(f"{what} should be below 2**62, found {found}")
     return found

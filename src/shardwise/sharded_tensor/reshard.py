@@ -8,9 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import metadata_layout, owner_of
+from shardwise.dtensor import owner_of
+from shardwise.sharded_tensor.kind import BySpec, Target
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
-from shardwise.tensor import ShardedTensor, reshard
+from shardwise.tensor import ShardedTensor
+from shardwise.tensor.held import Held
+from shardwise.tensor.resharding import called, result_of
+from shardwise.tensor.work import Options
 
 Local = torch.Tensor | Sequence[torch.Tensor] | None
 
@@ -58,15 +62,17 @@ def reshard_local_shard(
     Any spec to any other, ours or torch's. A rank with several shards gives a list of tensors, in the order of its
     placements; one with none gives None.
     """
-    source, target = (
-        metadata_layout(spec.build_metadata(torch.Size(st_size), TensorProperties()))
-        for spec in (sharding_spec, resharding_spec)
-    )
-    x = None if local_tensor is None else ShardedTensor(local_tensor, source, pg)
-    found = reshard(x, target, group=pg)
+
+    def source() -> ShardedTensor | None:
+        layout = BySpec.by(sharding_spec, st_size, pg).layout
+        return None if local_tensor is None else ShardedTensor(local_tensor, layout, pg)
+
+    call = called(Held.made(source), Target(resharding_spec, TensorProperties()), Options(), group=pg)
+    assert call is not None, "every rank of the group has a part in it"
+    tensors = result_of(call.run())[0].shards
     metadata, _ = build_reshard_metadata(st_size, resharding_spec, dist.get_world_size(pg))
     mine = [shard for shard in metadata if shard is not None and owner_of(shard) == dist.get_rank()]
-    return [Shard(tensor, shard) for tensor, shard in zip(found.shards if found else (), mine, strict=True)], metadata
+    return [Shard(tensor, shard) for tensor, shard in zip(tensors, mine, strict=True)], metadata
 
 
 def reshuffle_local_shard(

@@ -15,6 +15,8 @@ import torch
 from shardwise.geometry import Box, Boxes, gaps, ints, join
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, remote_device
 
+SOME = 256  # shards among which overlaps are looked for first
+
 
 class PlacementSpec(ABC):  # noqa: B024
     """Where something is to live."""
@@ -45,9 +47,9 @@ class ShardingSpec(ABC):
 
     def kind_for(self, shape: Sequence[int], group: Any) -> Any:
         """How a tensor of that shape lies: so a spec can be asked for in `shardwise.reshard`."""
-        from shardwise.sharded_tensor.api import Familiar  # which knows specs
+        from shardwise.sharded_tensor.kind import BySpec  # which knows specs
 
-        return Familiar.by(self, shape, group)
+        return BySpec.by(self, shape, group)
 
 
 @dataclass
@@ -70,6 +72,8 @@ class ChunkShardingSpec(ShardingSpec):
         except TypeError:
             raise ValueError(f"Sharding dim needs to be an integer, found: {self.dim}") from None
         self.placements = [remote_device(placement) for placement in self.placements]
+        if not self.placements:
+            raise ValueError("Sharding needs at least one placement, found none")
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """A shard for every placement; the last ones may be empty."""
@@ -104,19 +108,36 @@ class EnumerableShardingSpec(ShardingSpec):
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards themselves, if they cover a tensor of that size."""
         check_tensor(self.shards, tensor_sizes)
-        return ShardedTensorMetadata(self.shards, torch.Size(tensor_sizes), tensor_properties)
+        return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[Any]) -> None:
     """Raise a ValueError that names two shards which hold the same cells, and these cells. Takes n log n."""
     boxes, number = _boxes(shards)
-    left, right = join(boxes, boxes)
-    pairs = np.flatnonzero(left < right)
-    if len(pairs):
-        first = pairs[np.lexsort((right[pairs], left[pairs]))[0]]
-        a, b = int(left[first]), int(right[first])
+    found = _overlap(boxes)
+    if found is not None:
+        a, b = found
         shared = boxes.take(ints([a])).overlap(boxes.take(ints([b]))).box(0)
         raise ValueError(f"Shards {shards[number[a]]} and {shards[number[b]]} overlap in {shared}")
+
+
+def _overlap(boxes: Boxes) -> tuple[int, int] | None:
+    """Two boxes that share cells, if any do.
+
+    Looked for among more and more of them, in mixed order: where very many overlap, a few of them tell.
+    """
+    mixed = ints(np.random.default_rng(0).permutation(boxes.count))
+    count = min(boxes.count, SOME)
+    while True:
+        some = np.sort(mixed[:count])
+        left, right = join(boxes.take(some), boxes.take(some))
+        pairs = np.flatnonzero(left < right)
+        if len(pairs):
+            first = pairs[np.lexsort((right[pairs], left[pairs]))[0]]
+            return int(some[left[first]]), int(some[right[first]])
+        if count == boxes.count:
+            return None
+        count = min(4 * count, boxes.count)
 
 
 def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> None:

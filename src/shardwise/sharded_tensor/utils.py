@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.dtensor import owner_of, worker_rank
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties, same_device
+from shardwise.exchange import in_words
+from shardwise.layout import Layout
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, same_device
 from shardwise.sharded_tensor.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
 
 
@@ -103,7 +105,8 @@ def build_metadata_from_local_shards(
         found = TensorProperties.create_from_tensor(tensor)
         for name in ("pin_memory", "dtype", "requires_grad"):
             _raise_if_mismatch(getattr(first, name), getattr(found, name), name, current_rank)
-    return ShardedTensorMetadata([shard.metadata for shard in local_shards], torch.Size(global_size), first)
+    shards = [ShardMetadata.of(shard.metadata) for shard in local_shards]
+    return ShardedTensorMetadata(shards, torch.Size(global_size), first)
 
 
 def build_global_metadata(
@@ -149,3 +152,32 @@ def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, s
     size = list(shards[0].shard_sizes)
     size[dim] = start
     global_sharded_tensor_metadata.size = torch.Size(size)
+
+
+def check_owners(layout: Layout, group: Any) -> None:
+    """Refuse a layout with ranks that are not in the group."""
+    known = dist.get_process_group_ranks(group)
+    strange = sorted(set(layout.owners()).difference(known))
+    if strange:
+        raise ValueError(f"Global {in_words(strange)} does not exist in input process group: it has {in_words(known)}")
+
+
+def check_local_tensor(tensor: torch.Tensor, shard: ShardMetadata, properties: TensorProperties, rank: int) -> None:
+    """Refuse a tensor that is not what the metadata of its shard and the properties of all say."""
+    found = TensorProperties.create_from_tensor(tensor)
+    device = shard.placement.device() if shard.placement else tensor.device
+    lies = device if same_device(device, tensor.device) else tensor.device
+    metadata, tensor_property = "local ShardMetadata", "tensor property"
+    for where, name, expected, actual in [
+        (tensor_property, "layout", properties.layout, found.layout),
+        (metadata, "size", shard.shard_sizes, list(tensor.size())),
+        (tensor_property, "pin_memory", properties.pin_memory, found.pin_memory),
+        (metadata, "device", device, lies),
+        (tensor_property, "dtype", properties.dtype, found.dtype),
+        (tensor_property, "requires_grad", properties.requires_grad, found.requires_grad),
+    ]:
+        if expected != actual:
+            raise ValueError(
+                f"Local shards' tensor {name} property is incompatible with {where} on rank {rank}: "
+                f"{where} {name}={expected}, local shard tensor {name}={actual}."
+            )

@@ -30,9 +30,17 @@ class Call:
     work: Work
 
     def __init__(
-        self, wire: GroupWire, held: Held, target: Target, options: Options, *, out: Any = None, key: Any = None
+        self,
+        wire: GroupWire,
+        held: Held,
+        target: Target,
+        options: Options,
+        *,
+        out: Any = None,
+        key: Any = None,
+        operation: str = "reshard",
     ) -> None:
-        self.wire, self.held, self.options, self.key = wire, held, options, key
+        self.wire, self.held, self.options, self.key, self.operation = wire, held, options, key, operation
         self._target, self._out = target, out
         self._exchange: Exchange | None = None
 
@@ -94,7 +102,7 @@ class Call:
         work = getattr(self, "work", None)
         move = f"from {work.plan.source!r} to {work.plan.target!r}" if work else "of which this rank knows no more"
         writing = self._out is not None and self._exchange is not None and self._exchange.writing
-        return f"in a reshard {move}" + "; what was given as out= may be partly written" * writing
+        return f"in a {self.operation} {move}" + "; what was given as out= may be partly written" * writing
 
     @staticmethod
     def value(wire: GroupWire, held: Held, facts: Facts, layout: Layout, within: Exchange) -> list[torch.Tensor]:
@@ -115,7 +123,7 @@ class Call:
                 return self._sure({**known, **sure}, frozenset(), again)
             return self._guess({**known, **sure}, frozenset(FACTS).difference(sure) | {"target"})
         except Exception as error:
-            return Exchange(self.wire, Terms({"operation": "reshard"}, error=error), again=again)
+            return Exchange(self.wire, Terms({"operation": self.operation}, error=error), again=again)
 
     def _sure(self, facts: Mapping[str, Any], guessed: frozenset[str], again: Exchange | None) -> Exchange:
         found = Facts(**facts)
@@ -141,4 +149,4 @@ class Call:
             "hosts=": str(named),
             "verify=": options.verify,
         }
-        return Terms({"operation": "reshard", **{f: facts[f] for f in FACTS}, "target": target, **asked}, guessed)
+        return Terms({"operation": self.operation, **{f: facts[f] for f in FACTS}, "target": target, **asked}, guessed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +39,15 @@ class Held:
     @staticmethod
     def of(x: Any) -> Held:
         """From a sharded tensor, or from None."""
-        if x is None:
-            return Held.by(None, (), None)
+        return Held.made(lambda: x)
+
+    @staticmethod
+    def made(make: Callable[[], Any]) -> Held:
+        """From what is made here. What goes wrong is told to all."""
         try:
+            x = make()
+            if x is None:
+                return Held.by(None, (), None)
             kind = kind_of(x)
             return Held.by(kind, tuple(kind.taken(x)), getattr(x, "dtype", None))
         except Exception as error:  # the others have to hear of it first

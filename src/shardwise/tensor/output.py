@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ExchangeError
+from shardwise.dtensor import is_dtensor
+from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.layout import Layout
 from shardwise.tensor.kinds import Kind, is_sharded, kind_of
 
@@ -54,19 +55,44 @@ def _given(out: Any, target: Kind) -> list[torch.Tensor]:
         kind = kind_of(out)
         if kind.layout != target.layout:
             raise ExchangeError(f"out= lies as {kind.layout!r}, but the target is {target.layout!r}")
-        tensors = kind.local(kind.taken(out))
+        taken = kind.taken(out)
+        for tensor in taken:
+            _check_leaf(tensor)
+        tensors = kind.local(taken)
     else:
         tensors = list(out) if isinstance(out, list | tuple) else [out]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise ExchangeError(f"out= must be a tensor, tensors or a sharded tensor, not {tensor!r}")
+            raise RefusedTypeError(f"out= must be a tensor, tensors or a sharded tensor, not {tensor!r}")
+        _check_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg():
             raise ExchangeError("out= must not be a conjugate or negative view: write into a tensor of its own")
     return [tensor.detach() for tensor in tensors]
 
 
+def _check_leaf(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise ExchangeError("out= is a leaf that autograd follows: write into it under torch.no_grad()")
+
+
+def check_whole(out: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *, here: bool) -> None:
+    """Refuse what a whole tensor of that shape and dtype cannot be copied to, on a rank that gets it or not."""
+    if not here:
+        raise RefusedValueError("out= must only be given on the rank that gets the tensor")
+    if not isinstance(out, torch.Tensor):
+        raise RefusedTypeError(f"out= must be a tensor, not {out!r}")
+    if tuple(out.shape) != shape:
+        raise RefusedValueError(f"out= has size {tuple(out.shape)}, but should be {shape}")
+    if dtype is not None and dtype.is_complex and not out.dtype.is_complex:
+        raise RefusedValueError(f"out= is {out.dtype}: the imaginary part of {dtype} would be lost")
+    _check_leaf(out)
+    _check_out([out], [])
+
+
 def check_memory(tensor: torch.Tensor, what: str) -> None:
     """Refuse what has no elements that could be read or written."""
+    if is_dtensor(tensor):
+        raise ExchangeError(f"{what} is a DTensor inside of a sharded tensor: flatten it first")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ExchangeError(f"{what} has no memory to read or write: it is {tensor.layout} on {tensor.device}")
     if tensor.numel() and _range(tensor)[1] - tensor.data_ptr() > _bytes_from(tensor):

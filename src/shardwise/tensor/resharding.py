@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from shardwise.errors import ExchangeError
 from shardwise.layout import Layout, Mesh
@@ -17,8 +17,9 @@ from shardwise.tensor.call import Call
 from shardwise.tensor.gradient import linked
 from shardwise.tensor.held import Held
 from shardwise.tensor.kinds import Kind, is_sharded, target_kind
+from shardwise.tensor.output import check_whole
 from shardwise.tensor.sharded import Own, ShardedTensor
-from shardwise.tensor.wiring import wire_for
+from shardwise.tensor.wiring import group_wire, wire_for
 from shardwise.tensor.work import Options
 
 
@@ -44,18 +45,35 @@ def reshard(
     it, or the default group. `out`: write the result there. `dtype`: cast on the way. `max_bytes`: stage no more than
     this at a time. `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle.
     """
-    asked, held = out if to is None else to, Held.of(x)
+    options = Options(dtype, max_bytes, hosts, verify)
+    call = called(Held.of(x), out if to is None else to, options, group=group, out=out, alone=not async_op)
+    if call is None:
+        return Handle(None) if async_op else None
+    return Handle(call.submit(), out) if async_op else result_of(call.run(), out)[0]
+
+
+def called(
+    held: Held, asked: Any, options: Options, *, group: dist.ProcessGroup | None, out: Any = None, alone: bool = True
+) -> Call | None:
+    """A call for what is asked for, started; None on a rank that has no part in it."""
     wire = wire_for(group, held, asked)
     if wire is None:
-        return Handle(None) if async_op else None
+        return None
 
     @cache
     def target(shape: tuple[int, ...]) -> Kind:
         return target_kind(asked, shape, group)
 
-    call = Call(wire, held, target, Options(dtype, max_bytes, hosts, verify), out=out, key=_key(asked))
-    call.start(alone=not async_op)
-    return Handle(call.submit(), out) if async_op else _result(call.run(), out)[0]
+    return Call(wire, held, target, options, out=out, key=_key(asked)).start(alone=alone)
+
+
+def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
+    """What the user gets, and a stand-in for backward on a rank that gets nothing."""
+    tensors, stand_in = linked(call)
+    if out is not None:
+        for tensor in call.work.move.target:  # autograd does not see what is received
+            increment_version(tensor)
+    return (out if is_sharded(out) else call.work.target.closed(tensors)), stand_in
 
 
 class Handle:
@@ -69,7 +87,7 @@ class Handle:
         """The result, once it is there; the error, if there was one."""
         if self._result is None:
             assert self._future is not None, "of a rank with a part in it"
-            self._result = _result(self._future.result(), self._out)
+            self._result = result_of(self._future.result(), self._out)
         return self._result[0]
 
     def done(self) -> bool:
@@ -96,29 +114,26 @@ def gather(
     dst: int | None,
     out: torch.Tensor | None,
     dtype: torch.dtype | None = None,
-    error: Exception | None = None,
+    *,
+    apart: bool = False,
 ) -> torch.Tensor | None:
-    """The whole tensor on one rank, or on all ranks of the group, in any dtype that `out` has.
+    """The whole tensor on one rank, or on all ranks of the group; `out` may have any dtype. `apart` from autograd."""
+    wire = group_wire(x.group)
+    fits = isinstance(out, torch.Tensor) and out.dtype == (dtype or x.dtype)
 
-    `error` is what this rank already knows to be wrong: all will raise it.
-    """
-    held = replace(Held.of(x), error=error)
-    wire = wire_for(x.group, held, None)
-    assert wire is not None, "there is no mesh"
-    layout = Layout.replicated(x.layout.shape, wire.owners if dst is None else [dst])
-    room = out if out is not None and wire.me in layout else None
-    cast = room is not None and room.dtype != (dtype or x.dtype or room.dtype)
-    call = Call(wire, held, lambda _: Own(layout), Options(dtype), out=None if cast else room, key=layout)
-    found, _ = linked(call.start().run())
-    if room is not None and cast:
-        return room.copy_(found[0])
-    return found[0] if found else None
+    def target(shape: tuple[int, ...]) -> Own:
+        layout = Layout.replicated(shape, wire.owners if dst is None else [dst])
+        if out is not None:
+            check_whole(out, shape, dtype or x.dtype, here=wire.me in layout)
+        return Own(layout)
 
-
-def _result(call: Call, out: Any) -> tuple[Any, torch.Tensor | None]:
-    """What the user gets, and a stand-in for backward on a rank that gets nothing."""
-    tensors, stand_in = linked(call)
-    return (out if is_sharded(out) else call.work.target.closed(tensors)), stand_in
+    held = Held.made(x.detach) if apart else Held.of(x)
+    room = out if fits else None
+    call = Call(wire, held, target, Options(dtype), out=room, key=("gather", str(dst)), operation="gather")
+    found, _ = result_of(call.start().run(), room)
+    if found is None or out is None:
+        return None if found is None else found.local_tensor()
+    return out if fits else out.copy_(found.local_tensor())
 
 
 def _key(to: Any) -> Hashable:

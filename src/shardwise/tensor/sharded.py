@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, parse
+
+if TYPE_CHECKING:
+    from shardwise.tensor.kinds import Kind
 
 Tensors = Sequence[torch.Tensor]
 
@@ -74,7 +77,7 @@ class ShardedTensor:
         if not isinstance(layout, Layout):
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
         self._shards = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
-        self.layout, self.group = layout, group
+        self._kind: Kind = Own(layout, group)
         _check(self.shards, layout)
 
     @property
@@ -83,9 +86,19 @@ class ShardedTensor:
         return self._shards
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> Kind:
         """How it lies, with its group."""
-        return Own(self.layout, self.group)
+        return self._kind
+
+    @property
+    def layout(self) -> Layout:
+        """Where every cell of the whole tensor lives."""
+        return self._kind.layout
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks call together; None for the default group."""
+        return self._kind.group
 
     @property
     def shape(self) -> torch.Size:
@@ -123,7 +136,10 @@ class ShardedTensor:
         """The gradients of the shards, laid out as gradients are; None where there are none yet."""
         grads = [shard.grad for shard in self.shards]
         found = [grad for grad in grads if grad is not None]
-        return self.kind.gradient().closed(found) if found and len(found) == len(grads) else None
+        if not found or len(found) < len(grads):
+            return None
+        grad: ShardedTensor = self._kind.gradient().closed(found)
+        return grad
 
     def local_tensor(self) -> torch.Tensor:
         """This rank's only shard."""
@@ -131,14 +147,16 @@ class ShardedTensor:
             raise LayoutError(f"this rank has {len(self.shards)} shards of {self.layout!r}: look at .shards")
         return self.shards[0]
 
-    def gather(self, dst: int | None = 0, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The whole tensor on rank `dst`, None on others; on every rank where `dst` is None. With `out`, written there.
+    def gather(
+        self, dst: int | None = 0, out: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
+        """The whole tensor on (global) rank `dst`, None on others; on every rank where `dst` is None.
 
-        All ranks of the group call.
+        With `out`, given on that rank alone, it is written there, whatever dtype that has. All ranks of the group call.
         """
         from shardwise.tensor.resharding import gather  # which makes ShardedTensors
 
-        return gather(self, dst, out)
+        return gather(self, dst, out, dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """The same with shards on another device or of another dtype, as Tensor.to."""

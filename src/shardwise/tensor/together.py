@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.errors import RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Terms
-from shardwise.tensor.held import Held
 from shardwise.tensor.lane import Lane
-from shardwise.tensor.wiring import wire_for
+from shardwise.tensor.wiring import group_wire
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
-def together(operation: str, say: Callable[[], T], group: dist.ProcessGroup | None = None) -> dict[int, T]:
-    """What `say` returns on every rank of the group, by rank. Where it raises on any, all raise that."""
-    wire = wire_for(group, Held(), None)
-    assert wire is not None, "there is no mesh"
-    error, mine = None, list[T]()
+def together(
+    operation: str,
+    say: Callable[[], S],
+    conclude: Callable[[dict[int, S]], T],
+    *,
+    group: dist.ProcessGroup | None = None,
+    **same: Any,
+) -> T:
+    """What follows from what `say` returns on every rank of the group, by rank. Where it raises on any, all raise that.
+
+    `conclude` comes to the same everywhere. All ranks must give the `same` values.
+    """
+    wire = group_wire(group)
+    told, error = b"", None
     try:
-        mine.append(say())
+        told = pickle.dumps(say())
     except Exception as found:  # the others have to hear of it first
         error = found
-    exchange = Exchange(wire, Terms({"operation": operation}, error=error)).start()
+    exchange = Exchange(wire, Terms({"operation": operation, **same}, error=error)).start()
 
-    def told() -> list[Any]:
+    def tell() -> list[bytes]:
         exchange.finish()
-        return wire.tell(mine[0])
+        return wire.tell(told)
 
-    return dict(zip(wire.owners, Lane.of(wire).run(told), strict=True))
+    everybody = dict(zip(wire.owners, map(pickle.loads, Lane.of(wire).run(tell)), strict=True))
+    try:
+        return conclude(everybody)
+    except ValueError as error:
+        raise RefusedValueError(f"{operation}: {error}") from error
+    except TypeError as error:
+        raise RefusedTypeError(f"{operation}: {error}") from error

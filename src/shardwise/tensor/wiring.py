@@ -22,8 +22,7 @@ def wire_for(group: dist.ProcessGroup | None, held: Held, to: Any) -> GroupWire 
     the group that was given; else that of a ShardedTensor that has one; else, for a DTensor that stays on its mesh (or
     what was meant to be one), the ranks of that mesh (None on others: they have no part in it); else the default group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ExchangeError("there is no process group: call torch.distributed.init_process_group first")
+    _check_initialized()
     if group is not None:
         return _wire(group)
     mesh = mesh_of(to)
@@ -31,6 +30,17 @@ def wire_for(group: dist.ProcessGroup | None, held: Held, to: Any) -> GroupWire 
         home, ranks = home_of(mesh)
         return _wire(home, ranks) if dist.get_rank() in ranks else None
     return _wire((held.kind and held.kind.group) or default_group())
+
+
+def group_wire(group: dist.ProcessGroup | None) -> GroupWire:
+    """The wire of a group, the default one unless given."""
+    _check_initialized()
+    return _wire(group or default_group())
+
+
+def _check_initialized() -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ExchangeError("there is no process group: call torch.distributed.init_process_group first")
 
 
 def _wire(group: Any, owners: Sequence[int] | None = None) -> GroupWire:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ExchangeError
+from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import Move
 from shardwise.exchange.agreement import in_words
 from shardwise.exchange.reduce import check as check_reduction
@@ -90,7 +90,7 @@ def _local(held: Held, facts: Facts, me: int) -> list[torch.Tensor]:
 def _check_owners(wire: GroupWire, side: str, layout: Layout) -> None:
     missing = wire.lacks(layout)
     if missing:
-        raise ExchangeError(
+        raise RefusedValueError(
             f"the {side} {layout!r} names {in_words(missing)}, but those who call are {in_words(wire.owners)}: "
             f"give the group= that has all of them, or other owners"
         )

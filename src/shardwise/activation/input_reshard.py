@@ -1,0 +1,200 @@
+"""input_reshard: a module whose inputs are the same on all ranks keeps only this rank's part of them for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, zip_longest
+from threading import local
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from shardwise.activation.account import account_of
+from shardwise.activation.announcement import difference
+from shardwise.activation.frame import Frame, Rule
+from shardwise.activation.kept import Home, Saved
+from shardwise.dtensor import backward_task, is_mesh, saved_tensors_hooks_on
+from shardwise.errors import LayoutError
+from shardwise.tensor.together import together
+from shardwise.tensor.wiring import group_wire
+
+
+class Frames(local):
+    """Those of this thread, the innermost last: as torch's own hooks for saved tensors."""
+
+    def __init__(self) -> None:
+        self.stack = list[Frame]()
+
+
+_frames = Frames()
+_numbers = count()  # of modules, to tell those of one type apart
+
+
+def input_reshard(
+    module: torch.nn.Module,
+    tp_device_mesh: Any,
+    input_reshard_dim: int | None = None,
+    *,
+    what: Literal["inputs", "all"] = "inputs",
+    check: bool | None = None,
+    least: int = Rule.least,
+    name: str | None = None,
+) -> torch.nn.Module:
+    """Keep this rank's part of what the module saves for backward, where that is the same on all ranks of the mesh.
+
+    That is: tensors that the module gets as inputs, and DTensors that are replicated on the mesh. Backward restores the
+    whole, bit by bit. `input_reshard_dim` is torch's: None for nothing at all; any number means the same here.
+
+    `what="all"`: everything that is saved is known to be the same. `check=True`: compare all values in forward; False:
+    compare nothing; else a sample of them before they are restored. `least`: bytes of what is worth it. `name`: in
+    errors and measures.
+    """
+    if input_reshard_dim is None:
+        return module
+    if what not in ("inputs", "all"):
+        raise ValueError(f"what= must be 'inputs' or 'all', not {what!r}")
+    if not is_mesh(tp_device_mesh) or tp_device_mesh.ndim != 1:
+        raise LayoutError(f"input_reshard needs a DeviceMesh of one dim, such as mesh['tp'], not {tp_device_mesh!r}")
+    known = input_reshard_handle(module)
+    if known is not None:
+        known.remove()
+    Resharding(
+        module, tp_device_mesh, name or f"{type(module).__name__} {next(_numbers)}", Rule(what == "all", check, least)
+    ).install()
+    return module
+
+
+def input_reshard_handle(module: torch.nn.Module) -> Resharding | None:
+    """What `input_reshard` put on a module, to `remove()` it; None where there is nothing."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, Resharding) else None
+
+
+class Resharding:
+    """The forward of a module, with an eye on what autograd saves."""
+
+    def __init__(self, module: torch.nn.Module, mesh: Any, name: str, rule: Rule) -> None:
+        self.module, self.mesh, self.name, self.rule = module, mesh, name, rule
+        self._before = vars(module).get("forward")
+        self._on = True
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        self._on = False  # in case something else has taken the place since
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self._before is not None:
+                self.module.forward = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._before or type(self.module).forward.__get__(self.module)
+        if not self._needed():
+            return forward(*args, **kwargs)
+        with self._frame(args, kwargs) as frame:
+            found = forward(*args, **kwargs)
+        if frame.root is None and self.rule.check and len(frame.home.wire.owners) > 1:
+            self._compare(frame)
+        frame.announce()
+        return found
+
+    def _needed(self) -> bool:
+        """Not where nothing is saved, nor where somebody else has asked for all that is saved: checkpoints, offloads.
+
+        What is computed again in backward is used at once.
+        """
+        return (
+            self._on
+            and torch.is_grad_enabled()
+            and self.mesh.size() > 1
+            and self.mesh.get_coordinate() is not None
+            and backward_task() is None
+            and saved_tensors_hooks_on() in (None, _pack)
+        )
+
+    @contextmanager
+    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Frame]:
+        home = Home.of(group_wire(self.mesh.get_group()))
+        outer = [frame for frame in _frames.stack if frame.home is home]
+        given = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0]]
+        frame = Frame(home, self.mesh, self.module, self.name, self.rule, account_of(self.name))
+        frame.root = (outer[0].root or outer[0]) if outer else None
+        first = home.next
+        _frames.stack.append(frame.take(given))
+        try:
+            with _hooks():
+                yield frame
+        except BaseException:
+            if frame.root is None:
+                home.forget_from(first)
+            raise
+        finally:
+            _frames.stack.pop()
+
+    def _compare(self, frame: Frame) -> None:
+        """Raise on every rank where any of them has other values."""
+        mine = [(kept.label, digest) for kept, digest in zip(frame.kept, frame.digests, strict=True)]
+        together("input_reshard", lambda: mine, _compared, group=self.mesh.get_group())
+
+
+def _compared(told: dict[int, list[tuple[str, int]]]) -> None:
+    for saved in zip_longest(*told.values()):
+        if len(set(saved)) > 1:
+            label = next(one[0] for one in saved if one is not None)
+            raise ValueError(difference(label, dict(zip(told, saved, strict=True))))
+
+
+@contextmanager
+def _hooks() -> Iterator[None]:
+    """torch's hooks for saved tensors, unless they are on."""
+    if saved_tensors_hooks_on() is _pack:
+        yield
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Untouched:
+    """A saved tensor that stays as it is. torch does not look for changes in place where there are hooks."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Untouched:
+        """Apart from its history: an output that its own history holds would never be freed."""
+        apart = tensor.detach() if tensor.grad_fn is not None else tensor
+        return Untouched(apart, _version(apart))
+
+    def restored(self) -> torch.Tensor:
+        """The same, if it is."""
+        if _version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(self.tensor.shape)} is at version {_version(self.tensor)}, "
+                f"expected version {self.version}"
+            )
+        return self.tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _pack(tensor: torch.Tensor) -> Saved | Untouched:
+    for frame in reversed(_frames.stack):
+        saved = frame.saved(tensor)
+        if saved is not None:
+            return saved
+    return Untouched.of(tensor)
+
+
+def _unpack(saved: Saved | Untouched) -> torch.Tensor:
+    return saved.restored()

@@ -1,0 +1,112 @@
+"""How a ShardedTensor with torch's names lies: by a spec, with metadata of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dtensor import RemoteDevice, Shards, owner_of
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
+
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.api import ShardedTensor
+
+Group = dist.ProcessGroup | None
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BySpec(Shards):
+    """The kind of such ShardedTensors. The properties of the tensor are in its metadata."""
+
+    everywhere: bool = False  # ranks that hold nothing get a container, too
+
+    @classmethod
+    def by(
+        cls, spec: Any, shape: Sequence[int], group: Group = None, properties: TensorProperties | None = None
+    ) -> Self:
+        """How a tensor of that shape lies by a spec, ours or torch's."""
+        if not hasattr(spec, "build_metadata"):
+            raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
+        metadata = spec.build_metadata(torch.Size(shape), properties or TensorProperties())
+        return cls.by_metadata(metadata, spec, group)
+
+    @classmethod
+    def by_metadata(cls, metadata: Any, spec: Any, group: Group) -> Self:
+        """How a tensor with that metadata lies, ours or torch's."""
+        kind = super().by_metadata(ShardedTensorMetadata.of(metadata), spec, group)
+        devices = dict[int, torch.device]()
+        for shard in kind.metadata.shards_metadata:
+            device = devices.setdefault(owner_of(shard), shard.placement.device())
+            if device != shard.placement.device():
+                raise ValueError(
+                    f"the shards of a rank must be on one device, but those of rank {owner_of(shard)} are on {device} "
+                    f"and {shard.placement.device()}"
+                )
+        return kind
+
+    @property
+    def properties(self) -> TensorProperties:
+        """What the tensor is beside its shape."""
+        properties: TensorProperties = self.metadata.tensor_properties
+        return properties
+
+    @cached_property
+    def devices(self) -> list[torch.device]:
+        """Of all shards."""
+        return [shard.placement.device() for shard in self.metadata.shards_metadata]
+
+    def having(self, **properties: Any) -> Self:
+        """The same for a tensor with other properties."""
+        changed = replace(self.properties, **properties)
+        kind = replace(self, metadata=replace(self.metadata, tensor_properties=changed))
+        vars(kind)["mine"] = self.mine  # found once: there may be many shards
+        return kind
+
+    def on(self, device: torch.device) -> Self:
+        """The same on other devices. Of those of other ranks only the kind is known."""
+        me = dist.get_rank()
+        shards = [_placed(m, device if owner_of(m) == me else device.type) for m in self.metadata.shards_metadata]
+        spec = _infer_sharding_spec_from_shards_metadata(shards)
+        return replace(self, metadata=replace(self.metadata, shards_metadata=shards), spec=spec)
+
+    def closed(self, tensors: Tensors) -> ShardedTensor | None:
+        """A ShardedTensor; None on a rank that holds nothing, unless it is to be everywhere."""
+        return self.holding(tensors) if tensors or self.everywhere else None
+
+    def holding(self, tensors: Tensors) -> ShardedTensor:
+        """A ShardedTensor, also on a rank that holds nothing."""
+        from shardwise.sharded_tensor.api import ShardedTensor  # which knows its kind
+
+        return ShardedTensor.__new__(ShardedTensor)._become(self, tensors)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A spec, ours or torch's, asked for as a ShardedTensor of ours on every rank of the group."""
+
+    spec: Any
+    properties: TensorProperties
+
+    def kind_for(self, shape: Sequence[int], group: Group) -> BySpec:
+        """How it lies."""
+        return replace(BySpec.by(self.spec, shape, group, self.properties), everywhere=True)
+
+
+def _placed(shard: ShardMetadata, device: torch.device | str) -> ShardMetadata:
+    placed = copy(shard)
+    placed.placement = _at(shard.placement, str(device))
+    return placed
+
+
+@lru_cache(maxsize=2**15)
+def _at(placement: Any, device: str) -> RemoteDevice:
+    name = placement.worker_name() or f"rank:{placement.rank()}"
+    return RemoteDevice(f"{name}/{device}")

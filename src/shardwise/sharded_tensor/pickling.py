@@ -1,0 +1,53 @@
+"""ShardedTensors in files: loaded where they were saved, in the process group that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardwise.sharded_tensor.kind import BySpec, Group, Tensors
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.api import ShardedTensor
+
+_loading = ContextVar[Group]("the process group of what is loaded", default=None)
+
+
+@contextmanager
+def load_with_process_group(process_group: Group) -> Iterator[Group]:
+    """ShardedTensors that are loaded inside live in this process group, which is the one they had."""
+    if _loading.get() is not None:
+        raise RuntimeError('ProcessGroup already set by previous "load_with_process_group" context manager')
+    token = _loading.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _loading.reset(token)
+
+
+def place(group: Group) -> dict[str, int]:
+    """Where this rank is in the group."""
+    return {
+        "Local rank": dist.get_rank(group),
+        "Global rank": dist.get_rank(),
+        "Local world size": dist.get_world_size(group),
+        "Global world size": dist.get_world_size(),
+    }
+
+
+def loaded(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, saved: dict[str, int]) -> ShardedTensor:
+    """What was pickled, on the rank where it was."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
+        )
+    group = _loading.get()
+    for what, now in place(group).items():
+        if saved[what] != now:
+            raise RuntimeError(f"{what} at save time was {saved[what]}, but at load time was {now}")
+    return BySpec.by_metadata(metadata, spec, group).holding(tensors)
