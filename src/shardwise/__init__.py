@@ -9,6 +9,7 @@ from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, Str
 from shardwise.planning import Copies, Copy, Part, Plan, plan
 
 if typing.TYPE_CHECKING:
+    from shardwise.activation import input_reshard, input_reshard_handle
     from shardwise.tensor import Handle, ShardedTensor, fingerprint, layout_of, release_staging, reshard
 
 __version__ = "0.1.0"
@@ -34,6 +35,8 @@ __all__ = [
     "ShardwiseError",
     "StridedShard",
     "fingerprint",
+    "input_reshard",
+    "input_reshard_handle",
     "layout_of",
     "parse",
     "plan",
@@ -41,14 +44,18 @@ __all__ = [
     "reshard",
 ]
 
-_WITH_TORCH = {"Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"}
+_WITH_TORCH = {  # where the names that need torch are
+    **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
+    **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
+}
+_MODULES = ("activation", "sharded_tensor", "testing")
 
 
 def __getattr__(name: str) -> typing.Any:
-    """What is imported only when it is used: the names that need torch, which takes seconds, and `testing`."""
+    """What is imported only when it is used: the names that need torch, which takes seconds, and some modules."""
     if name in _WITH_TORCH:
-        return getattr(importlib.import_module("shardwise.tensor"), name)
-    if name in ("sharded_tensor", "testing"):
+        return getattr(importlib.import_module(f"shardwise.{_WITH_TORCH[name]}"), name)
+    if name in _MODULES:
         return importlib.import_module(f"shardwise.{name}")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 

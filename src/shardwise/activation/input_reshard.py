@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count, zip_longest
 from threading import local
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardwise.activation.account import account_of
-from shardwise.activation.announcement import difference
+from shardwise.activation.digest import difference
 from shardwise.activation.frame import Frame, Rule
-from shardwise.activation.kept import Home, Saved
+from shardwise.activation.kept import Home
+from shardwise.activation.saved import Saved, Untouched
 from shardwise.dtensor import backward_task, is_mesh, saved_tensors_hooks_on
 from shardwise.errors import LayoutError
 from shardwise.tensor.together import together
@@ -49,8 +49,8 @@ def input_reshard(
     whole, bit by bit. `input_reshard_dim` is torch's: None for nothing at all; any number means the same here.
 
     `what="all"`: everything that is saved is known to be the same. `check=True`: compare all values in forward; False:
-    compare nothing; else a sample of them before they are restored. `least`: bytes of what is worth it. `name`: in
-    errors and measures.
+    compare nothing; else a sample of them before they are used. `least`: bytes of what is worth it. `name`: in errors
+    and measures.
     """
     if input_reshard_dim is None:
         return module
@@ -61,9 +61,8 @@ def input_reshard(
     known = input_reshard_handle(module)
     if known is not None:
         known.remove()
-    Resharding(
-        module, tp_device_mesh, name or f"{type(module).__name__} {next(_numbers)}", Rule(what == "all", check, least)
-    ).install()
+    named = name or f"{type(module).__name__} {next(_numbers)}"
+    module.forward = Resharding(module, tp_device_mesh, named, Rule(what == "all", check, least))
     return module
 
 
@@ -74,16 +73,15 @@ def input_reshard_handle(module: torch.nn.Module) -> Resharding | None:
 
 
 class Resharding:
-    """The forward of a module, with an eye on what autograd saves."""
+    """Stands in for the forward of a module, with an eye on what autograd saves.
+
+    Not as hooks of the module: those are left on when somebody interrupts it.
+    """
 
     def __init__(self, module: torch.nn.Module, mesh: Any, name: str, rule: Rule) -> None:
         self.module, self.mesh, self.name, self.rule = module, mesh, name, rule
         self._before = vars(module).get("forward")
         self._on = True
-
-    def install(self) -> None:
-        """Take the place of the module's forward."""
-        self.module.forward = self
 
     def remove(self) -> None:
         """Leave the module as it was."""
@@ -93,15 +91,20 @@ class Resharding:
             if self._before is not None:
                 self.module.forward = self._before
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that it stands for, also for who asks for its signature."""
+        return self._before or type(self.module).forward.__get__(self.module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._before or type(self.module).forward.__get__(self.module)
         if not self._needed():
-            return forward(*args, **kwargs)
-        with self._frame(args, kwargs) as frame:
-            found = forward(*args, **kwargs)
-        if frame.root is None and self.rule.check and len(frame.home.wire.owners) > 1:
-            self._compare(frame)
-        frame.announce()
+            return self.__wrapped__(*args, **kwargs)
+        frame = self._frame(args, kwargs)
+        with self._watched(frame):
+            found = self.__wrapped__(*args, **kwargs)
+        if self.rule.check and frame.outermost is None:
+            mine = [(kept.label, kept.digest) for kept in frame.kept.values()]
+            self._compare(lambda: mine)
         return found
 
     def _needed(self) -> bool:
@@ -118,29 +121,41 @@ class Resharding:
             and saved_tensors_hooks_on() in (None, _pack)
         )
 
-    @contextmanager
-    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Frame]:
+    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         home = Home.of(group_wire(self.mesh.get_group()))
-        outer = [frame for frame in _frames.stack if frame.home is home]
-        given = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0]]
         frame = Frame(home, self.mesh, self.module, self.name, self.rule, account_of(self.name))
-        frame.root = (outer[0].root or outer[0]) if outer else None
-        first = home.next
-        _frames.stack.append(frame.take(given))
+        frame.outermost = next((outer for outer in _frames.stack if outer.home is home), None)
+        leaves, _ = tree_flatten_with_path((args, kwargs))
+        return frame.take((f"input{keystr(path[1:])}", leaf) for path, leaf in leaves)
+
+    @contextmanager
+    def _watched(self, frame: Frame) -> Iterator[None]:
+        first = frame.home.next
+        _frames.stack.append(frame)
         try:
             with _hooks():
-                yield frame
-        except BaseException:
-            if frame.root is None:
-                home.forget_from(first)
+                yield
+        except BaseException as error:
+            if frame.outermost is None:
+                frame.home.forget_from(first)
+                self._tell(error)
             raise
         finally:
             _frames.stack.pop()
 
-    def _compare(self, frame: Frame) -> None:
+    def _tell(self, error: BaseException) -> None:
+        """Those who compare have to hear that this rank does not."""
+
+        def failed() -> NoReturn:
+            raise error
+
+        if self.rule.check and isinstance(error, Exception):
+            with suppress(Exception):
+                self._compare(failed)
+
+    def _compare(self, say: Callable[[], list[tuple[str, int]]]) -> None:
         """Raise on every rank where any of them has other values."""
-        mine = [(kept.label, digest) for kept, digest in zip(frame.kept, frame.digests, strict=True)]
-        together("input_reshard", lambda: mine, _compared, group=self.mesh.get_group())
+        together("input_reshard", say, _compared, group=self.mesh.get_group())
 
 
 def _compared(told: dict[int, list[tuple[str, int]]]) -> None:
@@ -158,34 +173,6 @@ def _hooks() -> Iterator[None]:
     else:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
-
-
-@dataclass(frozen=True, slots=True)
-class Untouched:
-    """A saved tensor that stays as it is. torch does not look for changes in place where there are hooks."""
-
-    tensor: torch.Tensor
-    version: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Untouched:
-        """Apart from its history: an output that its own history holds would never be freed."""
-        apart = tensor.detach() if tensor.grad_fn is not None else tensor
-        return Untouched(apart, _version(apart))
-
-    def restored(self) -> torch.Tensor:
-        """The same, if it is."""
-        if _version(self.tensor) != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(self.tensor.shape)} is at version {_version(self.tensor)}, "
-                f"expected version {self.version}"
-            )
-        return self.tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _pack(tensor: torch.Tensor) -> Saved | Untouched:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
-from threading import RLock
-from typing import Any
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from threading import Event, RLock, Thread
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 from zlib import crc32
 
 import torch
 
 from shardwise.activation.account import Account
-from shardwise.activation.announcement import Announcement
-from shardwise.dtensor import after_backward, backward_task, dressed_as
+from shardwise.activation.digest import difference
+from shardwise.dtensor import after_backward, backward_task
+from shardwise.errors import ExchangeError
 from shardwise.exchange.wire import Message, Swap
 from shardwise.wires import GroupWire
 
 ALIGN = 64  # bytes: where parts begin
 AHEAD = 2  # restored before they are asked for
-Key = tuple[Any, ...]
+PATIENCE = 1.0  # seconds until a rank that waits helps those that may wait for something else
+MOST_LEFT = 32  # messages that nobody waits for
+
+
+class Posted(NamedTuple):
+    """Messages under way: first what the ranks say of their parts, then the parts."""
+
+    heads: dict[int, torch.Tensor]
+    said: Swap
+    room: torch.Tensor
+    parts: Swap
 
 
 class Home:
@@ -31,12 +42,11 @@ class Home:
         self.next = 0
         self.lock = RLock()  # backward may run in threads of its own
         self._kept = WeakValueDictionary[int, Kept]()
-        self._known = WeakValueDictionary[Key, Kept]()
         self._order = list[int]()  # the numbers, ascending; those of what is gone may be among them
-        self._ahead = set[int]()  # under way, or there, before anybody asked
-        self._used = dict[int, Kept]()  # whole, for as long as the backward pass may ask again
-        self._task = -1
-        self._pending = list[tuple[Swap, Any]]()  # messages that nobody waits for any more
+        self._ahead = set[int]()  # under way, or there, before they were asked for
+        self._whole = dict[int, Kept]()  # for as long as the backward pass may ask again
+        self._task: int | None = None
+        self._left = deque[Posted]()
 
     @staticmethod
     def of(wire: GroupWire) -> Home:
@@ -46,24 +56,21 @@ class Home:
         home: Home = wire.memory["activations"]
         return home
 
-    def known(self, key: Key) -> Kept | None:
-        """What was kept before by that key, if it still is."""
-        return self._known.get(key)
-
-    def keep(self, key: Key, whole: torch.Tensor, held: Any, label: str, account: Account) -> Kept:
-        """Keep this rank's part of these bytes. `held` lives as long as the key must mean the same."""
-        kept = Kept(self, self.next, whole, held, label, account)
+    def keep(self, whole: torch.Tensor, digest: int, label: str, account: Account) -> Kept:
+        """Keep this rank's part of these bytes."""
+        kept = Kept(self, self.next, whole, digest, label, account)
+        self._kept[self.next] = kept
+        insort(self._order, self.next)
         self.next += 1
-        self._kept[kept.number] = self._known[key] = kept
-        self._order.append(kept.number)
         return kept
 
     def forget_from(self, number: int) -> None:
         """What was kept by a forward pass that failed: other ranks may not have come so far."""
+        for late in range(number, self.next):
+            kept = self._kept.pop(late, None)
+            if kept is not None:
+                kept.lost = True
         self.next = number
-        del self._order[bisect_left(self._order, number) :]
-        for late in [late for late in self._kept if late >= number]:
-            self._kept.pop(late, None)
 
     def spans(self, total: int) -> Iterator[tuple[int, slice]]:
         """Every owner, and which of so many bytes are its part."""
@@ -76,23 +83,30 @@ class Home:
         """Of messages that only meet those of the same things."""
         return crc32(f"{self.wire.name} activations {what}".encode()) >> 1
 
-    def before(self, number: int) -> Iterator[Kept]:
-        """What was kept before, latest first: backward most likely needs that next."""
-        for at in range(bisect_left(self._order, number) - 1, -1, -1):
-            kept = self._kept.get(self._order[at])
-            if kept is None:
-                del self._order[at]
-            else:
+    def _others(self, number: int) -> Iterator[Kept]:
+        """What else is kept: first what was saved before, latest first, as backward most likely needs that next."""
+        self._order = [n for n in self._order if n in self._kept]
+        at = bisect_left(self._order, number)
+        for n in [*reversed(self._order[:at]), *self._order[at:]]:
+            kept = self._kept.get(n)
+            if kept is not None and kept.number != number and not kept.under_way:
                 yield kept
 
     def restore_ahead(self, number: int) -> None:
-        """Start on what comes before, so that it is there when it is asked for."""
-        for kept in self.before(number):
-            if len(self._ahead) >= AHEAD:
-                return
-            if not kept.under_way:
-                kept.post()
+        """Start on what was saved before, so that it is there when it is asked for."""
+        if len(self._ahead) < AHEAD:
+            self._post_next(number, later=False)
+
+    def help_others(self, number: int) -> None:
+        """Start on something else: other ranks may wait for that, in another order, before they come to this."""
+        self._post_next(number, later=True)
+
+    def _post_next(self, number: int, *, later: bool) -> None:
+        for kept in self._others(number):
+            if later or kept.number < number:
                 self._ahead.add(kept.number)
+                kept.post()
+                return
 
     def asked_for(self, kept: Kept) -> None:
         """Remember what has to be given back when the backward pass ends."""
@@ -101,43 +115,46 @@ class Home:
         if task is None:
             kept.release()
             return
-        self._used[kept.number] = kept
+        self._whole[kept.number] = kept
         if task != self._task:
             self._task = task
             after_backward(self.release)
 
+    def served(self, kept: Kept) -> None:
+        """This backward pass will not ask again."""
+        kept.release()
+        self._whole.pop(kept.number, None)
+
     def release(self) -> None:
         """The backward pass is over."""
         with self.lock:
-            for kept in self._used.values():
+            for kept in self._whole.values():
                 kept.release()
-            self._used.clear()
-            self._task = -1
+            self._whole.clear()
+            self._task = None
 
-    def gone(self, kept: Kept) -> None:
-        """It is needed no more, all its uses have been served."""
-        self._used.pop(kept.number, None)
-
-    def leave(self, swap: Swap, memory: Any) -> None:
-        """Messages still write into this memory."""
-        self._pending = [(swap, memory) for swap, memory in self._pending if not swap.done()]
-        if not swap.done():
-            self._pending.append((swap, memory))
+    def leave(self, number: int, posted: Posted) -> None:
+        """What was restored for nothing: messages may still write into its memory. All ranks leave the same."""
+        self._ahead.discard(number)
+        self._left.append(posted)
+        if len(self._left) > MOST_LEFT:
+            oldest = self._left.popleft()
+            _finish(oldest.said)
+            _finish(oldest.parts)
 
 
 class Kept:
     """This rank's part of some bytes that all ranks had alike."""
 
-    def __init__(self, home: Home, number: int, whole: torch.Tensor, held: Any, label: str, account: Account) -> None:
-        self.home, self.number, self.label, self.account, self._held = home, number, label, account, held
+    def __init__(self, home: Home, number: int, whole: torch.Tensor, digest: int, label: str, account: Account) -> None:
+        self.home, self.number, self.digest, self.label, self.account = home, number, digest, label, account
         self.bytes, self.device = whole.numel(), whole.device
-        mine = dict(home.spans(self.bytes))[home.wire.me]
-        self.part = whole[mine].clone()
-        self.announcement: Announcement | None = None
+        self.part = whole[dict(home.spans(self.bytes))[home.wire.me]].clone()
+        self.lost = False  # of a forward pass that failed
         self.uses = 0  # by how many saved tensors
         self._left = 0  # of those, in this backward pass
         self._times = 0  # restored
-        self._posted: tuple[Swap, torch.Tensor] | None = None
+        self._posted: Posted | None = None
         self._whole: torch.Tensor | None = None
         account.kept(self.bytes, self.part.numel())
 
@@ -146,68 +163,89 @@ class Kept:
         """True where it is or will be whole."""
         return self._posted is not None or self._whole is not None
 
-    def post(self) -> None:
+    def post(self) -> Posted:
         """Send this rank's part to all others, and get theirs, without waiting."""
-        if self.announcement is not None:
-            self.announcement.check()
-        wire = self.home.wire
+        wire, (number, times) = self.home.wire, (self.number, self._times)
         place = wire.serves(self.device)
         part, room = self.part.to(place), torch.empty(self.bytes, dtype=torch.uint8, device=place)
-        receives, sends = list[Message](), list[Message]()
-        for owner, span in self.home.spans(self.bytes):
-            if owner == wire.me:
-                room[span] = part
-            elif span.start < span.stop:
-                receives.append((owner, room[span]))
-            if owner != wire.me and part.numel():
-                sends.append((owner, part))
-        tag = self.home.tag("part", self.number, self.bytes, self._times)
-        self._posted = wire.swap(receives, sends, tag), room
+        spans = dict(self.home.spans(self.bytes))
+        room[spans.pop(wire.me)] = part
+        mine = torch.tensor([self.digest, self.bytes])
+        heads = {owner: torch.empty_like(mine) for owner in spans}
+        told = [(owner, head.view(torch.uint8)) for owner, head in heads.items()]
+        said = wire.swap(
+            told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", number, times)
+        )
+        # parts of another size never meet: their tags differ, and what was said before tells why
+        receives: list[Message] = [(owner, room[span]) for owner, span in spans.items() if span.start < span.stop]
+        sends: list[Message] = [(owner, part) for owner in spans if part.numel()]
+        parts = wire.swap(receives, sends, self.home.tag("part", number, times, self.bytes))
+        self._posted = Posted(heads, said, room, parts)
         self._times += 1
         self.account.gathered(self.bytes - part.numel())
+        return self._posted
 
     def whole(self) -> torch.Tensor:
         """The bytes, restored. Every rank of the group asks for the same in its backward pass, in whatever order."""
         with self.home.lock:
             if self._whole is None:
-                if self._posted is None:
-                    self.post()
-                assert self._posted is not None, "just posted"
-                swap, room = self._posted
-                for _ in swap.arrivals():
-                    pass
-                self._posted, self._whole, self._left = None, room.to(self.device), self.uses
+                self._restore()
             found = self._whole
-            self.home.asked_for(self)
+            assert found is not None, "restored"
             self._left -= 1
-            if not self._left:
-                self.release()
-                self.home.gone(self)
+            self.home.asked_for(self)
+            if self._left <= 0:
+                self.home.served(self)
             self.home.restore_ahead(self.number)
             return found
+
+    def _restore(self) -> None:
+        if self.lost:
+            raise ExchangeError(f"{self.label} was saved in a forward pass that failed: it cannot be restored")
+        posted = self._posted or self.post()
+        for _ in _patiently(lambda: self._arrive(posted), at_once=not self.home.wire.tagged):
+            self.home.help_others(self.number)
+        self._whole, self._posted, self._left = posted.room.to(self.device), None, self.uses
+
+    def _arrive(self, posted: Posted) -> None:
+        _finish(posted.said)
+        told = {owner: tuple(head.tolist()) for owner, head in posted.heads.items()}
+        if set(told.values()) - {(self.digest, self.bytes)}:
+            everybody = {**told, self.home.wire.me: (self.digest, self.bytes)}
+            raise ExchangeError(f"input_reshard: {difference(self.label, everybody)}")
+        _finish(posted.parts)
 
     def release(self) -> None:
         """Give the whole back; the part stays."""
         self._whole = None
 
     def __del__(self) -> None:
-        if self._posted is not None:
-            self.home.leave(*self._posted)
+        posted = getattr(self, "_posted", None)
+        if posted is not None:
+            self.home.leave(self.number, posted)
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor that autograd saved: which part of the bytes that are kept it is."""
+def _finish(swap: Swap) -> None:
+    for _ in swap.arrivals():
+        pass
 
-    kept: Kept
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    spec: Any  # of a DTensor
 
-    def restored(self) -> torch.Tensor:
-        """The same again."""
-        storage = self.kept.whole().untyped_storage()
-        local = torch.empty(0, dtype=self.dtype, device=self.kept.device)
-        local.set_(storage, 0, self.size, self.stride)
-        return local if self.spec is None else dressed_as(self.spec, local)
+def _patiently(work: Callable[[], None], *, at_once: bool) -> Iterator[None]:
+    """Do it, and yield now and then while it takes long."""
+    if at_once:
+        work()
+        return
+    done, errors = Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    Thread(target=run, name="shardwise", daemon=True).start()
+    while not done.wait(PATIENCE):
+        yield
+    if errors:
+        raise errors[0]
