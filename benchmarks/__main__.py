@@ -7,11 +7,17 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import loading, planning, tensor, validation
+from benchmarks import activation, loading, planning, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, page, show
 
-SUBJECTS = {"planning": planning, "loading": loading, "validation": validation, "tensor": tensor}
+SUBJECTS = {
+    "planning": planning,
+    "loading": loading,
+    "validation": validation,
+    "tensor": tensor,
+    "activation": activation,
+}
 
 
 def main(arguments: Sequence[str]) -> None:

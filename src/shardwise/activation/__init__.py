@@ -1,6 +1,6 @@
 """Activations kept in parts between forward and backward."""
 
 from shardwise.activation.account import Account, Measure, measure
-from shardwise.activation.input_reshard import input_reshard, input_reshard_handle
+from shardwise.activation.forward import input_reshard, input_reshard_handle
 
 __all__ = ["Account", "Measure", "input_reshard", "input_reshard_handle", "measure"]

@@ -20,7 +20,7 @@ from shardwise.exchange.wire import Message, Swap
 from shardwise.wires import GroupWire
 
 ALIGN = 64  # bytes: where parts begin
-AHEAD = 2  # restored before they are asked for
+AHEAD = 1  # restored before they are asked for
 PATIENCE = 1.0  # seconds until a rank that waits helps those that may wait for something else
 MOST_LEFT = 32  # messages that nobody waits for
 
@@ -44,7 +44,7 @@ class Home:
         self._kept = WeakValueDictionary[int, Kept]()
         self._order = list[int]()  # the numbers, ascending; those of what is gone may be among them
         self._ahead = set[int]()  # under way, or there, before they were asked for
-        self._whole = dict[int, Kept]()  # for as long as the backward pass may ask again
+        self._whole = WeakValueDictionary[int, Kept]()  # restored in this backward pass
         self._task: int | None = None
         self._left = deque[Posted]()
 
@@ -109,29 +109,29 @@ class Home:
                 return
 
     def asked_for(self, kept: Kept) -> None:
-        """Remember what has to be given back when the backward pass ends."""
+        """See to it that it becomes a part again, if it outlives its use: autograd drops it, unless told to retain."""
         self._ahead.discard(kept.number)
+        for other in list(self._whole.values()):
+            if other.served:
+                self._shrink(other)
+        self._whole[kept.number] = kept
         task = backward_task()
         if task is None:
-            kept.release()
-            return
-        self._whole[kept.number] = kept
-        if task != self._task:
+            self._shrink(kept)
+        elif task != self._task:
             self._task = task
-            after_backward(self.release)
+            after_backward(self.end)
 
-    def served(self, kept: Kept) -> None:
-        """This backward pass will not ask again."""
-        kept.release()
-        self._whole.pop(kept.number, None)
-
-    def release(self) -> None:
+    def end(self) -> None:
         """The backward pass is over."""
         with self.lock:
-            for kept in self._whole.values():
-                kept.release()
-            self._whole.clear()
             self._task = None
+            for kept in list(self._whole.values()):
+                self._shrink(kept)
+
+    def _shrink(self, kept: Kept) -> None:
+        kept.shrink()
+        self._whole.pop(kept.number, None)
 
     def leave(self, number: int, posted: Posted) -> None:
         """What was restored for nothing: messages may still write into its memory. All ranks leave the same."""
@@ -149,27 +149,33 @@ class Kept:
     def __init__(self, home: Home, number: int, whole: torch.Tensor, digest: int, label: str, account: Account) -> None:
         self.home, self.number, self.digest, self.label, self.account = home, number, digest, label, account
         self.bytes, self.device = whole.numel(), whole.device
-        self.part = whole[dict(home.spans(self.bytes))[home.wire.me]].clone()
+        self._mine = dict(home.spans(self.bytes))[home.wire.me]
+        self._part: torch.Tensor | None = whole[self._mine].clone()  # None while it is part of the whole
         self.lost = False  # of a forward pass that failed
         self.uses = 0  # by how many saved tensors
         self._left = 0  # of those, in this backward pass
         self._times = 0  # restored
         self._posted: Posted | None = None
         self._whole: torch.Tensor | None = None
-        account.kept(self.bytes, self.part.numel())
+        account.kept(self.bytes, self._mine.stop - self._mine.start)
 
     @property
     def under_way(self) -> bool:
         """True where it is or will be whole."""
-        return self._posted is not None or self._whole is not None
+        return self._part is None
+
+    @property
+    def served(self) -> bool:
+        """True once this backward pass has asked for it as often as it was saved."""
+        return self._left <= 0
 
     def post(self) -> Posted:
         """Send this rank's part to all others, and get theirs, without waiting."""
+        assert self._part is not None, "not under way"
         wire, (number, times) = self.home.wire, (self.number, self._times)
-        place = wire.serves(self.device)
-        part, room = self.part.to(place), torch.empty(self.bytes, dtype=torch.uint8, device=place)
-        spans = dict(self.home.spans(self.bytes))
-        room[spans.pop(wire.me)] = part
+        room = torch.empty(self.bytes, dtype=torch.uint8, device=wire.serves(self.device))
+        part = room[self._mine].copy_(self._part)
+        spans = {owner: span for owner, span in self.home.spans(self.bytes) if owner != wire.me}
         mine = torch.tensor([self.digest, self.bytes])
         heads = {owner: torch.empty_like(mine) for owner in spans}
         told = [(owner, head.view(torch.uint8)) for owner, head in heads.items()]
@@ -180,7 +186,7 @@ class Kept:
         receives: list[Message] = [(owner, room[span]) for owner, span in spans.items() if span.start < span.stop]
         sends: list[Message] = [(owner, part) for owner in spans if part.numel()]
         parts = wire.swap(receives, sends, self.home.tag("part", number, times, self.bytes))
-        self._posted = Posted(heads, said, room, parts)
+        self._posted, self._part = Posted(heads, said, room, parts), None
         self._times += 1
         self.account.gathered(self.bytes - part.numel())
         return self._posted
@@ -194,8 +200,6 @@ class Kept:
             assert found is not None, "restored"
             self._left -= 1
             self.home.asked_for(self)
-            if self._left <= 0:
-                self.home.served(self)
             self.home.restore_ahead(self.number)
             return found
 
@@ -215,9 +219,10 @@ class Kept:
             raise ExchangeError(f"input_reshard: {difference(self.label, everybody)}")
         _finish(posted.parts)
 
-    def release(self) -> None:
-        """Give the whole back; the part stays."""
-        self._whole = None
+    def shrink(self) -> None:
+        """Keep only the part again."""
+        if self._whole is not None:
+            self._part, self._whole = self._whole[self._mine].clone(), None
 
     def __del__(self) -> None:
         posted = getattr(self, "_posted", None)
