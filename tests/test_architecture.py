@@ -21,6 +21,7 @@ LAYERS = [
     "tensor",
     "sharded_tensor",
     "activation",
+    "state",
     "testing",
     "demo",
     "cli",

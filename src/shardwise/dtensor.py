@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Self, get_args
@@ -133,6 +134,13 @@ def torchs_sharded(tensors: Tensors, metadata: Any, spec: Any, group: dist.Proce
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, made, process_group=group, sharding_spec=_torchs_spec(spec, made)
     )
+
+
+def torchs_loading(group: dist.ProcessGroup | None) -> AbstractContextManager[Any]:
+    """torch's own ShardedTensors that are loaded inside live in this group."""
+    from torch.distributed._shard.api import load_with_process_group
+
+    return load_with_process_group(group)
 
 
 @dataclass(frozen=True)

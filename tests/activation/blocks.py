@@ -4,6 +4,7 @@ import gc
 from contextlib import contextmanager
 
 import torch
+import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +39,7 @@ def whole_numbers(*shape, seed=0, dtype=torch.float64):
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def local(x):
@@ -47,7 +48,14 @@ def local(x):
 
 def bits(x):
     """The bytes of a tensor."""
-    return local(x.detach()).contiguous().flatten().view(torch.uint8)
+    return (
+        local(x.detach())
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .flatten()
+        .view(torch.uint8)
+    )
 
 
 def same(found, expected):
@@ -62,10 +70,10 @@ def same(found, expected):
 
 
 def differs(x, group=None):
-    """True where the ranks have other values: a test that mixes them up would show."""
-    everybody = [torch.empty_like(local(x)) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybody, local(x.detach()).contiguous(), group=group)
-    return any(not torch.equal(one, everybody[0]) for one in everybody)
+    """True where the ranks have other values: if they were mixed up, it would show."""
+    everybody = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, bits(x).tolist(), group=group)
+    return any(one != everybody[0] for one in everybody)
 
 
 def fresh(inputs):
@@ -127,7 +135,7 @@ def kept_in_parts(account, *, tensors, size, steps=2, group=None):
 def alive():
     """How many values are kept in parts."""
     gc.collect()
-    return sum(isinstance(one, Kept) for one in gc.get_objects())
+    return sum(type(one) is Kept for one in gc.get_objects())
 
 
 def hooks_are_off():

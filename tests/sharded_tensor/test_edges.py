@@ -102,3 +102,42 @@ def test_a_copy_is_not_the_same_on_ranks_without_shards(ranks):  # noqa: F811
         same(st.gather(None), numbers(4))
 
     ranks(2, run)
+
+
+def test_gradients_go_through_reshards_in_a_row_also_where_a_rank_held_nothing_in_between(ranks):  # noqa: F811
+    def run(rank):
+        whole = numbers(6, 4)
+        st = ours.shard_tensor(whole.requires_grad_(), rows(0, 1, 2))
+        before = st.local_tensor()
+        st.reshard(columns(2, 0)).reshard(rows(2, 1, 0))
+        (st.local_tensor() ** 2).sum().backward()
+        same(before.grad, 2 * before.detach())
+
+    ranks(3, run)
+
+
+def test_modules_are_not_given_what_they_would_not_know(ranks):  # noqa: F811
+    def run(rank):
+        with pytest.raises(TypeError, match="keep it as an attribute"):
+            torch.nn.Parameter(ours.ones(rows(0), 4))
+        return True
+
+    assert ranks(1, run) == [True]
+
+
+@pytest.mark.parametrize("given", ["shard", "tensor"])
+def test_a_rank_that_forgot_the_list_is_told_to_all(ranks, given):  # noqa: F811
+    def run(rank):
+        shard = ours.Shard.from_tensor_and_offsets(torch.zeros(2), [2 * rank], rank)
+        wrong = shard if given == "shard" else shard.tensor
+        return {"list": refused(TypeError, lambda: ours.init_from_local_shards(wrong if rank else [shard], 4))}
+
+    same_refusals(ranks(2, run), list="must be a list of Shards")
+
+
+def test_forgotten_offsets_are_said_to_be(ranks):  # noqa: F811
+    def run(rank):
+        shard = ours.Shard.from_tensor_and_offsets(torch.zeros(2), [0], rank)
+        return {"offsets": refused(ValueError, lambda: ours.init_from_local_shards([shard], 4))}
+
+    same_refusals(ranks(2, run), offsets="give each its shard_offsets, or a None")

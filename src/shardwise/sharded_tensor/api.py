@@ -70,14 +70,13 @@ class ShardedTensor(plain.ShardedTensor):
     def _init_from_local_shards(
         local_shards: Sequence[Any] | None, *global_size: Any, process_group: Group = None, init_rrefs: bool = False
     ) -> ShardedTensor:
-        shards = list(local_shards or ())
         kind = together(
             "init_from_local_shards",
-            lambda: said(shards, global_size, process_group, init_rrefs),
+            lambda: said(local_shards, global_size, process_group, init_rrefs),
             lambda told: concluded(told, process_group),
             group=process_group,
         )
-        return kind.holding([shard.tensor for shard in shards])
+        return kind.holding([shard.tensor for shard in local_shards or ()])
 
     @staticmethod
     def _init_from_local_tensor(

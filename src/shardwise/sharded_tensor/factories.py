@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import shardwise.tensor.sharded as plain
+from shardwise.dtensor import is_torch_sharded
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.kind import Group, Target
@@ -19,32 +21,48 @@ from shardwise.tensor.resharding import called, result_of
 from shardwise.tensor.together import together
 from shardwise.tensor.work import Options
 
+Factory = TypeVar("Factory", bound=Callable[..., ShardedTensor])
 
+
+def _factory(make: Factory) -> Factory:
+    """Shows the options of ShardedTensor where the function has `how`."""
+    own = [p for p in signature(make).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    options = [p for p in signature(ShardedTensor.__init__).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+    make.__signature__ = signature(make).replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return make
+
+
+@_factory
 def empty(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
     """Not filled; `how` is that of ShardedTensor: dtype, requires_grad, pin_memory, process_group."""
     return ShardedTensor(sharding_spec, *size, **how)
 
 
+@_factory
 def full(sharding_spec: Any, size: Any, fill_value: Any, **how: Any) -> ShardedTensor:
     """Filled with one value."""
     return _filled(empty(sharding_spec, size, **how), lambda shard: shard.fill_(fill_value))
 
 
+@_factory
 def zeros(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
     """Filled with zeros."""
     return _filled(empty(sharding_spec, *size, **how), torch.Tensor.zero_)
 
 
+@_factory
 def ones(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
     """Filled with ones."""
     return _filled(empty(sharding_spec, *size, **how), lambda shard: shard.fill_(1))
 
 
+@_factory
 def rand(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
     """Numbers between 0 and 1, from the generator of every rank."""
     return _filled(empty(sharding_spec, *size, **how), torch.Tensor.uniform_)
 
 
+@_factory
 def randn(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
     """Numbers with mean 0 and variance 1, from the generator of every rank."""
     return _filled(empty(sharding_spec, *size, **how), torch.Tensor.normal_)
@@ -145,7 +163,7 @@ def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix
     """
     for name, submodule in module.named_modules():
         for attribute, value in vars(submodule).items():
-            if isinstance(value, plain.ShardedTensor):
+            if _is_sharded(value):
                 destination[_key(prefix, name, attribute)] = value
 
 
@@ -166,8 +184,12 @@ def pre_load_state_dict_hook(
     for name, submodule in module.named_modules():
         for attribute in list(vars(submodule)):
             key = _key(prefix, name, attribute)
-            if isinstance(state_dict.get(key), plain.ShardedTensor):
+            if _is_sharded(state_dict.get(key)):
                 setattr(submodule, attribute, state_dict.pop(key))
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, plain.ShardedTensor) or is_torch_sharded(value)
 
 
 def _key(prefix: str, module: str, attribute: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardwise.dtensor import torchs_loading
 from shardwise.sharded_tensor.kind import BySpec, Group, Tensors
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 
@@ -25,7 +26,8 @@ def load_with_process_group(process_group: Group) -> Iterator[Group]:
         raise RuntimeError('ProcessGroup already set by previous "load_with_process_group" context manager')
     token = _loading.set(process_group)
     try:
-        yield process_group
+        with torchs_loading(process_group):  # files may have torch's own
+            yield process_group
     finally:
         _loading.reset(token)
 
@@ -49,5 +51,8 @@ def loaded(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, saved: 
     group = _loading.get()
     for what, now in place(group).items():
         if saved[what] != now:
-            raise RuntimeError(f"{what} at save time was {saved[what]}, but at load time was {now}")
+            raise RuntimeError(
+                f"{what} at save time was {saved[what]}, but at load time was {now}: load it on the same rank, under "
+                f"load_with_process_group where it had a group of its own"
+            )
     return BySpec.by_metadata(metadata, spec, group).holding(tensors)

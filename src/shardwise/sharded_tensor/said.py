@@ -22,9 +22,12 @@ Size = tuple[int | None, ...]
 Said = tuple[Size, ShardedTensorMetadata | None]
 
 
-def said(shards: Sequence[Any], global_size: Sequence[Any], group: Group, init_rrefs: bool) -> Said:
+def said(local_shards: Any, global_size: Sequence[Any], group: Group, init_rrefs: bool) -> Said:
     """The size, None where it is to be computed, and the metadata of this rank's shards if it has any."""
     refuse(init_rrefs)
+    if not isinstance(local_shards, list | tuple | None):
+        raise TypeError(f"local_shards must be a list of Shards, not {type(local_shards)}")
+    shards = local_shards or ()
     for shard in shards:
         if not hasattr(shard, "metadata") or not hasattr(shard, "tensor"):
             raise TypeError(f"local_shards must be Shards, each with tensor and metadata, not {type(shard)}")
@@ -49,10 +52,22 @@ def concluded(told: dict[int, Said], group: Group) -> BySpec:
         _raise_if_mismatch(size, other, "global_size", (first, rank), is_local=False)
     gathered = [told[rank][1] if rank in told else None for rank in range(max(told) + 1)]
     computed = size.index(None) if None in size else None
+    _check_offsets(gathered, computed)
     metadata = build_global_metadata(gathered, computed is not None, computed or 0)
     if any(said not in (None, found) for said, found in zip(size, metadata.size, strict=True)):
         raise ValueError(f"the shards make a tensor of size {tuple(metadata.size)}, but the size was said to be {size}")
     return BySpec.by_metadata(metadata, _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata), group)
+
+
+def _check_offsets(gathered: Sequence[ShardedTensorMetadata | None], computed: int | None) -> None:
+    """Many shards that all begin at the first cell have offsets that nobody thought of."""
+    shards = [shard for metadata in gathered if metadata is not None for shard in metadata.shards_metadata]
+    filled = [shard for shard in shards if 0 not in shard.shard_sizes]
+    if computed is None and len(filled) > 1 and not any(any(shard.shard_offsets) for shard in filled):
+        raise ValueError(
+            f"all {len(filled)} shards overlap at the first cell: give each its shard_offsets, or a None in the size "
+            f"for the dim along which they lie one after the other"
+        )
 
 
 def refuse(init_rrefs: bool, layout: torch.layout = torch.strided) -> None:

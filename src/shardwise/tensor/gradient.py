@@ -20,8 +20,10 @@ def linked(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     outputs = call.work.target.dressed(call.work.move.target)
     if not call.work.followed:
         return outputs, None
-    inputs = call.held.tensors or (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
+    inputs = call.held.tensors or (call.held.stand_in,)
     with torch.enable_grad():  # as it was when the call was made, wherever it is waited for
+        if inputs == (None,):
+            inputs = (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
         found = Link.apply(call, outputs, *inputs)  # type: ignore[no-untyped-call]
     return (list(found), None) if outputs else ([], found[0])
 
@@ -44,6 +46,7 @@ class Link(torch.autograd.Function):
         held = Held.by(ctx.target.gradient_of(mine), mine, becomes)
         source = ctx.source or Own(ctx.facts.source)
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype)
-        call = Call(ctx.wire, held, lambda _: source.gradient(), options, key=ctx.key)
+        operation = "backward of a reshard"
+        call = Call(ctx.wire, held, lambda _: source.gradient(), options, key=ctx.key, operation=operation)
         moved, _ = linked(call.start().run())
-        return (None, None, *moved) if moved else (None, None, None)
+        return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

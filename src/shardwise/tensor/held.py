@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Held:
     dtype: torch.dtype | None = None
     gradient: bool | None = None
     error: Exception | None = None
+    stand_in: torch.Tensor | None = None  # for backward through an earlier reshard, of which this rank got nothing
 
     @staticmethod
     def of(x: Any) -> Held:
@@ -49,7 +50,8 @@ class Held:
             if x is None:
                 return Held.by(None, (), None)
             kind = kind_of(x)
-            return Held.by(kind, tuple(kind.taken(x)), getattr(x, "dtype", None))
+            held = Held.by(kind, tuple(kind.taken(x)), getattr(x, "dtype", None))
+            return replace(held, stand_in=getattr(x, "_stand_in", None))
         except Exception as error:  # the others have to hear of it first
             return Held(error=error)
 

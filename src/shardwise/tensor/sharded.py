@@ -181,6 +181,18 @@ class ShardedTensor:
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         return ShardedTensor([change(shard) for shard in self.shards], self.layout, self.group)
 
+    @property
+    def _is_param(self) -> bool:
+        """Never: torch.nn.Parameter would take it, and modules would not know it."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        raise TypeError(
+            "a ShardedTensor is no parameter: keep it as an attribute of the module "
+            "(sharded_tensor.state_dict_hook brings it into the state dict), or compute with a DTensor"
+        )
+
     def __copy__(self) -> ShardedTensor:
         """The same shards, in the same group."""
         return self._each(lambda shard: shard)

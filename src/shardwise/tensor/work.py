@@ -92,7 +92,7 @@ def _check_owners(wire: GroupWire, side: str, layout: Layout) -> None:
     if missing:
         raise RefusedValueError(
             f"the {side} {layout!r} names {in_words(missing)}, but those who call are {in_words(wire.owners)}: "
-            f"give the group= that has all of them, or other owners"
+            f"use a group that has all of them, or other owners"
         )
 
 

@@ -20,8 +20,8 @@ from shardwise.layout import Layout
 
 MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
 HINT = (
-    "Most often a rank did not call (a branch, an error before, no backward: handle.backward() on ranks without a "
-    "result), called with another group=, or died"
+    "Most often a rank did not call (a branch, an error before, no backward: handle.backward() of a Handle, or "
+    "backward() of a ShardedTensor, on ranks without a result), called with another group=, or died"
 )
 
 
@@ -180,6 +180,8 @@ class GroupWire(End):
 
     def _passed_on(self, values: list[bytes], target: int, source: int) -> list[bytes]:
         """Send values to one owner and get those of another: the size first, as it is not known there."""
+        once = {value: value for value in values}  # equal ones travel once: pickle writes an object only once
+        values = [once[value] for value in values]
         mine = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8).to(self._own)
         size = torch.tensor([len(mine)], device=self._own)
         theirs = torch.empty_like(size)

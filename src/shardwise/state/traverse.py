@@ -1,0 +1,150 @@
+"""Nested state dicts: visit what is in them, look it up, set it, flatten them and back. Nothing given is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+PATH_ITEM = str | int
+OBJ_PATH = tuple[PATH_ITEM, ...]
+STATE_DICT_ITEM = object
+STATE_DICT_TYPE = dict[str, Any]
+FLATTEN_MAPPING = dict[str, OBJ_PATH]
+
+
+class Key(int):
+    """A number that is the key of a mapping; plain numbers in a path are places in a list."""
+
+
+class Place(int):
+    """A place in a tuple."""
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards") or hasattr(value, "shards")
+
+
+def traverse_state_dict(
+    state_dict: Mapping[Any, Any],
+    visitor: Callable[[OBJ_PATH, Any], None],
+    keep_traversing: Callable[[Any], bool] | None = _is_tensor,
+) -> None:
+    """Call `visitor(path, value)` for every leaf.
+
+    Mappings are entered; lists and tuples only if they hold, at any depth, a mapping or something that
+    `keep_traversing` wants to see. Empty containers are leaves. Keys stay what they are: numbers that are keys of
+    mappings are `Key`s.
+
+    >>> traverse_state_dict({"a": {1: [2, 3], "b": ()}, "c": [torch.zeros(1)]}, lambda path, _: print(path))
+    ('a', 1)
+    ('a', 'b')
+    ('c', 0)
+    """
+    _visit((), state_dict, visitor, keep_traversing or (lambda _: False), [])
+
+
+def _visit(
+    path: OBJ_PATH, value: Any, visitor: Callable[..., None], keep: Callable[[Any], bool], inside: list[int]
+) -> None:
+    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep) else []
+    if not items and path:
+        visitor(path, value)
+        return
+    if id(value) in inside:
+        raise ValueError(f"the state dict contains itself at {'.'.join(map(str, path))}")
+    for key, item in items:
+        _visit((*path, key), item, visitor, keep, [*inside, id(value)])
+
+
+def _items(value: Any) -> list[tuple[PATH_ITEM, Any]]:
+    if isinstance(value, Mapping):
+        return [(Key(key) if isinstance(key, int) else key, item) for key, item in value.items()]
+    place = Place if isinstance(value, tuple) else int
+    return [(place(at), item) for at, item in enumerate(value)]
+
+
+def _entered(value: Any, keep: Callable[[Any], bool]) -> bool:
+    """True for a list or tuple with something to see."""
+    if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
+        return False
+    return any(isinstance(item, Mapping) or keep(item) or _entered(item, keep) for item in value)
+
+
+def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
+    """Set a value along a path; containers on the way are made as the path says.
+
+    >>> root = {}
+    >>> set_element(root, ("a", 1, "b"), 5)
+    >>> root
+    {'a': [None, {'b': 5}]}
+    """
+    if not path:
+        raise ValueError("an empty path leads nowhere")
+    _put(root_dict, path, value)
+
+
+def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
+    """The container with the value: the same one, but for tuples, which are made anew."""
+    key, rest = path[0], path[1:]
+    if container is None:
+        container = {} if not isinstance(key, int) or isinstance(key, Key) else () if isinstance(key, Place) else []
+    if isinstance(container, Mapping):
+        plain = int(key) if isinstance(key, Key) else key
+        container[plain] = _put(container.get(plain), rest, value) if rest else value  # type: ignore[index]
+        return container
+    if not isinstance(key, int) or not isinstance(container, list | tuple):
+        raise ValueError(f"{key!r} leads into {type(container).__name__}, which has no such items")
+    items = [*container, *[None] * (key + 1 - len(container))]
+    items[key] = _put(items[key], rest, value) if rest else value
+    if isinstance(container, tuple):
+        return tuple(items)
+    container[:] = items
+    return container
+
+
+def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
+    """What is at a path, or the default.
+
+    >>> get_element({"a": [1, {"b": 5}]}, ("a", 1, "b")), get_element({"a": [1]}, ("a", 1), "nothing")
+    (5, 'nothing')
+    """
+    found: Any = root_dict
+    for key in path:
+        if isinstance(found, Mapping):
+            if key not in found:
+                return default_value
+        elif not isinstance(found, Sequence) or isinstance(found, str) or not isinstance(key, int) or key >= len(found):
+            return default_value
+        found = found[key]
+    return found
+
+
+def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
+    """One level of names with dots, and the path of each, for `unflatten_state_dict`.
+
+    >>> flat, paths = flatten_state_dict({"a": {1: "x"}, "b": ({}, torch.Size([2]))})
+    >>> flat
+    {'a.1': 'x', 'b.0': {}, 'b.1': torch.Size([2])}
+    >>> unflatten_state_dict(flat, paths)
+    {'a': {1: 'x'}, 'b': ({}, torch.Size([2]))}
+    """
+    flat, paths = STATE_DICT_TYPE(), FLATTEN_MAPPING()
+
+    def add(path: OBJ_PATH, value: Any) -> None:
+        name = ".".join(map(str, path))
+        if name in flat:  # {1: a, "1": b}, {"a.b": x, "a": {"b": y}}
+            name = "/".join(f"{key!r}:{type(key).__name__}" for key in path)
+        flat[name], paths[name] = value, path
+
+    traverse_state_dict(state_dict, add)
+    return flat, paths
+
+
+def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
+    """The nested state dict again."""
+    nested = STATE_DICT_TYPE()
+    for name, value in state_dict.items():
+        set_element(nested, mapping[name], value)
+    return nested
