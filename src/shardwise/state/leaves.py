@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.layout import Layout
-from shardwise.tensor.kinds import Kind, is_sharded, kind_of
+from shardwise.tensor.kinds import is_sharded, kind_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -71,16 +71,6 @@ def known_of(value: Any) -> Known:
     return Known(kind.layout.shape, value.dtype, kind.layout, device)
 
 
-def local_tensors(value: Any) -> list[torch.Tensor]:
-    """This rank's memory of a tensor, apart from autograd."""
-    if value is None:
-        return []
-    if not is_sharded(value):
-        return [value.detach()]
-    kind = kind_of(value)
-    return kind.local(kind.taken(value))
-
-
 def merged(
     told: Mapping[int, Mapping[str, Known | None] | None], side: str
 ) -> dict[str, tuple[Known, tuple[int, ...]]]:
@@ -111,9 +101,6 @@ def _one(name: str, holders: Mapping[int, Mapping[str, Known | None]], side: str
     return known, tuple(said)
 
 
-def kind_for(known: Known, holders: Sequence[int]) -> Layout:
+def layout_for(known: Known, holders: Sequence[int]) -> Layout:
     """Where the cells of a tensor are: of a plain one, on all ranks that have it."""
     return Layout.replicated(known.shape, holders) if known.layout is None else known.layout
-
-
-__all__ = ["Kind", "Known", "Plain", "is_tensor", "kind_for", "known_of", "local_tensors", "merged"]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Exchange
+from shardwise.exchange import Exchange, Move
 from shardwise.layout import Layout
-from shardwise.planning import plan
+from shardwise.planning import Plan, plan
 from shardwise.tensor.sums import LANES, sums
+from shardwise.wires import GroupWire
 
 if TYPE_CHECKING:
     from shardwise.tensor.call import Call
@@ -26,19 +27,41 @@ def verify(call: Call, exchange: Exchange) -> None:
         source = spread(made.source)
         read = call.value(call.wire, call.held, call.work.facts, source, exchange)
         made = plan(source, target)
-    found = torch.zeros(2, LANES, dtype=torch.int64)
-    if me in source or me in target:
-        copies = made.for_owner(me).copies
-        first, sent, got = copies.step == 0, copies.source == me, copies.target == me
-        found[0] += sums(copies.boxes.take(sent & first), source, me, read, dtype)
-        found[0] += sums(copies.boxes.take(sent & ~first), target, me, held)
-        found[1] += sums(copies.boxes.take(got), target, me, held)
+    found = _both(made, me, read, held, dtype)
     total = call.wire.reduced(found.reshape(-1), "sum", apart=exchange.number)().reshape(2, LANES).tolist()
     if total[0] != total[1]:
         raise ExchangeError(
             f"verify: a tensor of shape {target.shape} that went from {call.work.plan.source!r} to {target!r} is not "
             f"what it was: the sums of its cells were {_shown(total[0])} and became {_shown(total[1])}. Do not use it"
         )
+
+
+def compared(wire: GroupWire, moves: Sequence[Move], names: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+    """Compare what was sent with what is held now, for many tensors at once; all ranks raise what any of them finds."""
+    reducing = [name for name, move in zip(names, moves, strict=True) if move.plan.reducing]
+    if reducing:
+        raise ExchangeError(f"verify: {reducing[0]!r} is reduced on the way, which only reshard can verify")
+    parts = [
+        _both(move.plan, wire.me, move.source, move.target, dtype) for move, dtype in zip(moves, dtypes, strict=True)
+    ]
+    total = wire.reduced(torch.stack(parts).reshape(-1), "sum")().reshape(-1, 2, LANES).tolist()
+    wrong = [name for name, (sent, got) in zip(names, total, strict=True) if sent != got]
+    if wrong:
+        raise ExchangeError(f"verify: {', '.join(map(repr, wrong[:8]))} did not arrive as sent: nothing was written")
+
+
+def _both(
+    made: Plan, me: int, read: Sequence[torch.Tensor], held: Sequence[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """The sums of this rank: of what it sent, and of what it got."""
+    found, source, target = torch.zeros(2, LANES, dtype=torch.int64), made.source, made.target
+    if me in source or me in target:
+        copies = made.for_owner(me).copies
+        first, sent, got = copies.step == 0, copies.source == me, copies.target == me
+        found[0] += sums(copies.boxes.take(sent & first), source, me, read, dtype)
+        found[0] += sums(copies.boxes.take(sent & ~first), target, me, held)
+        found[1] += sums(copies.boxes.take(got), target, me, held)
+    return found
 
 
 def spread(layout: Layout) -> Layout:

@@ -1,0 +1,168 @@
+"""Which tensor becomes which: by name, and in parts where several become one or one becomes several."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.state.names import Rename, filled, matched, missing, renamed
+from shardwise.state.view import View
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Cells of a source tensor that become cells of a target tensor."""
+
+    source: str
+    target: str
+    source_view: View
+    target_view: View
+
+
+@dataclass(frozen=True)
+class Concat:
+    """One tensor that has several others one after the other along a dim: q, k, v in qkv; gate, up in gate_up.
+
+    Stars in the names stand for the same on both sides. It holds in both directions.
+
+    >>> Concat("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], dim=0).dim
+    0
+    """
+
+    whole: str
+    parts: Sequence[str]
+    dim: int = 0
+
+    def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
+        """Where the parts are in the whole."""
+        dim, start, found = self.dim % len(whole), 0, list[View]()
+        for part in parts:
+            found.append(View.whole(whole).narrow(dim, start, part[dim]))
+            start += part[dim]
+        if start != whole[dim]:
+            raise ValueError(f"its parts have {start} along dim {dim}, but {self.whole!r} has {whole[dim]}")
+        return found
+
+    def names(self, stars: Sequence[str], count: int) -> list[str]:
+        """Of the parts."""
+        return [filled(part, stars) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor that has several others along a dim of its own: experts. `{}` in `part` is their number.
+
+    >>> Stack("*.experts.up", "*.experts.{}.up").names(["layers.0"], 2)
+    ['layers.0.experts.0.up', 'layers.0.experts.1.up']
+    """
+
+    whole: str
+    part: str
+    dim: int = 0
+
+    def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
+        """Where the parts are in the whole."""
+        dim = self.dim % len(whole)
+        return [View.whole(whole).select(dim, at) for at in range(len(parts))]
+
+    def names(self, stars: Sequence[str], count: int) -> list[str]:
+        """Of the parts."""
+        return [filled(self.part, stars).replace("{}", str(at)) for at in range(count)]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A tensor whose dims are stored in another order on the other side: reversed, unless `order` says."""
+
+    name: str
+    order: Sequence[int] | None = None
+
+
+Remap = Concat | Stack | Transposed
+
+
+def links(
+    sources: Shapes, targets: Shapes, *, rename: Rename = None, remap: Iterable[Remap] = (), strict: bool = True
+) -> list[Link]:
+    """All of them, in the order of the targets. Raises where a name is missing, extra, or of another shape."""
+    given = defaultdict[str, list[str]](list)  # which sources have this name, once they are renamed
+    for source in sources:
+        for name in renamed(source, rename):
+            given[name].append(source)
+    for name, several in given.items():
+        if len(several) > 1:
+            raise ValueError(f"{' and '.join(map(repr, several))} would both be {name!r}: give them different names")
+    shapes = {name: sources[one] for name, (one, *_) in given.items()}
+    found = [link for rule in remap for link in _remapped(rule, shapes, targets)]
+    done = {link.target for link in found}
+    found += [_plain(name, shapes[name], targets[name]) for name in targets if name not in done and name in shapes]
+    _check(found, shapes, targets, strict)
+    place = {name: at for at, name in enumerate(targets)}
+    found.sort(key=lambda link: place[link.target])
+    return [Link(given[link.source][0], link.target, link.source_view, link.target_view) for link in found]
+
+
+def _plain(name: str, source: Shape, target: Shape) -> Link:
+    if source != target:
+        raise ValueError(f"{name!r} has shape {source} in the source, but {target} in the target")
+    return Link(name, name, View.whole(source), View.whole(target))
+
+
+def _remapped(rule: Remap, sources: Shapes, targets: Shapes) -> Iterable[Link]:
+    if isinstance(rule, Transposed):
+        for name in targets:
+            if name in sources and matched(rule.name, name) is not None:
+                yield _transposed(name, rule, sources[name], targets[name])
+        return
+    for wholes, others, inward in ((targets, sources, True), (sources, targets, False)):
+        for whole, shape in wholes.items():
+            stars = matched(rule.whole, whole)
+            if stars is None or whole in others:
+                continue
+            count = shape[rule.dim % len(shape)] if shape else 0
+            parts = rule.names(stars, count)
+            if all(part in others for part in parts):
+                yield from _parts(rule, whole, shape, {part: others[part] for part in parts}, inward=inward)
+
+
+def _parts(rule: Concat | Stack, whole: str, shape: Shape, parts: Shapes, *, inward: bool) -> Iterable[Link]:
+    try:
+        views = rule.views(shape, list(parts.values()))
+    except ValueError as error:
+        raise ValueError(f"{whole!r}: {error}") from None
+    for (part, size), view in zip(parts.items(), views, strict=True):
+        if view.shape != size:
+            raise ValueError(f"{part!r} has shape {size}, but its part of {whole!r} has {view.shape}")
+        plain = View.whole(size)
+        yield Link(part, whole, plain, view) if inward else Link(whole, part, view, plain)
+
+
+def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Link:
+    order = tuple(rule.order) if rule.order is not None else tuple(reversed(range(len(target))))
+    view = View.whole(target).permute(order)
+    if view.shape != source:
+        raise ValueError(f"{name!r} has shape {source} in the source, but {view.shape} when the target is transposed")
+    return Link(name, name, View.whole(source), view)
+
+
+def _check(found: Sequence[Link], sources: Shapes, targets: Shapes, strict: bool) -> None:
+    """Every target cell comes from somewhere, once; every source goes somewhere."""
+    cells, used = defaultdict[str, int](int), set[str]()
+    for link in found:
+        cells[link.target] += prod(link.target_view.shape)
+        used.add(link.source)
+    left = [name for name in targets if name not in cells]
+    if left:
+        raise ValueError(missing("the source has nothing for", left, sources))
+    partly = [name for name, count in cells.items() if count != prod(targets[name])]
+    if partly:
+        name = partly[0]
+        raise ValueError(f"{cells[name]} of the {prod(targets[name])} cells of {name!r} come from the source")
+    extra = [name for name in sources if name not in used]
+    if extra and strict:
+        raise ValueError(missing("the target has no", extra, targets) + "; strict=False leaves them out")

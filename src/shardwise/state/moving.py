@@ -1,0 +1,93 @@
+"""Carries out the plan of a model: the tensors of a bucket in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dtensor import local_of
+from shardwise.exchange import Exchange, Move, Terms
+from shardwise.state.plan import ModelPlan
+from shardwise.state.view import seen
+from shardwise.tensor.kinds import kind_of
+from shardwise.tensor.lane import Lane
+from shardwise.tensor.output import check_memory, local_shapes
+from shardwise.wires import GroupWire
+
+Tensors = list[torch.Tensor]
+
+
+def memory_of(value: Any) -> Tensors:
+    """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+        local, spec = local_of(value)
+        return [local.detach()] if spec is None or spec.mesh.get_coordinate() is not None else []
+    kind = kind_of(value)
+    return kind.local(kind.taken(value))
+
+
+def traces(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What changes when the memory of a tensor is another: then views of it have to be taken anew."""
+    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
+
+
+def check_local(name: str, side: str, tensors: Tensors, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    """Refuse memory that is not what the layout gives this rank."""
+    found = [(tuple(t.shape), t.dtype) for t in tensors]
+    if not tensors and all(0 in shape for shape in shapes):
+        return
+    if found != [(shape, dtype) for shape in shapes]:
+        raise ValueError(f"{name!r} of the {side} should have {list(shapes)} of {dtype} on this rank, but has {found}")
+    for tensor in tensors:
+        check_memory(tensor, repr(name))
+
+
+class Mover:
+    """This rank's part in the plan of a model."""
+
+    def __init__(self, wire: GroupWire, plan: ModelPlan, operation: str) -> None:
+        self.wire, self.plan, self.operation = wire, plan, operation
+        self.buckets = list(plan.buckets())
+        self.total = plan.bytes_moved + plan.bytes_local
+
+    def move(self, at: int, source: Tensors, target: Tensors) -> Move:
+        """Of entry number `at`, between these local tensors of the whole source and target."""
+        entry, me = self.plan.entries[at], self.wire.me
+        ours, theirs = self.plan.sources[entry.link.source], self.plan.targets[entry.link.target]
+        return Move.of(
+            entry.plan,
+            me,
+            _seen(source, ours, entry.link.source_view, me),
+            _seen(target, theirs, entry.link.target_view, me),
+            entry.dtype,
+        )
+
+    def exchange(self, bucket: int, moves: Sequence[Move], *, fresh: bool) -> None:
+        """One bucket. All ranks are in the same one, of the same plan."""
+        terms = Terms({"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket})
+        device = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
+        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh)
+        lane = Lane.of(self.wire)
+        started.start(alone=lane.idle)
+        lane.run(started.finish)
+
+    def run(self, moves_of: Callable[[int, list[int]], Sequence[Move]], *, fresh: bool, progress: Any = None) -> None:
+        """All buckets, one after the other."""
+        done = 0
+        for number, bucket in enumerate(self.buckets):
+            self.exchange(number, moves_of(number, bucket), fresh=fresh)
+            done += sum(
+                self.plan.entries[at].plan.bytes_moved + self.plan.entries[at].plan.bytes_local for at in bucket
+            )
+            if progress is not None:
+                progress(done, self.total)
+
+
+def _seen(tensors: Tensors, whole: Any, view: Any, me: int) -> Tensors:
+    if not tensors:  # nothing, or only tensors without cells
+        return [torch.empty(shape, dtype=whole.dtype, device=whole.device) for shape in local_shapes(whole.layout, me)]
+    return seen(tensors, whole.layout, view, me)

@@ -1,0 +1,29 @@
+"""How far a long move has come: for a function that wants to know, or as a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+Progress = Callable[[int, int], None] | Literal["bar"] | None
+
+
+@contextmanager
+def shown(progress: Progress, total: int, what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A function of (bytes done, bytes in all)."""
+    if progress is None or callable(progress):
+        yield progress
+        return
+    if progress != "bar":
+        raise ValueError(f"progress= must be a function of (done, total), 'bar' or None, not {progress!r}")
+    with _bar() as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done, _: bar.update(task, completed=done)
+
+
+def _bar() -> Any:
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    return Bar("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
