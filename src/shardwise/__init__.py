@@ -10,12 +10,22 @@ from shardwise.planning import Copies, Copy, Part, Plan, plan
 
 if typing.TYPE_CHECKING:
     from shardwise.activation import input_reshard, input_reshard_handle
+    from shardwise.state import (
+        Concat,
+        ModelPlan,
+        Resharder,
+        Stack,
+        Transposed,
+        flatten_sharded_tensors,
+        reshard_state_dict,
+    )
     from shardwise.tensor import Handle, ShardedTensor, fingerprint, layout_of, release_staging, reshard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Box",
+    "Concat",
     "Copies",
     "Copy",
     "ExchangeError",
@@ -23,6 +33,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Mesh",
+    "ModelPlan",
     "NotationError",
     "Part",
     "Partial",
@@ -30,11 +41,15 @@ __all__ = [
     "Plan",
     "PlanError",
     "Replicate",
+    "Resharder",
     "Shard",
     "ShardedTensor",
     "ShardwiseError",
+    "Stack",
     "StridedShard",
+    "Transposed",
     "fingerprint",
+    "flatten_sharded_tensors",
     "input_reshard",
     "input_reshard_handle",
     "layout_of",
@@ -42,13 +57,16 @@ __all__ = [
     "plan",
     "release_staging",
     "reshard",
+    "reshard_state_dict",
 ]
 
 _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
+    **dict.fromkeys(("Concat", "ModelPlan", "Resharder", "Stack", "Transposed"), "state"),
+    **dict.fromkeys(("flatten_sharded_tensors", "reshard_state_dict"), "state"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
-_MODULES = ("activation", "sharded_tensor", "testing")
+_MODULES = ("activation", "sharded_tensor", "state", "testing")
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -244,6 +244,11 @@ def is_mesh(x: Any) -> bool:
     return isinstance(x, DeviceMesh)
 
 
+def is_placement(x: Any) -> bool:
+    """True for one of torch's placements."""
+    return isinstance(x, Placement)
+
+
 def on_mesh(mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> OnMesh:
     """DTensors with these placements: words such as "S0", ours or torch's. Negative dims count from the end."""
     one = [placements] if isinstance(placements, (Placement, *get_args(ours.Placement))) else placements

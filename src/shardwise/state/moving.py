@@ -19,15 +19,16 @@ from shardwise.wires import GroupWire
 Tensors = list[torch.Tensor]
 
 
-def memory_of(value: Any) -> Tensors:
+def memory_of(value: Any, *, apart: bool = True) -> Tensors:
     """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         local, spec = local_of(value)
-        return [local.detach()] if spec is None or spec.mesh.get_coordinate() is not None else []
-    kind = kind_of(value)
-    return kind.local(kind.taken(value))
+        found = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
+    else:
+        found = list(kind_of(value).taken(value))
+    return [tensor.detach() for tensor in found] if apart else found
 
 
 def traces(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

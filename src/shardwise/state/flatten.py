@@ -1,0 +1,142 @@
+"""Sharded tensors whose shards are sharded themselves, as one: FSDP over TP, a DTensor inside of a ShardedTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardwise.geometry import Box
+from shardwise.layout import Layout
+from shardwise.sharded_tensor.kind import BySpec
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
+from shardwise.state.traverse import OBJ_PATH, set_element, traverse_state_dict
+from shardwise.tensor.kinds import is_sharded, kind_of
+from shardwise.tensor.sharded import ShardedTensor
+from shardwise.tensor.together import together
+
+
+class Part(NamedTuple):
+    """A tensor that is no more sharded, and which cells of the whole it has."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class Told(NamedTuple):
+    """What a rank tells of a tensor: its shape, what it is, and the cells of its parts; none where it is not nested."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    device: str
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None
+
+
+def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
+    """A state dict in which sharded tensors of sharded tensors are flat, with their true owners. All ranks call.
+
+    Shards may be sharded to any depth, by ShardedTensors (ours or torch's) and DTensors, and each rank may have any
+    number of them. What is found can be gathered, resharded and saved like any other. Everything else stays as it is.
+    """
+    found = dict[Any, Any]()
+    values = dict[OBJ_PATH, Any]()
+    traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
+    parts = dict[OBJ_PATH, list[Part]]()
+
+    def say() -> dict[OBJ_PATH, Told]:
+        for path, value in values.items():
+            if is_sharded(value):
+                parts[path] = list(_parts(value))
+        return {path: _told(values[path], parts[path]) for path in parts}
+
+    whole = together("flatten_sharded_tensors", say, _whole, group=group)
+    for path, value in values.items():
+        flat = whole.get(path)
+        set_element(found, path, value if flat is None else _flat(flat, parts[path], group))
+    return found
+
+
+_flatten_sharded_tensors = flatten_sharded_tensors
+
+
+def _parts(value: Any) -> Iterator[Part]:
+    """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
+    kind = kind_of(value)
+    me = dist.get_rank()
+    if me not in kind.layout:
+        return
+    tensors = kind.taken(value) if _holds_shards(value) else kind.local(kind.taken(value))
+    if not any(map(is_sharded, tensors)):
+        places = kind.layout.pieces(me)
+        if len(places) != len(tensors):  # one buffer with several pieces: it has no box of its own
+            raise ValueError(f"{kind.layout!r} has several pieces in one tensor: only boxes can be nested")
+        yield from (Part(piece.box, tensors[piece.buffer]) for piece in places)
+        return
+    for piece in kind.layout.pieces(me):
+        for inner in _parts(tensors[piece.buffer]):
+            yield Part(_shifted(inner.box, piece.box.lo), inner.tensor)
+
+
+def _holds_shards(value: Any) -> bool:
+    """True for containers: their shards may be sharded. (A DTensor's local tensor is plain.)"""
+    return not isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+
+
+def _shifted(box: Box, by: tuple[int, ...]) -> Box:
+    lo, hi = (tuple(a + b for a, b in zip(corner, by, strict=True)) for corner in (box.lo, box.hi))
+    return Box(lo, hi)
+
+
+def _told(value: Any, parts: list[Part]) -> Told:
+    kind = kind_of(value)
+    nested = _holds_shards(value) and any(map(is_sharded, kind.taken(value)))
+    first = parts[0].tensor if parts else None
+    device = "cpu" if first is None else first.device.type
+    boxes = tuple((part.box.lo, part.box.hi) for part in parts) if nested else None
+    return Told(kind.layout.shape, None if first is None else first.dtype, device, boxes)
+
+
+class Flat(NamedTuple):
+    """The whole of a tensor that was nested."""
+
+    layout: Layout
+    dtype: torch.dtype
+    devices: dict[int, str]
+
+
+def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
+    """The layouts of what is nested on any rank, from what all of them told."""
+    nested = {path for said in told.values() for path, one in said.items() if one.boxes is not None}
+    found = dict[OBJ_PATH, Flat]()
+    for path in sorted(nested, key=repr):
+        said = {rank: all_[path] for rank, all_ in told.items() if path in all_}
+        shapes = {one.shape for one in said.values()}
+        if len(shapes) > 1:
+            raise ValueError(f"{'.'.join(map(str, path))!r} has different shapes on different ranks: {sorted(shapes)}")
+        pieces = [(rank, lo, hi) for rank, one in said.items() for lo, hi in one.boxes or ()]
+        dtype = next((one.dtype for one in said.values() if one.dtype is not None), torch.get_default_dtype())
+        layout = Layout.boxes(shapes.pop(), pieces, overlap="replicas").validate()
+        found[path] = Flat(layout, dtype, {rank: one.device for rank, one in said.items()})
+    return found
+
+
+def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> ShardedTensor:
+    """Under torch's names where those can say it: no two shards may have the same cells there."""
+    tensors = [part.tensor for part in parts]
+    shards = [
+        ShardMetadata(
+            piece.box.lo,
+            [b - a for a, b in zip(piece.box.lo, piece.box.hi, strict=True)],
+            f"rank:{owner}/{flat.devices[owner]}",
+        )
+        for owner in flat.layout.owners()
+        for piece in flat.layout.pieces(owner)
+    ]
+    try:
+        metadata = ShardedTensorMetadata(shards, torch.Size(flat.layout.shape), TensorProperties(flat.dtype))
+        return BySpec.by_metadata(metadata, _infer_sharding_spec_from_shards_metadata(shards), group).holding(tensors)
+    except ValueError:
+        return ShardedTensor(tensors, flat.layout, group)

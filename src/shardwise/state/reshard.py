@@ -1,0 +1,210 @@
+"""reshard_state_dict: all tensors of a state dict to other shardings, in as few exchanges as the memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dtensor import is_mesh, is_placement
+from shardwise.exchange import Move
+from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
+from shardwise.state.leaves import Known, Plain, is_tensor, known_of, layout_for, merged
+from shardwise.state.links import Link
+from shardwise.state.moving import Mover, memory_of
+from shardwise.state.names import matched, missing
+from shardwise.state.plan import ModelPlan, Tensor
+from shardwise.state.progress import Progress, shown
+from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
+from shardwise.state.view import View
+from shardwise.tensor.kinds import Kind, is_sharded, target_kind
+from shardwise.tensor.output import local_shapes
+from shardwise.tensor.together import together
+from shardwise.tensor.verify import compared
+from shardwise.tensor.wiring import group_wire
+
+StateDict = Mapping[Any, Any]
+Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
+
+
+def reshard_state_dict(
+    state_dict: StateDict | None,
+    to: Targets,
+    *,
+    mesh: Any = None,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+    hosts: Any = None,
+    free: bool = False,
+    verify: bool = False,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """A state dict with its tensors in other shardings. Every rank of the group calls; None where it has nothing of it.
+
+    `to` says for every tensor what `reshard` takes as a target: as a mapping from names, as rules [(pattern, target),
+    ...] of which the first that fits holds (stars match anything), as a function of the name, or as a state dict to
+    look like. None leaves a tensor as it is. With `mesh`, placements will do: [("*.q_proj.weight", "S0"), ("*", "R")].
+
+    DTensors, ShardedTensors and plain tensors (which all ranks have alike) are moved; everything else keeps its place.
+    Names are those of nested dicts and lists with dots. `dtype`: cast floating point tensors. `free`: give the memory
+    of each source tensor back as soon as it was sent. `verify`, `max_bytes`, `hosts`: as in `reshard`. `progress`: a
+    function of (bytes done, bytes in all), or "bar".
+    """
+    wire = group_wire(group)
+    flat, paths = flatten_state_dict(state_dict) if state_dict is not None else ({}, FLATTEN_MAPPING())
+
+    def say() -> Said | None:
+        if state_dict is None:
+            return None
+        others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
+        known = {name: None if v is None else known_of(v) for name, v in flat.items() if v is None or is_tensor(v)}
+        return known, others, paths
+
+    sources, others, paths = together("reshard_state_dict", say, _merged, group=group)
+    kinds = dict[str, Kind]()
+
+    def make() -> str:
+        asked = Asked(to, mesh, list(sources))
+        for name, source in sources.items():
+            target = asked.of(name)
+            if target is not None:
+                kinds[name] = _kind(target, source.shape, group, wire.owners)
+        made.append(_plan(sources, kinds, dtype, max_bytes, hosts))
+        return made[0].fingerprint
+
+    made = list[ModelPlan]()
+    together("reshard_state_dict", make, _same, group=group, verify=verify, free=free)
+    found = _moved(Mover(wire, made[0], "reshard_state_dict"), flat, kinds, free=free, verify=verify, progress=progress)
+    kept = {name: flat.get(name) for name in sources if name not in kinds}
+    every = {**others, **{name: value for name, value in flat.items() if name not in sources}, **kept, **found}
+    return unflatten_state_dict({name: every[name] for name in paths}, paths)
+
+
+class Asked:
+    """What is asked for, by name."""
+
+    def __init__(self, to: Targets, mesh: Any, names: Sequence[str]) -> None:
+        self._mesh, self._names = mesh, names
+        if isinstance(to, Mapping):
+            flat, _ = flatten_state_dict(to)
+            flat = {**flat, **{str(name): value for name, value in to.items() if str(name) in names}}
+            tensors = {name: value for name, value in flat.items() if name in names or is_tensor(value)}
+            extra = [name for name in tensors if name not in names]
+            if extra:
+                raise ValueError(missing("the state dict has no", extra, names))
+            left = [name for name in names if name not in tensors]
+            if left:
+                raise ValueError(missing("nothing is asked for", left, tensors) + "; None leaves a tensor as it is")
+            self._of: Callable[[str], Any] = tensors.__getitem__
+        elif callable(to):
+            self._of = to
+        else:
+            self._rules = [(str(pattern), target) for pattern, target in to]
+            self._of = self._by_rule
+
+    def _by_rule(self, name: str) -> Any:
+        for pattern, target in self._rules:
+            if matched(pattern, name) is not None:
+                return target
+        rules = ", ".join(repr(pattern) for pattern, _ in self._rules)
+        raise ValueError(f"no rule fits {name!r}: there are {rules}; end with '*'")
+
+    def of(self, name: str) -> Any:
+        """What `reshard` takes as a target, a plain tensor to look like, or None."""
+        target = self._of(name)
+        return (self._mesh, target) if self._mesh is not None and _are_placements(target) else target
+
+
+def _are_placements(target: Any) -> bool:
+    """True for what says nothing of a mesh: words, placements, or a sequence of those."""
+    if isinstance(target, str):
+        return "/" not in target  # as notation has
+    if isinstance(target, list | tuple):
+        return not (target and is_mesh(target[0]))
+    return isinstance(target, Shard | Replicate | Partial | StridedShard) or is_placement(target)
+
+
+Said = tuple[dict[str, Known | None], dict[str, Any], FLATTEN_MAPPING]
+Merged = tuple[dict[str, Tensor], dict[str, Any], FLATTEN_MAPPING]
+
+
+def _merged(told: Mapping[int, Said | None]) -> Merged:
+    known = merged({rank: said and said[0] for rank, said in told.items()}, "state dict")
+    _, others, paths = next(said for said in told.values() if said is not None)
+    sources = {
+        name: Tensor(one.shape, one.dtype, layout_for(one, holders), one.device)
+        for name, (one, holders) in known.items()
+    }
+    return sources, others, paths
+
+
+def _kind(target: Any, shape: tuple[int, ...], group: dist.ProcessGroup | None, owners: Sequence[int]) -> Kind:
+    if isinstance(target, torch.Tensor) and not is_sharded(target):
+        if tuple(target.shape) != shape:
+            raise ValueError(f"a tensor of shape {shape} cannot look like one of shape {tuple(target.shape)}")
+        return Plain(Layout.replicated(shape, owners))
+    return target_kind(target, shape, group)
+
+
+def _plan(
+    sources: Mapping[str, Tensor],
+    kinds: Mapping[str, Kind],
+    dtype: torch.dtype | None,
+    max_bytes: int | None,
+    hosts: Any,
+) -> ModelPlan:
+    targets = dict[str, Tensor]()
+    for name, kind in kinds.items():
+        source = sources[name]
+        if kind.layout.shape != source.shape:
+            raise ValueError(f"{name!r} has shape {source.shape}, but {kind.layout.shape} is asked for")
+        becomes = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
+        targets[name] = Tensor(source.shape, becomes, kind.layout, (kind.device or torch.device(source.device)).type)
+    found = [Link(name, name, View.whole(t.shape), View.whole(t.shape)) for name, t in targets.items()]
+    moved = {name: sources[name] for name in targets}
+    return ModelPlan.of(found, moved, targets, max_bytes=max_bytes, hosts=hosts)
+
+
+def _same(told: Mapping[int, str]) -> None:
+    if len(set(told.values())) > 1:
+        raise ValueError("the ranks ask for different shardings: give the same on all of them")
+
+
+def _moved(
+    mover: Mover, flat: Mapping[str, Any], kinds: Mapping[str, Kind], *, free: bool, verify: bool, progress: Progress
+) -> dict[str, Any]:
+    plan, me = mover.plan, mover.wire.me
+    found = dict[str, list[torch.Tensor]]()
+    moves = list[Move]()
+    sent = list[str]()
+
+    def bucket(_: int, entries: Sequence[int]) -> list[Move]:
+        while sent and not verify:
+            _give_back(flat.get(sent.pop()))
+        sent.extend(plan.entries[at].link.source for at in entries if free)
+        for at in entries:
+            name = plan.entries[at].link.target
+            t = plan.targets[name]
+            device = kinds[name].device or torch.device(t.device)
+            found[name] = [torch.empty(s, dtype=t.dtype, device=device) for s in local_shapes(t.layout, me)]
+            moves.append(mover.move(at, memory_of(flat.get(name)), found[name]))
+        return moves[-len(entries) :]
+
+    with torch.no_grad(), shown(progress, mover.total, "reshard") as tell:
+        mover.run(bucket, fresh=True, progress=tell)
+        if verify:
+            names = list(plan.targets)
+            compared(mover.wire, moves, names, [plan.targets[name].dtype for name in names])
+        for name in sent:
+            _give_back(flat.get(name))
+    return {name: kinds[name].closed(kinds[name].dressed(local)) for name, local in found.items()}
+
+
+def _give_back(value: Any) -> None:
+    """The memory of a tensor that was sent: the tensor is empty then, and so is all that shared its memory."""
+    for tensor in memory_of(value, apart=False):
+        tensor.untyped_storage().resize_(0)
+        tensor.data = tensor.data.new_empty(0)
