@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -50,40 +49,41 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """As in any transformer."""
 
-    def __init__(self, drop=0.0):
+    def __init__(self):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm_again, self.mlp, self.drop = nn.RMSNorm(WIDTH), FeedForward(), nn.Dropout(drop)
+        self.norm_again, self.mlp, self.drop = nn.RMSNorm(WIDTH), FeedForward(), nn.Dropout(0.0)
 
     def forward(self, x):
         x = x + self.drop(self.attention(self.norm(x)))
         return x + self.drop(self.mlp(self.norm_again(x)))
 
 
-def columns(**options):
-    return ColwiseParallel(**options)
-
-
 def replicated(mesh):
     """A block with the same activations on every rank, as plain tensors."""
-    plan = {f"attention.{name}": columns() for name in "qkv"} | {"mlp.up": columns(), "mlp.gate": columns()}
+    plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {
+        "mlp.up": ColwiseParallel(),
+        "mlp.gate": ColwiseParallel(),
+    }
     return parallelize_module(block(), mesh, plan | {"attention.out": RowwiseParallel(), "mlp.down": RowwiseParallel()})
 
 
-def by_sequence(mesh, drop=0.0):
+def by_sequence(mesh):
     """A block whose activations are sharded by sequence between its parts, as DTensors: lengths may be uneven."""
     rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    plan = {f"attention.{name}": columns() for name in "qkv"} | {"mlp.up": columns(), "mlp.gate": columns()}
+    plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {
+        "mlp.up": ColwiseParallel(),
+        "mlp.gate": ColwiseParallel(),
+    }
     plan |= {"attention.out": rows, "mlp.down": rows, "attention": gathered, "mlp": gathered}
     plan |= {"norm": SequenceParallel(use_local_output=False), "norm_again": SequenceParallel(use_local_output=False)}
-    plan |= {"": PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Shard(1), use_local_output=False)}
-    return parallelize_module(block(drop), mesh, {k: v for k, v in plan.items() if k})
+    return parallelize_module(block(), mesh, plan)
 
 
-def block(drop=0.0):
+def block():
     torch.manual_seed(7)
-    return Block(drop)
+    return Block()
 
 
 def close(found, expected):

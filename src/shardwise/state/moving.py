@@ -53,7 +53,12 @@ class Mover:
     def __init__(self, wire: GroupWire, plan: ModelPlan, operation: str) -> None:
         self.wire, self.plan, self.operation = wire, plan, operation
         self.buckets = list(plan.buckets())
-        self.total = plan.bytes_moved + plan.bytes_local
+        self._bytes = [sum(plan.entries[at].bytes for at in bucket) for bucket in self.buckets]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors: what progress is measured by."""
+        return sum(self._bytes)
 
     def move(self, at: int, source: Tensors, target: Tensors) -> Move:
         """Of entry number `at`, between these local tensors of the whole source and target."""
@@ -81,9 +86,7 @@ class Mover:
         done = 0
         for number, bucket in enumerate(self.buckets):
             self.exchange(number, moves_of(number, bucket), fresh=fresh)
-            done += sum(
-                self.plan.entries[at].plan.bytes_moved + self.plan.entries[at].plan.bytes_local for at in bucket
-            )
+            done += self._bytes[number]
             if progress is not None:
                 progress(done, self.total)
 

@@ -55,6 +55,11 @@ class Entry:
         return Entry(link, made, travels, source.device)
 
     @property
+    def bytes(self) -> int:
+        """Of all cells that it moves."""
+        return prod(self.plan.target.shape) * self.dtype.itemsize
+
+    @property
     def staged(self) -> int:
         """No rank stages more bytes for it, whatever stays where it is."""
         return self.plan.max_bytes or _staged(self.plan.source, self.plan.target, self.dtype.itemsize)

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from shardwise.exchange import Move, in_words
 from shardwise.state.leaves import Known, is_tensor, known_of, layout_for, merged
-from shardwise.state.links import Remap, links
+from shardwise.state.links import Link, Remap, links
 from shardwise.state.moving import Mover, check_local, memory_of, traces
 from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
@@ -59,10 +59,10 @@ class Resharder:
         def make() -> ModelPlan:
             sources, targets = known
             _check_owners(group_wire(group).owners, known)
-            if not cast:
-                _check_dtypes(sources, targets, rename)
             shapes = ({name: t.shape for name, t in side.items()} for side in known)
             found = links(*shapes, rename=rename, remap=list(remap), strict=strict)
+            if not cast:
+                _check_dtypes(found, sources, targets)
             made = ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)
             if plan is not None:
                 made.check(plan)
@@ -186,9 +186,8 @@ def _check_owners(owners: Sequence[int], sides: Sides) -> None:
                 )
 
 
-def _check_dtypes(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], rename: Rename) -> None:
-    for name, t in targets.items():
-        if name in sources and rename is None and sources[name].dtype != t.dtype:
-            raise ValueError(
-                f"{name!r} is {sources[name].dtype} in the source, but {t.dtype} in the target: cast=True casts"
-            )
+def _check_dtypes(found: Iterable[Link], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    for link in found:
+        ours, theirs = sources[link.source].dtype, targets[link.target].dtype
+        if ours != theirs:
+            raise ValueError(f"{link.source!r} is {ours}, but {link.target!r} is {theirs}: cast=True casts")
