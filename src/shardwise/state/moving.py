@@ -72,20 +72,26 @@ class Mover:
             entry.dtype,
         )
 
-    def exchange(self, bucket: int, moves: Sequence[Move], *, fresh: bool) -> None:
-        """One bucket. All ranks are in the same one, of the same plan."""
-        terms = Terms({"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket})
+    def exchange(self, bucket: int, moves_of: Callable[[list[int]], Sequence[Move]], *, fresh: bool) -> None:
+        """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
+        moves, error = list[Move](), None
+        try:
+            moves.extend(moves_of(self.buckets[bucket]))
+        except Exception as found:
+            error = found
+        fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
+        terms = Terms(fields, error=error)
         device = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
         started = Exchange(self.wire, terms, moves, device=device, fresh=fresh)
         lane = Lane.of(self.wire)
         started.start(alone=lane.idle)
         lane.run(started.finish)
 
-    def run(self, moves_of: Callable[[int, list[int]], Sequence[Move]], *, fresh: bool, progress: Any = None) -> None:
+    def run(self, moves_of: Callable[[list[int]], Sequence[Move]], *, fresh: bool, progress: Any = None) -> None:
         """All buckets, one after the other."""
         done = 0
-        for number, bucket in enumerate(self.buckets):
-            self.exchange(number, moves_of(number, bucket), fresh=fresh)
+        for number in range(len(self.buckets)):
+            self.exchange(number, moves_of, fresh=fresh)
             done += self._bytes[number]
             if progress is not None:
                 progress(done, self.total)

@@ -181,7 +181,7 @@ def _moved(
     moves = list[Move]()
     sent = list[str]()
 
-    def bucket(_: int, entries: Sequence[int]) -> list[Move]:
+    def bucket(entries: Sequence[int]) -> list[Move]:
         while sent and not verify:
             _give_back(flat.get(sent.pop()))
         sent.extend(plan.entries[at].link.source for at in entries if free)

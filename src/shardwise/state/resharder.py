@@ -87,7 +87,7 @@ class Resharder:
                 for tensor in memory_of(value):
                     increment_version(tensor)  # autograd does not see what is received
 
-    def _bucket(self, _: int, entries: Sequence[int]) -> list[Move]:
+    def _bucket(self, entries: Sequence[int]) -> list[Move]:
         return [self._move(at) for at in entries]
 
     def _move(self, at: int) -> Move:
@@ -97,6 +97,8 @@ class Resharder:
         target = memory_of((self._target or {}).get(link.target))
         now = traces(source), traces(target)
         if at not in self._moves or self._moves[at][0] != now:
+            self._check(link.source, "source", source, self.plan.sources)
+            self._check(link.target, "target", target, self.plan.targets)
             self._moves[at] = now, self._mover.move(at, source, target)
         return self._moves[at][1]
 
@@ -108,7 +110,7 @@ class Resharder:
             fresh[name] = [torch.empty(shape, dtype=t.dtype, device=t.device) for shape in shapes]
         moves = dict[int, Move]()
 
-        def bucket(_: int, entries: Sequence[int]) -> list[Move]:
+        def bucket(entries: Sequence[int]) -> list[Move]:
             for at in entries:
                 link = self.plan.entries[at].link
                 source = memory_of((self._source or {}).get(link.source))
@@ -133,12 +135,14 @@ class Resharder:
 
     def _check_local(self) -> None:
         """Refuse what this rank has, where it is not what the layouts say."""
-        me = group_wire(self._group).me
         sides = ("source", self._source, self.plan.sources), ("target", self._target, self.plan.targets)
         for side, values, tensors in sides:
-            for name, t in tensors.items():
-                value = None if values is None else values.get(name)
-                check_local(name, side, memory_of(value), local_shapes(t.layout, me), t.dtype)
+            for name in tensors:
+                self._check(name, side, memory_of((values or {}).get(name)), tensors)
+
+    def _check(self, name: str, side: str, memory: list[torch.Tensor], tensors: Mapping[str, Tensor]) -> None:
+        t = tensors[name]
+        check_local(name, side, memory, local_shapes(t.layout, group_wire(self._group).me), t.dtype)
 
 
 def _tensors(state_dict: StateDict | None) -> dict[str, Any] | None:
