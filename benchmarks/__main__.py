@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import activation, loading, planning, tensor, validation
+from benchmarks import activation, loading, model, planning, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, page, show
 
@@ -16,6 +16,7 @@ SUBJECTS = {
     "loading": loading,
     "validation": validation,
     "tensor": tensor,
+    "model": model,
     "activation": activation,
 }
 

@@ -1,7 +1,6 @@
 """Modules whose inputs are the same on every rank, and steps of training to compare: what these tests share."""
 
 import gc
-from contextlib import contextmanager
 
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
@@ -19,12 +18,20 @@ SIZES = (2, 3, 4)
 
 def line():
     """A mesh of all ranks."""
+    _forget_parent()
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def grid():
     """2x2 ranks."""
+    _forget_parent()
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _forget_parent():
+    """What this process was forked with is not looked at by the garbage collector, which would copy all of it."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 def resharded(module, mesh, dim=0, **options):
@@ -145,17 +152,6 @@ def hooks_are_off():
     assert y.grad_fn._raw_saved_self is not None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert y.grad_fn._saved_self is x
-
-
-@contextmanager
-def raises_on(rank, kind):
-    """This rank raises, the others do not."""
-    try:
-        yield
-    except kind:
-        assert dist.get_rank() == rank
-    else:
-        assert dist.get_rank() != rank
 
 
 class Copied(torch.autograd.Function):

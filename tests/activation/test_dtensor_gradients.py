@@ -146,7 +146,7 @@ def gradients(module, x, given):
     return [leaf.grad, *(p.grad for p in module.parameters())]
 
 
-@WORLDS
+@pytest.mark.parametrize("count", [2, 3])
 def test_parts_of_a_block_may_be_resharded_by_themselves(ranks, count):  # noqa: F811
     def run(rank):
         x, mesh = numbers(2, SEQUENCE, WIDTH), line()
@@ -183,7 +183,7 @@ def test_a_block_with_dropout_of_its_own_on_every_rank(ranks, count, make):  # n
 
 
 @CHANCE
-@WORLDS
+@pytest.mark.parametrize("count", [2, 3])
 def test_a_replicated_dtensor_that_chance_made_different_stays_whole(ranks, count):  # noqa: F811
     class Chance(nn.Module):
         def forward(self, x):

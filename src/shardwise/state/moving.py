@@ -31,11 +31,6 @@ def memory_of(value: Any, *, apart: bool = True) -> Tensors:
     return [tensor.detach() for tensor in found] if apart else found
 
 
-def traces(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What changes when the memory of a tensor is another: then views of it have to be taken anew."""
-    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
-
-
 def check_local(name: str, side: str, tensors: Tensors, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
     """Refuse memory that is not what the layout gives this rank."""
     found = [(tuple(t.shape), t.dtype) for t in tensors]

@@ -45,13 +45,13 @@ class Entry:
     def of(link: Link, source: Tensor, target: Tensor, max_bytes: int | None, hosts: Any) -> Entry:
         """Cast before it travels where that is shorter, unless terms are reduced."""
         ours, theirs = laid_out(source.layout, link.source_view), laid_out(target.layout, link.target_view)
-        reducing = plan(ours, theirs).reducing
+        reducing = _planned(ours, theirs).reducing
         if reducing:
             check_reduction(source.layout.op or "", source.dtype)
         shorter = target.dtype.itemsize < source.dtype.itemsize and not reducing
         travels = target.dtype if shorter else source.dtype
         limit = max_bytes if max_bytes and _staged(ours, theirs, travels.itemsize) > max_bytes else None
-        made = plan(ours, theirs, itemsize=travels.itemsize, max_bytes=limit, hosts=hosts)
+        made = _planned(ours, theirs, travels.itemsize, limit, hosts)
         return Entry(link, made, travels, source.device)
 
     @property
@@ -63,6 +63,19 @@ class Entry:
     def staged(self) -> int:
         """No rank stages more bytes for it, whatever stays where it is."""
         return self.plan.max_bytes or _staged(self.plan.source, self.plan.target, self.dtype.itemsize)
+
+
+def _planned(source: Layout, target: Layout, itemsize: int = 4, limit: int | None = None, hosts: Any = None) -> Plan:
+    """One for all tensors that move alike: what is found out about it is found out once."""
+    if isinstance(hosts, Mapping):
+        hosts = tuple(hosts.items())
+    return _kept(source, target, itemsize, limit, hosts)
+
+
+@lru_cache(maxsize=4096)
+def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
+    named = dict(hosts) if isinstance(hosts, tuple) else hosts
+    return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from shardwise.exchange import Move, in_words
 from shardwise.state.leaves import Known, is_tensor, known_of, layout_for, merged
 from shardwise.state.links import Link, Remap, links
-from shardwise.state.moving import Mover, check_local, memory_of, traces
+from shardwise.state.moving import Mover, check_local, memory_of
 from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.progress import Progress, shown
@@ -72,7 +72,7 @@ class Resharder:
 
         together("Resharder", lambda: make().fingerprint, _same_plan, group=group, verify=verify)
         self._mover = Mover(group_wire(group), self.plan, "sync")
-        self._moves = dict[int, tuple[Any, Move]]()
+        self._moves = dict[int, tuple[list[int], Move, list[torch.Tensor]]]()  # with addresses, and what is written
 
     plan: ModelPlan
 
@@ -83,9 +83,9 @@ class Resharder:
                 self._staged(progress)
             else:
                 self._mover.run(self._bucket, fresh=False, progress=progress)
-            for value in (self._target or {}).values():
-                for tensor in memory_of(value):
-                    increment_version(tensor)  # autograd does not see what is received
+            increment_version(
+                [t for _, _, written in self._moves.values() for t in written]
+            )  # autograd does not see it
 
     def _bucket(self, entries: Sequence[int]) -> list[Move]:
         return [self._move(at) for at in entries]
@@ -93,13 +93,15 @@ class Resharder:
     def _move(self, at: int) -> Move:
         """Made once, and anew where the memory of a tensor has changed."""
         link = self.plan.entries[at].link
-        source = memory_of((self._source or {}).get(link.source))
-        target = memory_of((self._target or {}).get(link.target))
-        now = traces(source), traces(target)
-        if at not in self._moves or self._moves[at][0] != now:
-            self._check(link.source, "source", source, self.plan.sources)
-            self._check(link.target, "target", target, self.plan.targets)
-            self._moves[at] = now, self._mover.move(at, source, target)
+        source = memory_of((self._source or {}).get(link.source), apart=False)
+        target = memory_of((self._target or {}).get(link.target), apart=False)
+        known, now = self._moves.get(at), [t.data_ptr() for t in (*source, *target)]
+        if known is not None and known[0] == now:
+            return known[1]
+        self._check(link.source, "source", source, self.plan.sources)
+        self._check(link.target, "target", target, self.plan.targets)
+        source, target = ([t.detach() for t in side] for side in (source, target))
+        self._moves[at] = now, self._mover.move(at, source, target), target
         return self._moves[at][1]
 
     def _staged(self, progress: Callable[[int, int], None] | None) -> None:
@@ -123,7 +125,7 @@ class Resharder:
         compared(self._mover.wire, [moves[at] for at in range(len(names))], names, dtypes)
         for name, value in (self._target or {}).items():
             for ours, theirs in zip(memory_of(value), fresh[name], strict=False):
-                ours.copy_(theirs)
+                ours.copy_(theirs)  # which autograd does see
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
