@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import prod
 from statistics import median
 from typing import Any
@@ -116,11 +117,13 @@ def _planned() -> ModelPlan:
     shapes = dict(list(model(125).items())[:1000])
     trainers, servers = sw.Mesh(fsdp=1024), sw.Mesh(dp=64, tp=8)
     words = {Shard(0): "S0", Shard(1): "S1", Replicate(): "R"}
-    sources = {n: Tensor(s, torch.bfloat16, sw.Layout.on_mesh(s, trainers, ["S0"]), "cpu") for n, s in shapes.items()}
-    targets = {
-        n: Tensor(s, torch.bfloat16, sw.Layout.on_mesh(s, servers, ["R", words[placement(n)]]), "cpu")
-        for n, s in shapes.items()
-    }
+
+    @cache  # as those of DTensors are
+    def tensor(shape: tuple[int, ...], mesh: sw.Mesh, *placements: str) -> Tensor:
+        return Tensor(shape, torch.bfloat16, sw.Layout.on_mesh(shape, mesh, placements), "cpu")
+
+    sources = {name: tensor(shape, trainers, "S0") for name, shape in shapes.items()}
+    targets = {name: tensor(shape, servers, "R", words[placement(name)]) for name, shape in shapes.items()}
     return ModelPlan.of(links(shapes, shapes), sources, targets)
 
 

@@ -69,7 +69,7 @@ def plan(
 
 @app.command()
 def demo() -> None:
-    """Plan the move of a whole model from its trainer to its servers, and show it."""
+    """Plan the move of a whole model, move a real tensor, and sync a real model between processes of this machine."""
     run_demo(Console())
 
 

@@ -161,7 +161,8 @@ class ModelPlan:
             kinds.setdefault(key, []).append(entry)
         buckets = list(self.buckets())
         lines = [
-            f"{len(self.sources)} tensors become {len(self.targets)}, in {len(buckets)} exchanges",
+            f"{len(self.sources)} tensors become {len(self.targets)}, in {len(buckets)} exchange"
+            + "s" * (len(buckets) != 1),
             f"{_size(self.bytes_moved)} between ranks, {_size(self.bytes_local)} stay; "
             f"no rank stages more than {_size(self.peak_bytes)}",
         ]
