@@ -7,6 +7,7 @@ from blocks import (
     WholeMLP,
     alive,
     compared,
+    grid,
     hooks_are_off,
     kept_in_parts,
     line,
@@ -19,7 +20,6 @@ from blocks import (
 )
 from ranks import ranks  # noqa: F401
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 
@@ -241,55 +241,36 @@ def test_double_backward(ranks):  # noqa: F811
     ranks(2, run)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_recomputes_and_keeps_nothing(ranks, reentrant):  # noqa: F811
-    class Counted(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return x.tanh()
-
-    def run(rank):
-        found = []
-        for parted in (False, True):
-            module = MLP(WholeMLP(act=Counted))
-            if parted:
-                resharded(module, line())
-            x = X.clone().requires_grad_()
-            with sw.activation.measure() as account:
-                output = checkpoint(module, x, use_reentrant=reentrant)
-                assert account.total.tensors == 0
-                pull(output)
-            found.append([output, x.grad, *(p.grad for p in module.parameters())])
-            assert module.act.calls == 2
-            assert account.total.tensors == 0
-        same(found[1], found[0])
-
-    ranks(2, run)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_inside_recomputes_from_an_input_that_is_kept_in_parts(ranks, reentrant):  # noqa: F811
-    class Inside(nn.Module):
+def test_nested_modules_may_be_resharded_on_different_axes(ranks):  # noqa: F811
+    class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.mlp, self.norm, self.calls = MLP(WholeMLP(act=nn.GELU)), nn.LayerNorm(12).double(), 0
-
-        def body(self, x):
-            self.calls += 1
-            return nn.functional.dropout(self.mlp(x), 0.3)
+            self.norm, self.inner = nn.LayerNorm(12).double(), WholeMLP(act=nn.GELU)
 
         def forward(self, x):
-            return self.norm(x) + checkpoint(self.body, x, use_reentrant=reentrant)
+            return self.inner(self.norm(x)) * x + self.inner(x)
 
     def run(rank):
-        module, mesh = Inside(), line()
-        account, _ = compared(module, mesh, X)
-        kept_in_parts(account, tensors=1, size=SIZE)
-        assert module.calls == 2 * 4
-        resharded(module.mlp, mesh)  # and what is inside of the checkpoint as well
-        compared(module, mesh, X)
+        mesh, module = grid(), Outer()
+        plain = step(module, X)
+        for inner, outer in (("dp", "tp"), ("tp", "dp")):
+            resharded(module.inner, mesh[inner], name="inner")
+            resharded(module, mesh[outer], name="outer")
+            with sw.activation.measure() as account:
+                same(step(module, X), plain)
+            assert {name: one.tensors for name, one in account.modules.items()} == {"outer": 1, "inner": 2}
+            assert account.gathers == 3
+
+    ranks(4, run)
+
+
+def test_saved_tensors_may_be_looked_at_outside_of_backward(ranks):  # noqa: F811
+    def run(rank):
+        module = resharded(nn.Linear(12, 3).double(), line())
+        output = module(X)
+        for _ in range(2):
+            same(output.grad_fn._saved_mat1, X)
+        output.sum().backward()
 
     ranks(2, run)
 

@@ -229,10 +229,13 @@ def test_modules_with_replicated_dtensors(ranks, count):  # noqa: F811
             x = numbers(*shape) if shape else torch.arange(21).reshape(3, 7).remainder(12)
             account, _ = compared(module, mesh, distribute_tensor(x, mesh, [Replicate()]), steps=1)
             assert everywhere(account.bytes_kept) == account.bytes_saved
-            found[name] = account.total.tensors == account.gathers >= 1
+            found[name] = account.total.tensors, account.gathers
         return found
 
-    assert ranks(count, run) == [dict.fromkeys(CASES, True)] * count
+    found = ranks(count, run)
+    assert found == [found[0]] * count
+    for name, (tensors, gathers) in found[0].items():
+        assert gathers == tensors >= 1, name
 
 
 def test_a_larger_mesh_of_which_one_axis_is_resharded(ranks):  # noqa: F811

@@ -1,5 +1,7 @@
 """A small Llama, sharded in every way that torch knows, and what the tests of state dicts share."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
@@ -13,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -98,16 +99,14 @@ def tp(model, mesh, *, norms=False):
         parallelize_module(layer, mesh, columns | {"attention.o": RowwiseParallel(), "mlp.down": RowwiseParallel()})
     for module in model.modules() if norms else ():
         if isinstance(module, nn.RMSNorm):
-            SequenceParallel()._apply(module, mesh)
-            module._forward_hooks.clear()  # weights as it makes them, activations as they are
-            module._forward_pre_hooks.clear()
-            as_local(module)
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate()]))
+            module.forward = partial(normed, module)
     return model
 
 
-def as_local(module):
-    """Let a module compute with its whole weights, which are DTensors."""
-    module.forward = lambda x: F.rms_norm(x, (WIDTH,), module.weight.full_tensor(), module.eps)
+def normed(module, x):
+    """What RMSNorm does, with weights that are DTensors."""
+    return F.rms_norm(x, (WIDTH,), module.weight.to_local(), module.eps)
 
 
 def sharded(how, seed=0, ranks=range(4)):

@@ -1,4 +1,4 @@
-"""A whole model, synced: four trainers hold it fully sharded, the same four serve it tensor parallel, step after step."""
+"""A whole model, synced step after step: four ranks train it fully sharded, and serve it tensor parallel."""
 
 from __future__ import annotations
 
@@ -67,9 +67,8 @@ def _rank(rank: int) -> dict[str, Any]:
             weight.to_local().mul_(-1)
         times["ours"].append(_timed(sync.run))
         plain = reshard_state_dict(trained, _placement, mesh=mesh)
-        times["torch"].append(
-            _timed(lambda: [w.redistribute(mesh, plain[name].placements) for name, w in trained.items()])
-        )
+        goals = [(weight, plain[name].placements) for name, weight in trained.items()]
+        times["torch"].append(_timed(lambda goals=goals: [w.redistribute(mesh, goal) for w, goal in goals]))
         for n in range(LAYERS):
             parts = [(-1) ** (step + 1) * whole[f"layers.{n}.{p}.weight"] for p in ("q", "k", "v")]
             found = served[f"layers.{n}.qkv.weight"].full_tensor()
