@@ -1,6 +1,7 @@
 """Modules whose inputs are the same on every rank, and steps of training to compare: what these tests share."""
 
 import gc
+import threading
 
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
@@ -94,11 +95,14 @@ def fresh(inputs):
     return tree_map(leaf, inputs)
 
 
+def cotangent(x):
+    """Whole numbers, most of them different."""
+    return torch.linspace(-16, 32, x.numel(), dtype=torch.float64).round().reshape(x.shape).to(x.dtype)
+
+
 def pull(output):
-    """Go back from an output, with another cotangent for each element."""
-    x = local(output)
-    weight = torch.linspace(-1, 2, x.numel(), dtype=torch.float64).reshape(x.shape).round(decimals=1)
-    x.backward((16 * weight).round().to(x.dtype))
+    """Go back from an output, with another weight for each element."""
+    local(output).backward(cotangent(local(output)))
 
 
 def step(module, *inputs, seed=None, **named):
@@ -140,7 +144,10 @@ def kept_in_parts(account, *, tensors, size, steps=2, group=None):
 
 
 def alive():
-    """How many values are kept in parts."""
+    """How many values are kept in parts, once no thread is busy with one."""
+    for thread in threading.enumerate():
+        if thread.name == "shardwise":
+            thread.join()
     gc.collect()
     return sum(type(one) is Kept for one in gc.get_objects())
 

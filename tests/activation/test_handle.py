@@ -8,9 +8,10 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import MLP, WholeMLP, compared, grid, hooks_are_off, line, numbers, resharded, same, step
+from blocks import MLP, WholeMLP, compared, grid, hooks_are_off, line, numbers, pull, resharded, same, step
 from ranks import ranks  # noqa: F401
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
 
@@ -82,8 +83,7 @@ def test_what_was_saved_before_it_was_removed_is_restored(ranks):  # noqa: F811
         x = X.clone().requires_grad_()
         output = module(x)
         sw.input_reshard_handle(module).remove()
-        weight = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).reshape(output.shape).round(decimals=1)
-        output.backward((16 * weight).round())
+        pull(output)
         same([output.detach(), x.grad, *(p.grad for p in module.parameters())], plain)
 
     ranks(2, run)
@@ -108,7 +108,6 @@ def test_a_forward_that_was_replaced_before_and_after(ranks):  # noqa: F811
         sw.input_reshard_handle(module).remove()
         assert module.forward is twice
         assert counted(module, plain) == 0
-        assert own(X).grad_fn is not None
 
     ranks(2, run)
 
@@ -199,8 +198,6 @@ def test_a_mesh_of_one_rank_keeps_all(ranks):  # noqa: F811
 
 def test_ranks_outside_of_the_mesh_are_left_alone(ranks):  # noqa: F811
     def run(rank):
-        from torch.distributed.device_mesh import DeviceMesh
-
         mesh = DeviceMesh("cpu", [0, 2])
         module, plain = WholeMLP(), step(WholeMLP(), X)
         resharded(module, mesh)

@@ -90,7 +90,7 @@ def test_one_rank_that_fails_may_try_again(ranks):  # noqa: F811
                 module.trouble = None
             check(module, plain)
 
-    ranks(3, run)
+    ranks(3, run, patience=4, timeout=20)
 
 
 def agree_to_skip(module, x):

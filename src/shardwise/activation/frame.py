@@ -91,7 +91,8 @@ class Frame:
         key = storage_of(local), local._version, cells.key
         if key not in outermost.kept:
             whole = cells.bytes(local)
-            outermost.kept[key] = self.home.keep(whole, self._digest(whole), label, self.account)
+            site = self.name, len(outermost.kept)
+            outermost.kept[key] = self.home.keep(whole, self._digest(whole), site, label, self.account)
             outermost._watched.append(watched_storage(local))
         outermost.kept[key].uses += 1
         return outermost.kept[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterator
 from threading import Event, RLock, Thread
 from typing import NamedTuple
@@ -20,9 +19,10 @@ from shardwise.exchange.wire import Message, Swap
 from shardwise.wires import GroupWire
 
 ALIGN = 64  # bytes: where parts begin
-AHEAD = 1  # restored before they are asked for
 PATIENCE = 1.0  # seconds until a rank that waits helps those that may wait for something else
-MOST_LEFT = 32  # messages that nobody waits for
+
+
+Site = tuple[str, int]  # a module, and which of the tensors that it keeps
 
 
 class Posted(NamedTuple):
@@ -43,10 +43,11 @@ class Home:
         self.lock = RLock()  # backward may run in threads of its own
         self._kept = WeakValueDictionary[int, Kept]()
         self._order = list[int]()  # the numbers, ascending; those of what is gone may be among them
-        self._ahead = set[int]()  # under way, or there, before they were asked for
         self._whole = WeakValueDictionary[int, Kept]()  # restored in this backward pass
         self._task: int | None = None
-        self._left = deque[Posted]()
+        self._last: Site | None = None  # what this backward pass asked for last
+        self._follows = dict[Site, Site | None]()  # and what came after it, the last time
+        self._left = list[Posted]()
 
     @staticmethod
     def of(wire: GroupWire) -> Home:
@@ -56,9 +57,9 @@ class Home:
         home: Home = wire.memory["activations"]
         return home
 
-    def keep(self, whole: torch.Tensor, digest: int, label: str, account: Account) -> Kept:
-        """Keep this rank's part of these bytes."""
-        kept = Kept(self, self.next, whole, digest, label, account)
+    def keep(self, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account) -> Kept:
+        """Keep this rank's part of these bytes. `site` is the same in every forward pass."""
+        kept = Kept(self, self.next, whole, digest, site, label, account)
         self._kept[self.next] = kept
         insort(self._order, self.next)
         self.next += 1
@@ -84,33 +85,39 @@ class Home:
         return crc32(f"{self.wire.name} activations {what}".encode()) >> 1
 
     def _others(self, number: int) -> Iterator[Kept]:
-        """What else is kept: first what was saved before, latest first, as backward most likely needs that next."""
+        """What else may be asked for in this pass: first what was saved before, the latest first."""
         self._order = [n for n in self._order if n in self._kept]
         at = bisect_left(self._order, number)
         for n in [*reversed(self._order[:at]), *self._order[at:]]:
             kept = self._kept.get(n)
-            if kept is not None and kept.number != number and not kept.under_way:
+            if kept is not None and kept.number != number and not kept.under_way and kept.task != backward_task():
                 yield kept
 
-    def restore_ahead(self, number: int) -> None:
-        """Start on what was saved before, so that it is there when it is asked for."""
-        if len(self._ahead) < AHEAD:
-            self._post_next(number, later=False)
+    def restore_ahead(self, kept: Kept) -> None:
+        """Start on what came next in the last backward pass, so that it is there when it is asked for.
+
+        Not on anything else: what another rank has dropped, or never asks for, would be waited for in vain.
+        """
+        site = self._follows.get(kept.site)
+        if site is not None and backward_task() is not None:
+            for other in self._others(kept.number):
+                if other.number < kept.number and other.site == site:
+                    other.post()
+                    return
 
     def help_others(self, number: int) -> None:
         """Start on something else: other ranks may wait for that, in another order, before they come to this."""
-        self._post_next(number, later=True)
-
-    def _post_next(self, number: int, *, later: bool) -> None:
         for kept in self._others(number):
-            if later or kept.number < number:
-                self._ahead.add(kept.number)
-                kept.post()
-                return
+            kept.post()
+            return
 
     def asked_for(self, kept: Kept) -> None:
         """See to it that it becomes a part again, if it outlives its use: autograd drops it, unless told to retain."""
-        self._ahead.discard(kept.number)
+        if kept.task != backward_task():
+            if self._last is not None:
+                self._follows[self._last] = kept.site
+            self._last = kept.site
+        kept.task = backward_task()
         for other in list(self._whole.values()):
             if other.served:
                 self._shrink(other)
@@ -125,7 +132,9 @@ class Home:
     def end(self) -> None:
         """The backward pass is over."""
         with self.lock:
-            self._task = None
+            if self._last is not None:
+                self._follows[self._last] = None
+            self._task = self._last = None
             for kept in list(self._whole.values()):
                 self._shrink(kept)
 
@@ -133,21 +142,20 @@ class Home:
         kept.shrink()
         self._whole.pop(kept.number, None)
 
-    def leave(self, number: int, posted: Posted) -> None:
-        """What was restored for nothing: messages may still write into its memory. All ranks leave the same."""
-        self._ahead.discard(number)
+    def leave(self, posted: Posted) -> None:
+        """What was restored for nothing. Messages may still write into its memory, for as long as the group lives."""
         self._left.append(posted)
-        if len(self._left) > MOST_LEFT:
-            oldest = self._left.popleft()
-            _finish(oldest.said)
-            _finish(oldest.parts)
 
 
 class Kept:
     """This rank's part of some bytes that all ranks had alike."""
 
-    def __init__(self, home: Home, number: int, whole: torch.Tensor, digest: int, label: str, account: Account) -> None:
-        self.home, self.number, self.digest, self.label, self.account = home, number, digest, label, account
+    def __init__(
+        self, home: Home, number: int, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account
+    ) -> None:
+        self.home, self.number, self.digest, self.account = home, number, digest, account
+        self.site, self.label = site, label
+        self.task: int | None = None  # the backward pass that asked for it last
         self.bytes, self.device = whole.numel(), whole.device
         self._mine = dict(home.spans(self.bytes))[home.wire.me]
         self._part: torch.Tensor | None = whole[self._mine].clone()  # None while it is part of the whole
@@ -200,7 +208,7 @@ class Kept:
             assert found is not None, "restored"
             self._left -= 1
             self.home.asked_for(self)
-            self.home.restore_ahead(self.number)
+            self.home.restore_ahead(self)
             return found
 
     def _restore(self) -> None:
@@ -227,7 +235,7 @@ class Kept:
     def __del__(self) -> None:
         posted = getattr(self, "_posted", None)
         if posted is not None:
-            self.home.leave(self.number, posted)
+            self.home.leave(posted)
 
 
 def _finish(swap: Swap) -> None:
