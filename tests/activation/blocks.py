@@ -143,12 +143,17 @@ def kept_in_parts(account, *, tensors, size, steps=2, group=None):
     assert total.bytes_gathered == total.bytes_saved - total.bytes_kept
 
 
-def alive():
-    """How many values are kept in parts, once no thread is busy with one."""
+def settle():
+    """Wait until no thread is busy with what was kept, and drop what nobody holds."""
     for thread in threading.enumerate():
         if thread.name == "shardwise":
             thread.join()
     gc.collect()
+
+
+def alive():
+    """How many values are kept in parts."""
+    settle()
     return sum(type(one) is Kept for one in gc.get_objects())
 
 

@@ -212,16 +212,35 @@ def refused(call):
     with pytest.raises(ValueError) as error:  # noqa: PT011  the text is held against those of the other ranks
         call()
     assert isinstance(error.value, sw.ExchangeError)
-    owners = dist.get_world_size()
-    whole = numbers(owners, owners)
-    lies(sw.reshard(held(whole, f"{owners}x{owners}/S0@{owners}"), f"{owners}x{owners}/S1@{owners}"), whole,
-         f"{owners}x{owners}/S1@{owners}")  # fmt: skip
+    usable()
     return str(error.value)
+
+
+def answer(call):
+    """What it says where it is refused as it should be, and else what has come of it: for many cases in one run."""
+    try:
+        call()
+    except ValueError as error:
+        found = str(error) if isinstance(error, sw.ExchangeError) else f"refused on this rank alone: {error!r}"
+    except Exception as error:
+        found = f"failed: {error!r}"
+    else:
+        found = "not refused"
+    usable()
+    return found
+
+
+def usable():
+    """The group can still reshard."""
+    owners = dist.get_world_size()
+    whole, rows, columns = numbers(owners, owners), f"{owners}x{owners}/S0@{owners}", f"{owners}x{owners}/S1@{owners}"
+    lies(sw.reshard(held(whole, rows), columns), whole, columns)
 
 
 def same_refusals(found, **words):
     """On all ranks the same texts, with these words in them."""
-    assert found == [found[0]] * len(found)
     for name, several in words.items():
+        said = [texts[name] for texts in found]
+        assert said == [said[0]] * len(said), name
         for word in [several] if isinstance(several, str) else several:
-            assert word in found[0][name]
+            assert word in said[0], name

@@ -6,12 +6,13 @@ import torch
 import torch.distributed as dist
 from models import held, lies, numbers, same
 from torch.distributed._shard import sharded_tensor as torchs_tensor
+from torch.distributed._shard import sharding_spec as torchs_spec
 from torch.distributed._shard.sharded_tensor import metadata as torchs_metadata
 from torch.distributed.tensor import DTensor, Partial
 
 import shardwise as sw
 
-TORCH = SimpleNamespace(**{**vars(torchs_tensor), **vars(torchs_metadata)})
+TORCH = SimpleNamespace(**{**vars(torchs_spec), **vars(torchs_tensor), **vars(torchs_metadata)})
 WHOLE = numbers(8, 6)
 QUARTERS = sw.Layout.boxes(
     (8, 6), [(2 * i + j, (4 * i, 3 * j), (4 * i + 4, 3 * j + 3)) for i in (0, 1) for j in (0, 1)]

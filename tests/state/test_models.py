@@ -93,18 +93,17 @@ def test_there_and_back_is_the_identity(ranks):  # noqa: F811
     def run(rank):
         first, other = sharded("both", seed=1), sharded("tp", seed=2)
         before, between = parts(sharded("both", seed=1)), parts(sharded("tp", seed=1))
-        for options in {}, {"verify": True}, {"max_bytes": 3000}, {"verify": True, "max_bytes": 1000}:
+        for options in {}, {"verify": True}, {"max_bytes": 3000}, {"verify": True, "max_bytes": 2000}:
             there = sw.Resharder(first.state_dict(), other.state_dict(), **options)
             back = sw.Resharder(other.state_dict(), first.state_dict(), **options)
             assert there.plan.peak_bytes <= options.get("max_bytes", 2**62)
             assert len(list(there.plan.buckets())) > (10 if "max_bytes" in options else 0)
-            for _ in range(2):
-                there.run()
-                all_same(parts(other), between)
-                fill(first, 7)
-                back.run()
-                all_same(parts(first), before)
-                fill(other, 8)
+            there.run()
+            all_same(parts(other), between)
+            fill(first, 7)
+            back.run()
+            all_same(parts(first), before)
+            fill(other, 8)
 
     ranks(4, run)
 

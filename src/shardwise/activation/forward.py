@@ -102,7 +102,7 @@ class Resharding:
         frame = self._frame(args, kwargs)
         with self._watched(frame):
             found = self.__wrapped__(*args, **kwargs)
-        if self.rule.check and frame.outermost is None:
+        if frame.compare:
             mine = [(kept.label, kept.digest) for kept in frame.kept.values()]
             self._compare(lambda: mine)
         return found
@@ -125,19 +125,19 @@ class Resharding:
         home = Home.of(group_wire(self.mesh.get_group()))
         frame = Frame(home, self.mesh, self.module, self.name, self.rule, account_of(self.name))
         frame.outermost = next((outer for outer in _frames.stack if outer.home is home), None)
+        if self.rule.check:
+            (frame.outermost or frame).compare = True
         leaves, _ = tree_flatten_with_path((args, kwargs))
         return frame.take((f"input{keystr(path[1:])}", leaf) for path, leaf in leaves)
 
     @contextmanager
     def _watched(self, frame: Frame) -> Iterator[None]:
-        first = frame.home.next
         _frames.stack.append(frame)
         try:
             with _hooks():
                 yield
         except BaseException as error:
-            if frame.outermost is None:
-                frame.home.forget_from(first)
+            if frame.compare:
                 self._tell(error)
             raise
         finally:
@@ -149,7 +149,7 @@ class Resharding:
         def failed() -> NoReturn:
             raise error
 
-        if self.rule.check and isinstance(error, Exception):
+        if isinstance(error, Exception):
             with suppress(Exception):
                 self._compare(failed)
 

@@ -35,6 +35,7 @@ class Frame:
     rule: Rule
     account: Account
     outermost: Frame | None = None  # unless it is this
+    compare: bool = False  # across ranks, when it ends
     kept: dict[Any, Kept] = field(default_factory=dict)  # by what they are parts of
     _watched: list[Any] = field(default_factory=list)  # their storages: none must be taken for another
     _inputs: dict[int, tuple[torch.Tensor, int, str]] = field(default_factory=dict)  # by storage, with their version

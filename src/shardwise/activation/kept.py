@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from threading import Event, RLock, Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -19,15 +20,16 @@ from shardwise.exchange.wire import Message, Swap
 from shardwise.wires import GroupWire
 
 ALIGN = 64  # bytes: where parts begin
-PATIENCE = 1.0  # seconds until a rank that waits helps those that may wait for something else
+PATIENCE = 3.0  # seconds until a rank that waits helps those that may wait for something else
 
 
 Site = tuple[str, int]  # a module, and which of the tensors that it keeps
 
 
 class Posted(NamedTuple):
-    """Messages under way: first what the ranks say of their parts, then the parts."""
+    """Messages under way: first what the ranks say of the whole, then their parts of it."""
 
+    mine: torch.Tensor
     heads: dict[int, torch.Tensor]
     said: Swap
     room: torch.Tensor
@@ -35,7 +37,7 @@ class Posted(NamedTuple):
 
 
 class Home:
-    """All that is kept in parts over one wire, numbered in the order in which it was saved: the same on every rank."""
+    """All that is kept in parts over one wire, numbered in the order in which it was saved."""
 
     def __init__(self, wire: GroupWire) -> None:
         self.wire = wire
@@ -45,9 +47,12 @@ class Home:
         self._order = list[int]()  # the numbers, ascending; those of what is gone may be among them
         self._whole = WeakValueDictionary[int, Kept]()  # restored in this backward pass
         self._task: int | None = None
+        self._pass = 0  # the number of this backward pass, the same on every rank
+        self._asked = Counter[Site]()  # how often in this pass
         self._last: Site | None = None  # what this backward pass asked for last
         self._follows = dict[Site, Site | None]()  # and what came after it, the last time
-        self._left = list[Posted]()
+        self._wrong = set[tuple[Site, Site]]()  # where that was no good guess
+        self._left = list[Any]()  # messages that may still write into memory, for as long as the group lives
 
     @staticmethod
     def of(wire: GroupWire) -> Home:
@@ -64,14 +69,6 @@ class Home:
         insort(self._order, self.next)
         self.next += 1
         return kept
-
-    def forget_from(self, number: int) -> None:
-        """What was kept by a forward pass that failed: other ranks may not have come so far."""
-        for late in range(number, self.next):
-            kept = self._kept.pop(late, None)
-            if kept is not None:
-                kept.lost = True
-        self.next = number
 
     def spans(self, total: int) -> Iterator[tuple[int, slice]]:
         """Every owner, and which of so many bytes are its part."""
@@ -93,17 +90,33 @@ class Home:
             if kept is not None and kept.number != number and not kept.under_way and kept.task != backward_task():
                 yield kept
 
+    def place(self, site: Site) -> tuple[int, Site, int]:
+        """Which restoring this is, in this backward pass: the same on every rank, whatever the order of sites.
+
+        Not by anything counted in forward: ranks may have failed there, tried again or given up.
+        """
+        if backward_task() is None or backward_task() != self._task:
+            self._pass += 1
+            self._asked.clear()
+            self._task = backward_task()
+            if self._task is not None:
+                after_backward(self.end)
+        self._asked[site] += 1
+        return self._pass, site, self._asked[site]
+
     def restore_ahead(self, kept: Kept) -> None:
         """Start on what came next in the last backward pass, so that it is there when it is asked for.
 
         Not on anything else: what another rank has dropped, or never asks for, would be waited for in vain.
         """
         site = self._follows.get(kept.site)
-        if site is not None and backward_task() is not None:
-            for other in self._others(kept.number):
-                if other.number < kept.number and other.site == site:
-                    other.post()
-                    return
+        if site is None or (kept.site, site) in self._wrong or backward_task() is None:
+            return
+        for other in self._others(kept.number):
+            if other.number < kept.number and other.site == site:
+                other.guess = kept.site, site
+                other.post()
+                return
 
     def help_others(self, number: int) -> None:
         """Start on something else: other ranks may wait for that, in another order, before they come to this."""
@@ -122,12 +135,8 @@ class Home:
             if other.served:
                 self._shrink(other)
         self._whole[kept.number] = kept
-        task = backward_task()
-        if task is None:
+        if backward_task() is None:
             self._shrink(kept)
-        elif task != self._task:
-            self._task = task
-            after_backward(self.end)
 
     def end(self) -> None:
         """The backward pass is over."""
@@ -142,9 +151,11 @@ class Home:
         kept.shrink()
         self._whole.pop(kept.number, None)
 
-    def leave(self, posted: Posted) -> None:
-        """What was restored for nothing. Messages may still write into its memory, for as long as the group lives."""
-        self._left.append(posted)
+    def leave(self, messages: Any, guess: tuple[Site, Site] | None = None) -> None:
+        """Messages that nobody will wait for, because of a guess that was wrong."""
+        self._left.append(messages)
+        if guess is not None:
+            self._wrong.add(guess)
 
 
 class Kept:
@@ -156,13 +167,12 @@ class Kept:
         self.home, self.number, self.digest, self.account = home, number, digest, account
         self.site, self.label = site, label
         self.task: int | None = None  # the backward pass that asked for it last
+        self.guess: tuple[Site, Site] | None = None  # why it was restored ahead
         self.bytes, self.device = whole.numel(), whole.device
         self._mine = dict(home.spans(self.bytes))[home.wire.me]
         self._part: torch.Tensor | None = whole[self._mine].clone()  # None while it is part of the whole
-        self.lost = False  # of a forward pass that failed
         self.uses = 0  # by how many saved tensors
         self._left = 0  # of those, in this backward pass
-        self._times = 0  # restored
         self._posted: Posted | None = None
         self._whole: torch.Tensor | None = None
         account.kept(self.bytes, self._mine.stop - self._mine.start)
@@ -180,22 +190,19 @@ class Kept:
     def post(self) -> Posted:
         """Send this rank's part to all others, and get theirs, without waiting."""
         assert self._part is not None, "not under way"
-        wire, (number, times) = self.home.wire, (self.number, self._times)
+        wire, place = self.home.wire, self.home.place(self.site)
         room = torch.empty(self.bytes, dtype=torch.uint8, device=wire.serves(self.device))
         part = room[self._mine].copy_(self._part)
         spans = {owner: span for owner, span in self.home.spans(self.bytes) if owner != wire.me}
         mine = torch.tensor([self.digest, self.bytes])
         heads = {owner: torch.empty_like(mine) for owner in spans}
         told = [(owner, head.view(torch.uint8)) for owner, head in heads.items()]
-        said = wire.swap(
-            told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", number, times)
-        )
+        said = wire.swap(told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", place))
         # parts of another size never meet: their tags differ, and what was said before tells why
         receives: list[Message] = [(owner, room[span]) for owner, span in spans.items() if span.start < span.stop]
         sends: list[Message] = [(owner, part) for owner in spans if part.numel()]
-        parts = wire.swap(receives, sends, self.home.tag("part", number, times, self.bytes))
-        self._posted, self._part = Posted(heads, said, room, parts), None
-        self._times += 1
+        parts = wire.swap(receives, sends, self.home.tag("part", place, self.bytes))
+        self._posted, self._part = Posted(mine, heads, said, room, parts), None
         self.account.gathered(self.bytes - part.numel())
         return self._posted
 
@@ -212,8 +219,6 @@ class Kept:
             return found
 
     def _restore(self) -> None:
-        if self.lost:
-            raise ExchangeError(f"{self.label} was saved in a forward pass that failed: it cannot be restored")
         posted = self._posted or self.post()
         for _ in _patiently(lambda: self._arrive(posted), at_once=not self.home.wire.tagged):
             self.home.help_others(self.number)
@@ -222,9 +227,9 @@ class Kept:
     def _arrive(self, posted: Posted) -> None:
         _finish(posted.said)
         told = {owner: tuple(head.tolist()) for owner, head in posted.heads.items()}
-        if set(told.values()) - {(self.digest, self.bytes)}:
-            everybody = {**told, self.home.wire.me: (self.digest, self.bytes)}
-            raise ExchangeError(f"input_reshard: {difference(self.label, everybody)}")
+        told[self.home.wire.me] = self.digest, self.bytes
+        if len(set(told.values())) > 1:
+            raise ExchangeError(f"input_reshard: {difference(self.label, told)}")
         _finish(posted.parts)
 
     def shrink(self) -> None:
@@ -235,7 +240,7 @@ class Kept:
     def __del__(self) -> None:
         posted = getattr(self, "_posted", None)
         if posted is not None:
-            self.home.leave(posted)
+            self.home.leave(posted, self.guess)
 
 
 def _finish(swap: Swap) -> None:

@@ -81,13 +81,12 @@ class Cells:
             start = int(tensor.storage_offset()) * tensor.element_size()
             return Cells((start, count * tensor.element_size()), start, count, tensor.stride())
         key = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        copied = _once(tensor).contiguous().stride()
-        return Cells(key, None, count, tuple(n if s else 0 for s, n in zip(tensor.stride(), copied, strict=True)))
+        return Cells(key, None, count, _dense(tensor))
 
     def bytes(self, tensor: torch.Tensor) -> torch.Tensor:
         """All of them, in a row."""
         if self.start is None:
-            return _once(tensor).contiguous().view(-1).view(torch.uint8)
+            return _once(tensor).permute(_order(tensor)).contiguous().view(-1).view(torch.uint8)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return flat.set_(tensor.untyped_storage(), self.start, (self.count * tensor.element_size(),), (1,))
 
@@ -96,6 +95,21 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """True for what is made of bytes in memory: no meta tensors, wrappers, or views that are negated when read."""
     plain = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_meta
     return plain and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Its dims from the outermost in memory to the innermost."""
+    return sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+
+
+def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a copy without gaps, in the same order of dims: operations look at that."""
+    strides, step = [0] * tensor.ndim, 1
+    for dim in reversed(_order(tensor)):
+        if tensor.stride(dim):
+            strides[dim] = step
+            step *= tensor.size(dim)
+    return tuple(strides)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
