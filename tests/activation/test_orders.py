@@ -56,7 +56,7 @@ def test_passes_in_another_order_on_another_rank_are_an_error_at_most(ranks):  #
         same([leaf.grad for leaf in leaves], plain)
         return "waiting for nothing any more"
 
-    assert all("waiting for" in found for found in ranks(2, run, patience=8))
+    assert all("waiting for" in found for found in ranks(2, run, patience=8, dying=(9,)))
 
 
 def test_one_module_whose_calls_go_back_in_another_order_is_an_error_on_all_ranks(ranks):  # noqa: F811

@@ -69,64 +69,58 @@ def asked(name, value):
     return "scalar/R@4" if not value.ndim else f"8x6/S{len(name) % 2}@4:2,3,0,1"
 
 
-WAYS = {
-    "a mapping of names": dict(zip(NAMES, map(asked, NAMES, VALUES), strict=True)),
-    "a function of the name": lambda name: asked(name, VALUES[NAMES.index(name)]),
-    "rules": [(name, asked(name, value)) for name, value in zip(NAMES, VALUES, strict=True)] + [("*", "8x6/R@4")],
-    "a nested mapping": {
+WAYS = [
+    dict(zip(NAMES, map(asked, NAMES, VALUES), strict=True)),
+    lambda name: asked(name, VALUES[NAMES.index(name)]),
+    [(name, asked(name, value)) for name, value in zip(NAMES, VALUES, strict=True)] + [("*", "8x6/R@4")],
+    {  # nested as the state dict is
         "model": {name[6:]: asked(name, value) for name, value in zip(NAMES[:4], VALUES[:4], strict=True)},
         **{name: asked(name, value) for name, value in zip(NAMES[4:7], VALUES[4:7], strict=True)},
         3: {"scalar": "scalar/R@4"},
     },
-}
+]
 
 
-@pytest.mark.parametrize("to", WAYS.values(), ids=WAYS)
-def test_every_way_of_asking(ranks, to):  # noqa: F811
+def test_every_way_of_asking(ranks):  # noqa: F811
     def run(rank):
-        given = checkpoint(*meshes())
-        found = sw.reshard_state_dict(given, to)
-        for name, one, value in zip(NAMES, leaves(found), VALUES, strict=True):
-            lies(one, value, asked(name, value))
-        rest_is_kept(found, given)
-        for one, value in zip(leaves(given), VALUES, strict=True):  # which nobody has changed
-            same(
-                full(one) if isinstance(one, torch.Tensor) and not hasattr(one, "local_shards") else gathered(one),
-                value,
-            )
+        row, square = meshes()
+        for to in WAYS:
+            given = checkpoint(row, square)
+            found = sw.reshard_state_dict(given, to)
+            for name, one, value in zip(NAMES, leaves(found), VALUES, strict=True):
+                lies(one, value, asked(name, value))
+            rest_is_kept(found, given)
+            for one, value in zip(leaves(given), VALUES, strict=True):  # which nobody has changed
+                same(gathered(one), value)
 
     ranks(4, run)
 
 
 def gathered(value):
-    return ours.ShardedTensor.from_torch(value).gather(None) if isinstance(value, torch.Tensor) else value.gather(None)
+    """The whole tensor, whatever it is."""
+    if hasattr(value, "local_shards") and isinstance(value, torch.Tensor):
+        value = ours.ShardedTensor.from_torch(value)
+    return value.gather(None) if isinstance(value, sw.ShardedTensor) else full(value)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"verify": True}, {"max_bytes": 100}, {"verify": True, "max_bytes": 64, "free": True}]
-)
-def test_placements_on_a_mesh_by_rules(ranks, options):  # noqa: F811
+def test_placements_on_a_mesh_by_rules(ranks):  # noqa: F811
+    by_row = [("*.d", "S1"), ("*.s", Shard(1)), ("*.o", sw.Shard(1)), ("*scalar", "R")]
+    by_row += [("lists.2.*", [Replicate()]), ("*", [Shard(1)])]
+    by_both = [("lists.2*", None), ("*scalar", ("R", "R")), ("model.*", ["S1", "S0"]), ("*", ["S1", "R"])]
+
     def run(rank):
         row, square = meshes()
-        rules = [
-            ("*.d", "S1"),
-            ("*.s", Shard(1)),
-            ("*.o", sw.Shard(1)),
-            ("*scalar", "R"),
-            ("lists.2.*", [Replicate()]),
-            ("*", [Shard(1)]),
-        ]
-        found = sw.reshard_state_dict(checkpoint(row, square), rules, mesh=row, **options)
-        for name, one, value in zip(NAMES, leaves(found), VALUES, strict=True):
-            assert type(one) is DTensor
-            assert one.device_mesh is row
-            same(one.full_tensor(), value)
-            assert one.placements == ((Replicate() if not value.ndim else Shard(1)),), name
-        two = [("lists.2*", None), ("*scalar", ("R", "R")), ("model.*", ["S1", "S0"]), ("*", ["S1", "R"])]
-        found = sw.reshard_state_dict(checkpoint(row, square), two, mesh=square, **options)
-        assert found["model"]["o"].placements == (Shard(1), Shard(0))
-        assert found["lists"][0].placements == (Shard(1), Replicate())
-        same(found["model"]["p"].full_tensor(), WHOLE + 3)
+        for options in {}, {"verify": True}, {"max_bytes": 100}, {"verify": True, "max_bytes": 64, "free": True}:
+            found = sw.reshard_state_dict(checkpoint(row, square), by_row, mesh=row, **options)
+            for name, one, value in zip(NAMES, leaves(found), VALUES, strict=True):
+                assert type(one) is DTensor
+                assert one.device_mesh is row
+                assert one.placements == ((Replicate() if not value.ndim else Shard(1)),), name
+                same(one.full_tensor(), value)
+            found = sw.reshard_state_dict(checkpoint(row, square), by_both, mesh=square, **options)
+            assert found["model"]["o"].placements == (Shard(1), Shard(0))
+            assert found["lists"][0].placements == (Shard(1), Replicate())
+            same(found["model"]["p"].full_tensor(), WHOLE + 3)
 
     ranks(4, run)
 
