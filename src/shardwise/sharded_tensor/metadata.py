@@ -65,8 +65,10 @@ class TensorProperties:
     pin_memory: bool = False
 
     @staticmethod
-    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """Those of a tensor."""
+    def create_from_tensor(tensor: Any) -> TensorProperties:
+        """Those of a tensor, or of a sharded tensor inside of another."""
+        if not isinstance(tensor, torch.Tensor):
+            return TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
     @staticmethod

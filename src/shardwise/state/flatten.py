@@ -27,12 +27,12 @@ class Part(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank tells of a tensor: its shape, what it is, and the cells of its parts; none where it is not nested."""
+    """What a rank tells of a tensor that is nested somewhere: its shape, what it is, and the cells of its parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     device: str
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
@@ -41,43 +41,54 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
     Shards may be sharded to any depth, by ShardedTensors (ours or torch's) and DTensors, and each rank may have any
     number of them. What is found can be gathered, resharded and saved like any other. Everything else stays as it is.
     """
-    found = dict[Any, Any]()
-    values = dict[OBJ_PATH, Any]()
+    found, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
     traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
+    operation = "flatten_sharded_tensors"
+    nested = together(operation, lambda: [path for path in values if _is_nested(values[path])], _any, group=group)
     parts = dict[OBJ_PATH, list[Part]]()
 
     def say() -> dict[OBJ_PATH, Told]:
-        for path, value in values.items():
-            if is_sharded(value):
-                parts[path] = list(_parts(value))
+        parts.update({path: list(_parts(values[path])) for path in nested if is_sharded(values.get(path))})
         return {path: _told(values[path], parts[path]) for path in parts}
 
-    whole = together("flatten_sharded_tensors", say, _whole, group=group)
+    whole = together(operation, say, _whole, group=group) if nested else {}
     for path, value in values.items():
-        flat = whole.get(path)
-        set_element(found, path, value if flat is None else _flat(flat, parts[path], group))
+        set_element(found, path, _flat(whole[path], parts[path], group) if path in parts else value)
     return found
 
 
 _flatten_sharded_tensors = flatten_sharded_tensors
 
 
+def _any(told: Mapping[int, list[OBJ_PATH]]) -> list[OBJ_PATH]:
+    return sorted({path for paths in told.values() for path in paths}, key=repr)
+
+
+def _is_nested(value: Any) -> bool:
+    return is_sharded(value) and _holds_shards(value) and any(map(is_sharded, _shards(value)))
+
+
+def _shards(value: Any) -> list[Any]:
+    return list(kind_of(value).taken(value))
+
+
 def _parts(value: Any) -> Iterator[Part]:
     """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
-    kind = kind_of(value)
-    me = dist.get_rank()
+    kind, me = kind_of(value), dist.get_rank()
+    if kind.layout.op is not None:
+        raise ValueError(f"{kind.layout!r} is partial: its terms cannot be told as shards; reduce it first")
     if me not in kind.layout:
         return
-    tensors = kind.taken(value) if _holds_shards(value) else kind.local(kind.taken(value))
-    if not any(map(is_sharded, tensors)):
-        places = kind.layout.pieces(me)
-        if len(places) != len(tensors):  # one buffer with several pieces: it has no box of its own
-            raise ValueError(f"{kind.layout!r} has several pieces in one tensor: only boxes can be nested")
-        yield from (Part(piece.box, tensors[piece.buffer]) for piece in places)
-        return
-    for piece in kind.layout.pieces(me):
-        for inner in _parts(tensors[piece.buffer]):
-            yield Part(_shifted(inner.box, piece.box.lo), inner.tensor)
+    tensors = _shards(value) if _holds_shards(value) else kind.local(_shards(value))
+    pieces = kind.layout.pieces(me)
+    if len({piece.buffer for piece in pieces}) < len(pieces):
+        raise ValueError(f"{kind.layout!r} has several pieces in one tensor: only boxes can be nested")
+    for piece in pieces:
+        tensor = tensors[piece.buffer]
+        if is_sharded(tensor):
+            yield from (Part(_shifted(inner.box, piece.box.lo), inner.tensor) for inner in _parts(tensor))
+        else:
+            yield Part(piece.box, tensor)
 
 
 def _holds_shards(value: Any) -> bool:
@@ -91,12 +102,10 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
 
 
 def _told(value: Any, parts: list[Part]) -> Told:
-    kind = kind_of(value)
-    nested = _holds_shards(value) and any(map(is_sharded, kind.taken(value)))
     first = parts[0].tensor if parts else None
     device = "cpu" if first is None else first.device.type
-    boxes = tuple((part.box.lo, part.box.hi) for part in parts) if nested else None
-    return Told(kind.layout.shape, None if first is None else first.dtype, device, boxes)
+    boxes = tuple((part.box.lo, part.box.hi) for part in parts)
+    return Told(kind_of(value).layout.shape, None if first is None else first.dtype, device, boxes)
 
 
 class Flat(NamedTuple):
@@ -109,14 +118,13 @@ class Flat(NamedTuple):
 
 def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
     """The layouts of what is nested on any rank, from what all of them told."""
-    nested = {path for said in told.values() for path, one in said.items() if one.boxes is not None}
     found = dict[OBJ_PATH, Flat]()
-    for path in sorted(nested, key=repr):
+    for path in sorted({path for said in told.values() for path in said}, key=repr):
         said = {rank: all_[path] for rank, all_ in told.items() if path in all_}
         shapes = {one.shape for one in said.values()}
         if len(shapes) > 1:
             raise ValueError(f"{'.'.join(map(str, path))!r} has different shapes on different ranks: {sorted(shapes)}")
-        pieces = [(rank, lo, hi) for rank, one in said.items() for lo, hi in one.boxes or ()]
+        pieces = [(rank, lo, hi) for rank, one in said.items() for lo, hi in one.boxes]
         dtype = next((one.dtype for one in said.values() if one.dtype is not None), torch.get_default_dtype())
         layout = Layout.boxes(shapes.pop(), pieces, overlap="replicas").validate()
         found[path] = Flat(layout, dtype, {rank: one.device for rank, one in said.items()})

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.layout import Layout
+from shardwise.state.plan import Tensor
 from shardwise.tensor.kinds import is_sharded, kind_of
 
 Tensors = Sequence[torch.Tensor]
@@ -51,9 +52,9 @@ class Known(NamedTuple):
     """What all ranks must know of a tensor. `layout` is None for a plain one: all have it who have the state dict."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # not known to a rank that has none of its shards
     layout: Layout | None
-    device: str
+    device: str | None
 
 
 def is_tensor(value: Any) -> bool:
@@ -67,8 +68,8 @@ def known_of(value: Any) -> Known:
         return Known(tuple(value.shape), value.dtype, None, value.device.type)
     kind = kind_of(value)
     tensors = kind.taken(value)
-    device = tensors[0].device.type if tensors else (kind.device or torch.device("cpu")).type
-    return Known(kind.layout.shape, value.dtype, kind.layout, device)
+    device = tensors[0].device if tensors else kind.device
+    return Known(kind.layout.shape, value.dtype, kind.layout, None if device is None else device.type)
 
 
 def merged(
@@ -85,22 +86,32 @@ def merged(
             raise ValueError(
                 f"the {side} has other names on rank {rank} than on rank {first}: {', '.join(map(repr, strange[:5]))}"
             )
-    return {name: _one(name, holders, side) for name in names}
+    found = {name: _one(name, holders, side) for name in names}
+    return {name: one for name, one in found.items() if one is not None}
 
 
-def _one(name: str, holders: Mapping[int, Mapping[str, Known | None]], side: str) -> tuple[Known, tuple[int, ...]]:
-    said = {rank: known[name] for rank, known in holders.items() if known[name] is not None}
-    if not said:
-        raise ValueError(f"{name!r} of the {side} is None on all ranks: at least one must have it")
-    first, known = next(iter(said.items()))
-    assert known is not None, "left out above"
-    for rank, other in said.items():
-        for field, a, b in zip(Known._fields, known, other or known, strict=True):
-            if a != b:
-                raise ValueError(f"{name!r} of the {side} has {field} {a} on rank {first}, but {b} on rank {rank}")
-    return known, tuple(said)
+def _one(
+    name: str, holders: Mapping[int, Mapping[str, Known | None]], side: str
+) -> tuple[Known, tuple[int, ...]] | None:
+    """None where it is None on all ranks: a value like others."""
+    said = {rank: known[name] for rank, known in holders.items()}
+    known, who = dict[str, Any](), dict[str, int]()
+    for rank, one in said.items():
+        for field, value in one._asdict().items() if one is not None else ():
+            if value is None and field in ("dtype", "device"):
+                continue
+            if known.setdefault(field, value) != value:
+                there = f"{known[field]} on rank {who[field]}"
+                raise ValueError(f"{name!r} of the {side} has {field} {there}, but {value} on rank {rank}")
+            who.setdefault(field, rank)
+    if not known:
+        return None
+    found = Known(known["shape"], known.get("dtype", torch.get_default_dtype()), known["layout"], known.get("device"))
+    return found, tuple(rank for rank, one in said.items() if one is not None)
 
 
-def layout_for(known: Known, holders: Sequence[int]) -> Layout:
-    """Where the cells of a tensor are: of a plain one, on all ranks that have it."""
-    return Layout.replicated(known.shape, holders) if known.layout is None else known.layout
+def tensor_for(known: Known, holders: Sequence[int]) -> Tensor:
+    """What a plan has to know of it. A plain one is whole on all ranks that have it."""
+    assert known.dtype is not None, "merged"
+    layout = Layout.replicated(known.shape, holders) if known.layout is None else known.layout
+    return Tensor(known.shape, known.dtype, layout, known.device or "cpu")

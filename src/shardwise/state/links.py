@@ -103,6 +103,7 @@ def links(
     found += [_plain(name, shapes[name], targets[name]) for name in targets if name not in done and name in shapes]
     _check(found, shapes, targets, strict)
     place = {name: at for at, name in enumerate(targets)}
+    found = [link for link in found if prod(link.target_view.shape)]  # nothing to do for parts without cells
     found.sort(key=lambda link: place[link.target])
     return [Link(given[link.source][0], link.target, link.source_view, link.target_view) for link in found]
 

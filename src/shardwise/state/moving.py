@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.dtensor import local_of
-from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange import Exchange, Move, Terms, in_words
+from shardwise.layout import Layout
 from shardwise.state.plan import ModelPlan
 from shardwise.state.view import seen
 from shardwise.tensor.kinds import kind_of
@@ -42,6 +43,15 @@ def check_local(name: str, side: str, tensors: Tensors, shapes: Sequence[tuple[i
         check_memory(tensor, repr(name))
 
 
+def check_owners(owners: Sequence[int], layouts: Mapping[str, Layout]) -> None:
+    """Refuse tensors on ranks that do not call."""
+    known = set(owners)
+    for name, layout in layouts.items():
+        strange = [owner for owner in layout.owners() if owner not in known]
+        if strange:
+            raise ValueError(f"{name!r} lies on {in_words(strange)}, but those who call are {in_words(owners)}")
+
+
 class Mover:
     """This rank's part in the plan of a model."""
 
@@ -67,10 +77,14 @@ class Mover:
             entry.dtype,
         )
 
-    def exchange(self, bucket: int, moves_of: Callable[[list[int]], Sequence[Move]], *, fresh: bool) -> None:
+    def _exchange(
+        self, bucket: int, check: Callable[[], None], moves_of: Callable[[list[int]], Sequence[Move]], *, fresh: bool
+    ) -> None:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
         moves, error = list[Move](), None
         try:
+            if not bucket:
+                check()
             moves.extend(moves_of(self.buckets[bucket]))
         except Exception as found:
             error = found
@@ -82,11 +96,18 @@ class Mover:
         started.start(alone=lane.idle)
         lane.run(started.finish)
 
-    def run(self, moves_of: Callable[[list[int]], Sequence[Move]], *, fresh: bool, progress: Any = None) -> None:
-        """All buckets, one after the other."""
+    def run(
+        self,
+        check: Callable[[], None],
+        moves_of: Callable[[list[int]], Sequence[Move]],
+        *,
+        fresh: bool,
+        progress: Any = None,
+    ) -> None:
+        """All buckets, one after the other, once all ranks have checked what they have."""
         done = 0
         for number in range(len(self.buckets)):
-            self.exchange(number, moves_of, fresh=fresh)
+            self._exchange(number, check, moves_of, fresh=fresh)
             done += self._bytes[number]
             if progress is not None:
                 progress(done, self.total)

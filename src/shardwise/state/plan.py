@@ -48,6 +48,8 @@ class Entry:
         reducing = _planned(ours, theirs).reducing
         if reducing:
             check_reduction(source.layout.op or "", source.dtype)
+        if source.dtype.is_complex and not target.dtype.is_complex:
+            raise ValueError(f"{source.dtype} cannot be cast to {target.dtype}: the imaginary part would be lost")
         shorter = target.dtype.itemsize < source.dtype.itemsize and not reducing
         travels = target.dtype if shorter else source.dtype
         limit = max_bytes if max_bytes and _staged(ours, theirs, travels.itemsize) > max_bytes else None
@@ -184,12 +186,9 @@ class ModelPlan:
             [link.source, link.target, *(_view(view) for view in (link.source_view, link.target_view))]
             for link in (entry.link for entry in self.entries)
         ]
-        return {
-            "sources": told(self.sources),
-            "targets": told(self.targets),
-            "links": links,
-            "max_bytes": self.max_bytes,
-        }
+        hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
+        parts = {"sources": told(self.sources), "targets": told(self.targets), "links": links}
+        return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 
     def to_json(self) -> str:
         """As a file."""

@@ -15,11 +15,16 @@ def shown(progress: Progress, total: int, what: str) -> Iterator[Callable[[int, 
     if progress is None or callable(progress):
         yield progress
         return
-    if progress != "bar":
-        raise ValueError(f"progress= must be a function of (done, total), 'bar' or None, not {progress!r}")
+    check_progress(progress)
     with _bar() as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, _: bar.update(task, completed=done)
+
+
+def check_progress(progress: Any) -> None:
+    """Refuse what is none."""
+    if progress is not None and progress != "bar" and not callable(progress):
+        raise ValueError(f"progress= must be a function of (done, total), 'bar' or None, not {progress!r}")
 
 
 def _bar() -> Any:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import is_mesh, is_placement
+from shardwise.dtensor import is_mesh, is_placement, storage_of
 from shardwise.exchange import Move
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
-from shardwise.state.leaves import Known, Plain, is_tensor, known_of, layout_for, merged
+from shardwise.state.leaves import Known, Plain, is_tensor, known_of, merged, tensor_for
 from shardwise.state.links import Link
-from shardwise.state.moving import Mover, memory_of
+from shardwise.state.moving import Mover, check_local, check_owners, memory_of
 from shardwise.state.names import matched, missing
 from shardwise.state.plan import ModelPlan, Tensor
-from shardwise.state.progress import Progress, shown
+from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
 from shardwise.state.view import View
 from shardwise.tensor.kinds import Kind, is_sharded, target_kind
@@ -63,24 +63,48 @@ def reshard_state_dict(
         known = {name: None if v is None else known_of(v) for name, v in flat.items() if v is None or is_tensor(v)}
         return known, others, paths
 
-    sources, others, paths = together("reshard_state_dict", say, _merged, group=group)
+    sources, others, told = together("reshard_state_dict", say, _merged, group=group)
+    if state_dict is None:
+        flat, paths = others, told
     kinds = dict[str, Kind]()
 
     def make() -> str:
+        check_progress(progress)
         asked = Asked(to, mesh, list(sources))
         for name, source in sources.items():
             target = asked.of(name)
             if target is not None:
                 kinds[name] = _kind(target, source.shape, group, wire.owners)
+        check_owners(wire.owners, {name: kind.layout for name, kind in kinds.items()})
         made.append(_plan(sources, kinds, dtype, max_bytes, hosts))
         return made[0].fingerprint
 
     made = list[ModelPlan]()
     together("reshard_state_dict", make, _same, group=group, verify=verify, free=free)
     found = _moved(Mover(wire, made[0], "reshard_state_dict"), flat, kinds, free=free, verify=verify, progress=progress)
-    kept = {name: flat.get(name) for name in sources if name not in kinds}
-    every = {**others, **{name: value for name, value in flat.items() if name not in sources}, **kept, **found}
-    return unflatten_state_dict({name: every[name] for name in paths}, paths)
+    return unflatten_state_dict({name: found.get(name, flat.get(name)) for name in paths}, paths)
+
+
+def _targets(to: Mapping[Any, Any], prefix: str, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """What a mapping asks for, by name: nested as the state dict, or with dots. What asks for nothing is left out."""
+    for key, value in to.items():
+        name = f"{prefix}{key}"
+        if name in names:
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _targets(value, f"{name}.", names)
+        elif isinstance(value, list | tuple) and not (value and is_mesh(value[0])) and any(map(_asks, value)):
+            yield from _targets(dict(enumerate(value)), f"{name}.", names)
+        elif _asks(value):
+            yield name, value
+
+
+def _asks(value: Any) -> bool:
+    """True for what can only be a target, or lead to one."""
+    if isinstance(value, str):
+        return "/" in value
+    asks = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
+    return asks or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
 
 
 class Asked:
@@ -89,9 +113,7 @@ class Asked:
     def __init__(self, to: Targets, mesh: Any, names: Sequence[str]) -> None:
         self._mesh, self._names = mesh, names
         if isinstance(to, Mapping):
-            flat, _ = flatten_state_dict(to)
-            flat = {**flat, **{str(name): value for name, value in to.items() if str(name) in names}}
-            tensors = {name: value for name, value in flat.items() if name in names or is_tensor(value)}
+            tensors = dict(_targets(to, "", set(names)))
             extra = [name for name in tensors if name not in names]
             if extra:
                 raise ValueError(missing("the state dict has no", extra, names))
@@ -124,6 +146,8 @@ def _are_placements(target: Any) -> bool:
         return "/" not in target  # as notation has
     if isinstance(target, list | tuple):
         return not (target and is_mesh(target[0]))
+    if isinstance(target, Mapping):
+        return True  # by the names of the axes
     return isinstance(target, Shard | Replicate | Partial | StridedShard) or is_placement(target)
 
 
@@ -134,11 +158,7 @@ Merged = tuple[dict[str, Tensor], dict[str, Any], FLATTEN_MAPPING]
 def _merged(told: Mapping[int, Said | None]) -> Merged:
     known = merged({rank: said and said[0] for rank, said in told.items()}, "state dict")
     _, others, paths = next(said for said in told.values() if said is not None)
-    sources = {
-        name: Tensor(one.shape, one.dtype, layout_for(one, holders), one.device)
-        for name, (one, holders) in known.items()
-    }
-    return sources, others, paths
+    return {name: tensor_for(*one) for name, one in known.items()}, others, paths
 
 
 def _kind(target: Any, shape: tuple[int, ...], group: dist.ProcessGroup | None, owners: Sequence[int]) -> Kind:
@@ -179,12 +199,24 @@ def _moved(
     plan, me = mover.plan, mover.wire.me
     found = dict[str, list[torch.Tensor]]()
     moves = list[Move]()
-    sent = list[str]()
+    sent = list[int]()
+    last = _last_uses([memory_of(flat.get(entry.link.source), apart=False) for entry in plan.entries])
+
+    def give_back() -> None:
+        for at in sent:
+            for tensor in memory_of(flat.get(plan.entries[at].link.source), apart=False):
+                if last[storage_of(tensor)] <= at:
+                    _give_back(tensor)
+        sent.clear()
+
+    def check() -> None:
+        for name, t in plan.sources.items():
+            check_local(name, "state dict", memory_of(flat.get(name)), local_shapes(t.layout, me), t.dtype)
 
     def bucket(entries: Sequence[int]) -> list[Move]:
-        while sent and not verify:
-            _give_back(flat.get(sent.pop()))
-        sent.extend(plan.entries[at].link.source for at in entries if free)
+        if not verify:
+            give_back()
+        sent.extend(at for at in entries if free)
         for at in entries:
             name = plan.entries[at].link.target
             t = plan.targets[name]
@@ -194,17 +226,21 @@ def _moved(
         return moves[-len(entries) :]
 
     with torch.no_grad(), shown(progress, mover.total, "reshard") as tell:
-        mover.run(bucket, fresh=True, progress=tell)
+        mover.run(check, bucket, fresh=True, progress=tell)
         if verify:
             names = list(plan.targets)
             compared(mover.wire, moves, names, [plan.targets[name].dtype for name in names])
-        for name in sent:
-            _give_back(flat.get(name))
+        give_back()
     return {name: kinds[name].closed(kinds[name].dressed(local)) for name, local in found.items()}
 
 
-def _give_back(value: Any) -> None:
-    """The memory of a tensor that was sent: the tensor is empty then, and so is all that shared its memory."""
-    for tensor in memory_of(value, apart=False):
+def _last_uses(memory: Sequence[Sequence[torch.Tensor]]) -> dict[int, int]:
+    """For every storage the last entry that reads it: tied weights share one."""
+    return {storage_of(tensor): at for at, tensors in enumerate(memory) for tensor in tensors}
+
+
+def _give_back(tensor: torch.Tensor) -> None:
+    """The memory of a tensor that was sent, unless it is a part of something else; the tensor is empty then."""
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         tensor.untyped_storage().resize_(0)
-        tensor.data = tensor.data.new_empty(0)
+    tensor.data = tensor.data.new_empty(0)

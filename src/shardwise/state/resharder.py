@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from shardwise.exchange import Move, in_words
-from shardwise.state.leaves import Known, is_tensor, known_of, layout_for, merged
+from shardwise.state.leaves import Known, is_tensor, known_of, merged, tensor_for
 from shardwise.state.links import Link, Remap, links
-from shardwise.state.moving import Mover, check_local, memory_of
+from shardwise.state.moving import Mover, check_local, check_owners, memory_of
 from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
-from shardwise.state.progress import Progress, shown
+from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import flatten_state_dict
 from shardwise.tensor.output import local_shapes
 from shardwise.tensor.together import together
@@ -58,8 +58,10 @@ class Resharder:
 
         def make() -> ModelPlan:
             sources, targets = known
-            _check_owners(group_wire(group).owners, known)
+            for side in known:
+                check_owners(group_wire(group).owners, {name: t.layout for name, t in side.items()})
             shapes = ({name: t.shape for name, t in side.items()} for side in known)
+            check_progress(progress)
             found = links(*shapes, rename=rename, remap=list(remap), strict=strict)
             if not cast:
                 _check_dtypes(found, sources, targets)
@@ -82,10 +84,15 @@ class Resharder:
             if self._verify:
                 self._staged(progress)
             else:
-                self._mover.run(self._bucket, fresh=False, progress=progress)
+                self._mover.run(self._ready, self._bucket, fresh=False, progress=progress)
             increment_version(
                 [t for _, _, written in self._moves.values() for t in written]
             )  # autograd does not see it
+
+    def _ready(self) -> None:
+        """All moves, before the first: memory may have changed since the last time."""
+        for at in range(len(self.plan.entries)):
+            self._move(at)
 
     def _bucket(self, entries: Sequence[int]) -> list[Move]:
         return [self._move(at) for at in entries]
@@ -119,7 +126,7 @@ class Resharder:
                 moves[at] = self._mover.move(at, source, fresh[link.target])
             return [moves[at] for at in entries]
 
-        self._mover.run(bucket, fresh=True, progress=progress)
+        self._mover.run(self._check_local, bucket, fresh=True, progress=progress)
         names = [entry.link.target for entry in self.plan.entries]
         dtypes = [self.plan.targets[name].dtype for name in names]
         compared(self._mover.wire, [moves[at] for at in range(len(names))], names, dtypes)
@@ -162,12 +169,7 @@ def _sides(told: Mapping[int, Told]) -> Sides:
     found = []
     for number, side in enumerate(("source", "target")):
         known = merged({rank: both[number] for rank, both in told.items()}, side)
-        found.append(
-            {
-                name: Tensor(one.shape, one.dtype, layout_for(one, holders), one.device)
-                for name, (one, holders) in known.items()
-            }
-        )
+        found.append({name: tensor_for(*one) for name, one in known.items()})
     return found[0], found[1]
 
 
@@ -179,17 +181,6 @@ def _same_plan(told: Mapping[int, str]) -> None:
             f"{in_words(others)} plans something else than rank {next(iter(told))}: "
             f"give the same rename=, remap=, strict=, max_bytes= and hosts= on all ranks"
         )
-
-
-def _check_owners(owners: Sequence[int], sides: Sides) -> None:
-    known = set(owners)
-    for side, tensors in zip(("source", "target"), sides, strict=True):
-        for name, t in tensors.items():
-            strange = [owner for owner in t.layout.owners() if owner not in known]
-            if strange:
-                raise ValueError(
-                    f"{name!r} of the {side} lies on {in_words(strange)}, but those who call are {in_words(owners)}"
-                )
 
 
 def _check_dtypes(found: Iterable[Link], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import is_dtensor
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.layout import Layout
 from shardwise.tensor.kinds import Kind, is_sharded, kind_of
@@ -91,8 +90,8 @@ def check_whole(out: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *, 
 
 def check_memory(tensor: torch.Tensor, what: str) -> None:
     """Refuse what has no elements that could be read or written."""
-    if is_dtensor(tensor):
-        raise ExchangeError(f"{what} is a DTensor inside of a sharded tensor: flatten it first")
+    if is_sharded(tensor):
+        raise ExchangeError(f"{what} is a sharded tensor inside of another: flatten_sharded_tensors makes one of them")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ExchangeError(f"{what} has no memory to read or write: it is {tensor.layout} on {tensor.device}")
     if tensor.numel() and _range(tensor)[1] - tensor.data_ptr() > _bytes_from(tensor):

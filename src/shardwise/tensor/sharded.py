@@ -217,7 +217,7 @@ def _check(shards: tuple[Any, ...], layout: Layout) -> None:
     """Refuse shards that are not what the layout gives this rank."""
     me = _rank()
     expected = list(layout.local_shapes(me)) if me in layout else []
-    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
+    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor | ShardedTensor)]
     if strange:
         raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
     found = [tuple(shard.shape) for shard in shards]
