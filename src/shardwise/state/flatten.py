@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -126,13 +127,19 @@ def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
             raise ValueError(f"{'.'.join(map(str, path))!r} has different shapes on different ranks: {sorted(shapes)}")
         pieces = [(rank, lo, hi) for rank, one in said.items() for lo, hi in one.boxes]
         dtype = next((one.dtype for one in said.values() if one.dtype is not None), torch.get_default_dtype())
-        layout = Layout.boxes(shapes.pop(), pieces, overlap="replicas").validate()
+        shape = shapes.pop()
+        if prod(shape):
+            layout = Layout.boxes(shape, pieces, overlap="replicas").validate()
+        else:
+            layout = Layout.replicated(shape, list(said))  # nobody has a cell of it
         found[path] = Flat(layout, dtype, {rank: one.device for rank, one in said.items()})
     return found
 
 
 def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> ShardedTensor:
     """Under torch's names where those can say it: no two shards may have the same cells there."""
+    if not prod(flat.layout.shape):
+        return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)
     tensors = [part.tensor for part in parts]
     shards = [
         ShardMetadata(

@@ -100,7 +100,12 @@ def _one(
         for field, value in one._asdict().items() if one is not None else ():
             if value is None and field in ("dtype", "device"):
                 continue
-            if known.setdefault(field, value) != value:
+            before = known.setdefault(field, value)
+            if before == value or (field == "layout" and _covers(before, rank, value)):
+                continue
+            if field == "layout" and (both := _replicas(before, value)) is not None:
+                known[field] = both
+            else:
                 there = f"{known[field]} on rank {who[field]}"
                 raise ValueError(f"{name!r} of the {side} has {field} {there}, but {value} on rank {rank}")
             who.setdefault(field, rank)
@@ -108,6 +113,29 @@ def _one(
         return None
     found = Known(known["shape"], known.get("dtype", torch.get_default_dtype()), known["layout"], known.get("device"))
     return found, tuple(rank for rank, one in said.items() if one is not None)
+
+
+def _covers(layout: Layout | None, rank: int, other: Layout | None) -> bool:
+    """True where what a rank has by the other layout is part of this one."""
+    if layout is None or other is None or layout.shape != other.shape or rank not in layout:
+        return False
+    return layout.pieces(rank) == (other.pieces(rank) if rank in other else ())
+
+
+def _replicas(layout: Layout | None, other: Layout | None) -> Layout | None:
+    """Both together, where they are on different ranks: each group of ranks has the whole. None where they are not."""
+    if layout is None or other is None or layout.shape != other.shape or layout.op or other.op:
+        return None
+    if set(layout.owners()) & set(other.owners()):
+        return None
+    pieces = [
+        (o, piece.box.lo, piece.box.hi) for one in (layout, other) for o in one.owners() for piece in one.pieces(o)
+    ]
+    both = Layout.boxes(layout.shape, pieces, overlap="replicas")
+    same = all(
+        both.local_shapes(o) == one.local_shapes(o) for one in (layout, other) for o in one.owners() if o in both
+    )
+    return both if same else None
 
 
 def tensor_for(known: Known, holders: Sequence[int]) -> Tensor:

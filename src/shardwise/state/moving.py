@@ -43,13 +43,14 @@ def check_local(name: str, side: str, tensors: Tensors, shapes: Sequence[tuple[i
         check_memory(tensor, repr(name))
 
 
-def check_owners(owners: Sequence[int], layouts: Mapping[str, Layout]) -> None:
+def check_owners(owners: Sequence[int], side: str, layouts: Mapping[str, Layout]) -> None:
     """Refuse tensors on ranks that do not call."""
     known = set(owners)
     for name, layout in layouts.items():
         strange = [owner for owner in layout.owners() if owner not in known]
         if strange:
-            raise ValueError(f"{name!r} lies on {in_words(strange)}, but those who call are {in_words(owners)}")
+            where = f"{in_words(strange)}, but those who call are {in_words(owners)}"
+            raise ValueError(f"{name!r} of the {side} lies on {where}")
 
 
 class Mover:

@@ -75,7 +75,8 @@ def reshard_state_dict(
             target = asked.of(name)
             if target is not None:
                 kinds[name] = _kind(target, source.shape, group, wire.owners)
-        check_owners(wire.owners, {name: kind.layout for name, kind in kinds.items()})
+        check_owners(wire.owners, "state dict", {name: source.layout for name, source in sources.items()})
+        check_owners(wire.owners, "target", {name: kind.layout for name, kind in kinds.items()})
         made.append(_plan(sources, kinds, dtype, max_bytes, hosts))
         return made[0].fingerprint
 
@@ -241,6 +242,7 @@ def _last_uses(memory: Sequence[Sequence[torch.Tensor]]) -> dict[int, int]:
 
 def _give_back(tensor: torch.Tensor) -> None:
     """The memory of a tensor that was sent, unless it is a part of something else; the tensor is empty then."""
-    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        tensor.untyped_storage().resize_(0)
+    storage = tensor.untyped_storage()
+    if storage.resizable() and storage.nbytes() == tensor.numel() * tensor.element_size():
+        storage.resize_(0)
     tensor.data = tensor.data.new_empty(0)

@@ -58,8 +58,8 @@ class Resharder:
 
         def make() -> ModelPlan:
             sources, targets = known
-            for side in known:
-                check_owners(group_wire(group).owners, {name: t.layout for name, t in side.items()})
+            for side, tensors in ("source", sources), ("target", targets):
+                check_owners(group_wire(group).owners, side, {name: t.layout for name, t in tensors.items()})
             shapes = ({name: t.shape for name, t in side.items()} for side in known)
             check_progress(progress)
             found = links(*shapes, rename=rename, remap=list(remap), strict=strict)

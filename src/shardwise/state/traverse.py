@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,28 +48,31 @@ def traverse_state_dict(
 def _visit(
     path: OBJ_PATH, value: Any, visitor: Callable[..., None], keep: Callable[[Any], bool], inside: list[int]
 ) -> None:
-    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep) else []
+    if id(value) in inside:
+        raise ValueError(f"the state dict contains itself at {'.'.join(map(str, path))}")
+    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep, []) else []
     if not items and path:
         visitor(path, value)
         return
-    if id(value) in inside:
-        raise ValueError(f"the state dict contains itself at {'.'.join(map(str, path))}")
     for key, item in items:
         _visit((*path, key), item, visitor, keep, [*inside, id(value)])
 
 
 def _items(value: Any) -> list[tuple[PATH_ITEM, Any]]:
     if isinstance(value, Mapping):
-        return [(Key(key) if isinstance(key, int) else key, item) for key, item in value.items()]
+        return [(Key(key) if type(key) is int else key, item) for key, item in value.items()]
     place = Place if isinstance(value, tuple) else int
     return [(place(at), item) for at, item in enumerate(value)]
 
 
-def _entered(value: Any, keep: Callable[[Any], bool]) -> bool:
-    """True for a list or tuple with something to see."""
+def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int]) -> bool:
+    """True for a list or tuple with something to see, if only itself."""
     if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
         return False
-    return any(isinstance(item, Mapping) or keep(item) or _entered(item, keep) for item in value)
+    if id(value) in inside:
+        return True
+    deeper = [*inside, id(value)]
+    return any(isinstance(item, Mapping) or keep(item) or _entered(item, keep, deeper) for item in value)
 
 
 def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
@@ -89,7 +92,7 @@ def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
     """The container with the value: the same one, but for tuples, which are made anew."""
     key, rest = path[0], path[1:]
     if container is None:
-        container = {} if not isinstance(key, int) or isinstance(key, Key) else () if isinstance(key, Place) else []
+        container = () if isinstance(key, Place) else [] if type(key) is int else {}
     if isinstance(container, Mapping):
         plain = int(key) if isinstance(key, Key) else key
         container[plain] = _put(container.get(plain), rest, value) if rest else value  # type: ignore[index]
@@ -115,7 +118,7 @@ def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any
         if isinstance(found, Mapping):
             if key not in found:
                 return default_value
-        elif not isinstance(found, Sequence) or isinstance(found, str) or not isinstance(key, int) or key >= len(found):
+        elif not isinstance(found, list | tuple) or not isinstance(key, int) or not 0 <= key < len(found):
             return default_value
         found = found[key]
     return found
@@ -130,15 +133,17 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, 
     >>> unflatten_state_dict(flat, paths)
     {'a': {1: 'x'}, 'b': ({}, torch.Size([2]))}
     """
+    leaves = list[tuple[OBJ_PATH, Any]]()
+    traverse_state_dict(state_dict, lambda path, value: leaves.append((path, value)))
+    plain = {".".join(map(str, path)) for path, _ in leaves}
     flat, paths = STATE_DICT_TYPE(), FLATTEN_MAPPING()
-
-    def add(path: OBJ_PATH, value: Any) -> None:
+    for path, value in leaves:
         name = ".".join(map(str, path))
         if name in flat:  # {1: a, "1": b}, {"a.b": x, "a": {"b": y}}
             name = "/".join(f"{key!r}:{type(key).__name__}" for key in path)
+            while name in plain or name in flat:
+                name += "'"
         flat[name], paths[name] = value, path
-
-    traverse_state_dict(state_dict, add)
     return flat, paths
 
 
