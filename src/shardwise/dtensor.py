@@ -450,6 +450,11 @@ def random_state(device: str) -> torch.Tensor:
     return state
 
 
+def transforming() -> bool:
+    """True inside of torch.func's transforms, whose tensors have no memory of their own."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call it when the backward pass that this thread is in has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -241,6 +241,6 @@ def same_refusals(found, **words):
     """On all ranks the same texts, with these words in them."""
     for name, several in words.items():
         said = [texts[name] for texts in found]
-        assert said == [said[0]] * len(said), name
+        assert said == [said[0]] * len(said), f"{name}: {said}"
         for word in [several] if isinstance(several, str) else several:
-            assert word in said[0], name
+            assert word in said[0], f"{name}: {word!r} is not in {said[0]!r}"

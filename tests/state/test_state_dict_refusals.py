@@ -26,6 +26,17 @@ def like(**others):
 
 ASKED = {
     "missing": (lambda rank: {"q.weight": COLUMNS}, {}, ["nothing is asked for 'k.weight'", "None leaves"]),
+    "extra": (lambda rank: asked(bias=COLUMNS), {}, ["has no 'bias'"]),
+    "misspelt": (
+        lambda rank: {"q.weigth": COLUMNS, "k.weight": COLUMNS},
+        {},
+        ["'q.weigth'", "nearest: 'q.weight'"],
+    ),
+    "misspelt beside what is right": (
+        lambda rank: asked(**{"q.weigth": COLUMNS}),
+        {},
+        ["has no 'q.weigth'", "nearest: 'q.weight'"],
+    ),
     "missing in what to look like": (
         lambda rank: {"q.weight": held(WHOLE, COLUMNS), "step": 1},
         {},
@@ -60,25 +71,10 @@ ASKED = {
 }
 
 
-STRANGE = {
-    "extra": (lambda rank: asked(bias=COLUMNS), {}, ["has no 'bias'"]),
-    "misspelt": (
-        lambda rank: {"q.weigth": COLUMNS, "k.weight": COLUMNS},
-        {},
-        ["'q.weigth'", "nearest: 'q.weight'"],
-    ),
-    "misspelt beside what is right": (
-        lambda rank: asked(**{"q.weigth": COLUMNS}),
-        {},
-        ["has no 'q.weigth'", "nearest: 'q.weight'"],
-    ),
-}
-
-
-def check_asked(ranks, cases):  # noqa: F811
+def test_what_is_asked_for_and_cannot_be(ranks):  # noqa: F811
     def run(rank):
         given, found = source(), {}
-        for name, (to, options, _) in cases.items():
+        for name, (to, options, _) in ASKED.items():
             how = {"free": True, **{key: value(rank) for key, value in options.items()}}
             wanted = to(rank)
             found[name] = answer(lambda wanted=wanted, how=how: sw.reshard_state_dict(given, wanted, **how))
@@ -86,16 +82,7 @@ def check_asked(ranks, cases):  # noqa: F811
             lies(given["k.weight"], WHOLE + 1, ROWS)
         return found
 
-    same_refusals(ranks(4, run), **{name: words for name, (_, _, words) in cases.items()})
-
-
-def test_what_is_asked_for_and_cannot_be(ranks):  # noqa: F811
-    check_asked(ranks, ASKED)
-
-
-@pytest.mark.parametrize("name", STRANGE)
-def test_names_that_the_state_dict_does_not_have(ranks, name):  # noqa: F811
-    check_asked(ranks, {name: STRANGE[name]})
+    same_refusals(ranks(4, run), **{name: words for name, (_, _, words) in ASKED.items()})
 
 
 GIVEN = {
@@ -162,4 +149,5 @@ def test_owners_outside_of_the_group(ranks):  # noqa: F811
 
     found = ranks(4, run, timeout=20)
     assert (found[0], found[2]) == (found[1], found[3])
-    assert "'q.weight' of the source lies on ranks 2, 3, but those who call are ranks 0, 1" in found[0]["source"]
+    for name, text in found[0].items():
+        assert "lies on ranks 2, 3, but those who call are ranks 0, 1" in text, name

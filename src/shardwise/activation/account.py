@@ -85,10 +85,9 @@ _active = ContextVar[Measure | None]("the accounting that is on", default=None)
 @contextmanager
 def measure() -> Iterator[Measure]:
     """Account for what is saved inside, and for restoring it, whenever that is."""
-    token = _active.set(Measure())
+    found = Measure()
+    token = _active.set(found)
     try:
-        found = _active.get()
-        assert found is not None, "just set"
         yield found
     finally:
         _active.reset(token)

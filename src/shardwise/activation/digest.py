@@ -36,7 +36,7 @@ def difference(what: str, told: Mapping[int, Hashable]) -> str:
     groups = defaultdict[Hashable, list[int]](list)
     for owner in sorted(told):
         groups[told[owner]].append(owner)
-    who = " than ".join(in_words(owners) for owners in groups.values()).replace(" than ", " have other values than ", 1)
+    who = " have other values than ".join(in_words(owners) for owners in groups.values())
     return (
         f"{what} is not the same on all ranks of the mesh: {who}. What differs cannot be kept in parts: is this input "
         f"sharded, or did a rank run another program? (input_reshard(..., check=True) compares all values in forward)"

@@ -16,7 +16,7 @@ from shardwise.activation.digest import difference
 from shardwise.activation.frame import Frame, Rule
 from shardwise.activation.kept import Home
 from shardwise.activation.saved import Saved, Untouched
-from shardwise.dtensor import backward_task, is_mesh, saved_tensors_hooks_on
+from shardwise.dtensor import backward_task, is_mesh, saved_tensors_hooks_on, transforming
 from shardwise.errors import LayoutError
 from shardwise.tensor.together import together
 from shardwise.tensor.wiring import group_wire
@@ -118,6 +118,7 @@ class Resharding:
             and self.mesh.size() > 1
             and self.mesh.get_coordinate() is not None
             and backward_task() is None
+            and not transforming()
             and saved_tensors_hooks_on() in (None, _pack)
         )
 

@@ -38,7 +38,7 @@ class Frame:
     compare: bool = False  # across ranks, when it ends
     kept: dict[Any, Kept] = field(default_factory=dict)  # by what they are parts of
     _watched: list[Any] = field(default_factory=list)  # their storages: none must be taken for another
-    _inputs: dict[int, tuple[torch.Tensor, int, str]] = field(default_factory=dict)  # by storage, with their version
+    _inputs: dict[int, list[tuple[torch.Tensor, int, str]]] = field(default_factory=dict)  # by storage, with version
     _own: set[int] | None = None
     _chance: torch.Tensor | None = None
 
@@ -49,7 +49,7 @@ class Frame:
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter) and not is_dtensor(leaf):
                 tensor, _ = local_of(leaf)
                 if has_memory(tensor) and not tensor.is_inference():
-                    self._inputs.setdefault(storage_of(tensor), (tensor, tensor._version, label))
+                    self._inputs.setdefault(storage_of(tensor), []).append((tensor, tensor._version, label))
         return self
 
     def saved(self, tensor: torch.Tensor) -> Saved | None:
@@ -57,21 +57,29 @@ class Frame:
         local, spec = local_of(tensor)
         if not has_memory(local) or local.numel() * local.element_size() < max(self.rule.least, 1):
             return None
-        label = self._same_everywhere(tensor, local)
-        if label is None or storage_of(local) in self.own:
+        found = self._same_everywhere(tensor, local)
+        if found is None or storage_of(local) in self.own:
             return None
-        cells = Cells.of(local)
-        return Saved(self._kept(local, cells, f"{label} of {self.name}"), local.dtype, local.shape, cells.stride, spec)
+        whole, label = found
+        cells = Cells.of(whole)
+        start = cells.place_of(local)
+        if start is None:
+            return None
+        stride = local.stride() if cells.start is not None else cells.stride
+        return Saved(self._kept(whole, cells, f"{label} of {self.name}"), local.dtype, local.shape, stride, start, spec)
 
-    def _same_everywhere(self, tensor: torch.Tensor, local: torch.Tensor) -> str | None:
-        """What it is, if all ranks are known to have the same."""
-        if storage_of(local) in self._inputs:
-            whose, version, label = self._inputs[storage_of(local)]
-            return label if whose._version == version else None  # changed in place, by who knows what
+    def _same_everywhere(self, tensor: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, str] | None:
+        """A tensor with this memory that all ranks are known to have alike, and what it is.
+
+        Of an input all of it: what a rank sees of it may be its own part.
+        """
+        for whole, version, label in self._inputs.get(storage_of(local), ()):
+            if Cells.of(whole).place_of(local) is not None:
+                return (whole, label) if whole._version == version else None  # changed in place, by who knows what
         known = replicated_along(tensor, self.mesh) if is_dtensor(tensor) else self.rule.everything
-        if not known or (self.chance and not self.rule.everything):
+        if not known or (not self.rule.everything and self.chance):
             return None
-        return f"a saved tensor of shape {tuple(tensor.shape)}"
+        return local, f"a saved tensor of shape {tuple(tensor.shape)}"
 
     @property
     def chance(self) -> bool:

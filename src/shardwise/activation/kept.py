@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from threading import Event, RLock, Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -21,7 +22,6 @@ from shardwise.wires import GroupWire
 
 ALIGN = 64  # bytes: where parts begin
 PATIENCE = 3.0  # seconds until a rank that waits helps those that may wait for something else
-
 
 Site = tuple[str, int]  # a module, and which of the tensors that it keeps
 
@@ -41,18 +41,16 @@ class Home:
 
     def __init__(self, wire: GroupWire) -> None:
         self.wire = wire
-        self.next = 0
         self.lock = RLock()  # backward may run in threads of its own
+        self._numbers = count()
         self._kept = WeakValueDictionary[int, Kept]()
-        self._order = list[int]()  # the numbers, ascending; those of what is gone may be among them
-        self._whole = WeakValueDictionary[int, Kept]()  # restored in this backward pass
-        self._task: int | None = None
-        self._pass = 0  # the number of this backward pass, the same on every rank
-        self._asked = Counter[Site]()  # how often in this pass
-        self._last: Site | None = None  # what this backward pass asked for last
-        self._follows = dict[Site, Site | None]()  # and what came after it, the last time
+        self._times = Counter[Site]()  # how often each site was restored
+        self._task: int | None = None  # the backward pass that is on
+        self._whole = WeakValueDictionary[int, Kept]()  # restored in it
+        self._last: Site | None = None  # what it asked for last
+        self._follows = dict[Site, Site | None]()  # and what came after that, the last time
         self._wrong = set[tuple[Site, Site]]()  # where that was no good guess
-        self._left = list[Any]()  # messages that may still write into memory, for as long as the group lives
+        self._left = list[Posted]()  # messages that may still write into memory, for as long as the group lives
 
     @staticmethod
     def of(wire: GroupWire) -> Home:
@@ -64,45 +62,69 @@ class Home:
 
     def keep(self, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account) -> Kept:
         """Keep this rank's part of these bytes. `site` is the same in every forward pass."""
-        kept = Kept(self, self.next, whole, digest, site, label, account)
-        self._kept[self.next] = kept
-        insort(self._order, self.next)
-        self.next += 1
+        kept = Kept(self, next(self._numbers), whole, digest, site, label, account)
+        self._kept[kept.number] = kept
         return kept
 
     def spans(self, total: int) -> Iterator[tuple[int, slice]]:
         """Every owner, and which of so many bytes are its part."""
-        count = len(self.wire.owners)
-        cuts = [total * row // count // ALIGN * ALIGN for row in range(count)] + [total]
-        for row, owner in enumerate(self.wire.owners):
+        owners = self.wire.owners
+        cuts = [total * row // len(owners) // ALIGN * ALIGN for row in range(len(owners))] + [total]
+        for row, owner in enumerate(owners):
             yield owner, slice(cuts[row], cuts[row + 1])
 
     def tag(self, *what: object) -> int:
         """Of messages that only meet those of the same things."""
         return crc32(f"{self.wire.name} activations {what}".encode()) >> 1
 
-    def _others(self, number: int) -> Iterator[Kept]:
-        """What else may be asked for in this pass: first what was saved before, the latest first."""
-        self._order = [n for n in self._order if n in self._kept]
-        at = bisect_left(self._order, number)
-        for n in [*reversed(self._order[:at]), *self._order[at:]]:
-            kept = self._kept.get(n)
-            if kept is not None and kept.number != number and not kept.under_way and kept.task != backward_task():
-                yield kept
-
-    def place(self, site: Site) -> tuple[int, Site, int]:
-        """Which restoring this is, in this backward pass: the same on every rank, whatever the order of sites.
+    def place(self, site: Site) -> tuple[Site, int]:
+        """Which restoring this is: the same on every rank, whatever else happens in between.
 
         Not by anything counted in forward: ranks may have failed there, tried again or given up.
         """
-        if backward_task() is None or backward_task() != self._task:
-            self._pass += 1
-            self._asked.clear()
-            self._task = backward_task()
-            if self._task is not None:
+        self._times[site] += 1
+        return site, self._times[site]
+
+    # --- a backward pass ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Something is asked for: by this pass, or by another one after the last was broken off."""
+        task = backward_task()
+        if task is None or task != self._task:
+            self.end()
+            self._task = task
+            if task is not None:
                 after_backward(self.end)
-        self._asked[site] += 1
-        return self._pass, site, self._asked[site]
+
+    def end(self) -> None:
+        """The pass is over: what outlives it, because it is retained, becomes a part again."""
+        with self.lock:
+            if self._last is not None:
+                self._follows[self._last] = None
+            self._task = self._last = None
+            for kept in list(self._whole.values()):
+                kept.shrink()
+            self._whole.clear()
+
+    def asked_for(self, kept: Kept) -> None:
+        """Learn in which order things are asked for, and shrink what came before, if autograd has not dropped it."""
+        if kept.number not in self._whole:
+            if self._last is not None:
+                self._follows[self._last] = kept.site
+            self._last = kept.site
+        for other in list(self._whole.values()):
+            if other.served and other is not kept:
+                other.shrink()
+        self._whole[kept.number] = kept
+
+    def _others(self, number: int) -> Iterator[Kept]:
+        """What else this pass may ask for: first what was saved before, the latest first."""
+        known = sorted(self._kept)
+        at = bisect_left(known, number)
+        for n in [*reversed(known[:at]), *known[at:]]:
+            kept = self._kept.get(n)
+            if kept is not None and n != number and n not in self._whole and not kept.under_way:
+                yield kept
 
     def restore_ahead(self, kept: Kept) -> None:
         """Start on what came next in the last backward pass, so that it is there when it is asked for.
@@ -110,7 +132,7 @@ class Home:
         Not on anything else: what another rank has dropped, or never asks for, would be waited for in vain.
         """
         site = self._follows.get(kept.site)
-        if site is None or (kept.site, site) in self._wrong or backward_task() is None:
+        if site is None or (kept.site, site) in self._wrong or self._task is None:
             return
         for other in self._others(kept.number):
             if other.number < kept.number and other.site == site:
@@ -119,41 +141,19 @@ class Home:
                 return
 
     def help_others(self, number: int) -> None:
-        """Start on something else: other ranks may wait for that, in another order, before they come to this."""
-        for kept in self._others(number):
-            kept.post()
-            return
+        """Start on something else: other ranks may wait for that, in another order, before they come to this.
 
-    def asked_for(self, kept: Kept) -> None:
-        """See to it that it becomes a part again, if it outlives its use: autograd drops it, unless told to retain."""
-        if kept.task != backward_task():
-            if self._last is not None:
-                self._follows[self._last] = kept.site
-            self._last = kept.site
-        kept.task = backward_task()
-        for other in list(self._whole.values()):
-            if other.served:
-                self._shrink(other)
-        self._whole[kept.number] = kept
-        if backward_task() is None:
-            self._shrink(kept)
+        Only where it is clear what they would wait for: a site that is kept more than once has an order of its own.
+        """
+        kept = {n: kept.site for n, kept in self._kept.items()}
+        for other in self._others(number):
+            if list(kept.values()).count(other.site) == 1:
+                other.post()
+                return
 
-    def end(self) -> None:
-        """The backward pass is over."""
-        with self.lock:
-            if self._last is not None:
-                self._follows[self._last] = None
-            self._task = self._last = None
-            for kept in list(self._whole.values()):
-                self._shrink(kept)
-
-    def _shrink(self, kept: Kept) -> None:
-        kept.shrink()
-        self._whole.pop(kept.number, None)
-
-    def leave(self, messages: Any, guess: tuple[Site, Site] | None = None) -> None:
+    def leave(self, posted: Posted, guess: tuple[Site, Site] | None) -> None:
         """Messages that nobody will wait for, because of a guess that was wrong."""
-        self._left.append(messages)
+        self._left.append(posted)
         if guess is not None:
             self._wrong.add(guess)
 
@@ -166,7 +166,6 @@ class Kept:
     ) -> None:
         self.home, self.number, self.digest, self.account = home, number, digest, account
         self.site, self.label = site, label
-        self.task: int | None = None  # the backward pass that asked for it last
         self.guess: tuple[Site, Site] | None = None  # why it was restored ahead
         self.bytes, self.device = whole.numel(), whole.device
         self._mine = dict(home.spans(self.bytes))[home.wire.me]
@@ -209,6 +208,7 @@ class Kept:
     def whole(self) -> torch.Tensor:
         """The bytes, restored. Every rank of the group asks for the same in its backward pass, in whatever order."""
         with self.home.lock:
+            self.home.begin()
             if self._whole is None:
                 self._restore()
             found = self._whole
@@ -216,6 +216,8 @@ class Kept:
             self._left -= 1
             self.home.asked_for(self)
             self.home.restore_ahead(self)
+            if backward_task() is None:
+                self.home.end()
             return found
 
     def _restore(self) -> None:

@@ -21,13 +21,14 @@ class Saved:
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    start: int  # in elements
     spec: Any  # of a DTensor
 
     def restored(self) -> torch.Tensor:
         """The same again."""
         whole = self.kept.whole()
         local = torch.empty(0, dtype=self.dtype, device=whole.device)
-        local.set_(whole.untyped_storage(), 0, self.shape, self.stride)
+        local.set_(whole.untyped_storage(), self.start, self.shape, self.stride)
         return local if self.spec is None else dressed_as(self.spec, local)
 
 
@@ -83,6 +84,16 @@ class Cells:
         key = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return Cells(key, None, count, _dense(tensor))
 
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """Which element of these bytes a tensor of the same storage begins with; None where it is not all in there."""
+        if self.start is None:
+            return 0 if Cells.of(tensor).key == self.key else None
+        size = tensor.element_size()
+        first = int(tensor.storage_offset()) * size - self.start
+        last = first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) * size
+        inside = first >= 0 and last + size <= self.key[1] and first % size == 0
+        return first // size if inside else None
+
     def bytes(self, tensor: torch.Tensor) -> torch.Tensor:
         """All of them, in a row."""
         if self.start is None:
@@ -93,7 +104,7 @@ class Cells:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """True for what is made of bytes in memory: no meta tensors, wrappers, or views that are negated when read."""
-    plain = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_meta
+    plain = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
