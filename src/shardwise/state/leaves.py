@@ -101,6 +101,7 @@ def _one(
             if value is None and field in ("dtype", "device"):
                 continue
             before = known.setdefault(field, value)
+            who.setdefault(field, rank)
             if before == value or (field == "layout" and _covers(before, rank, value)):
                 continue
             if field == "layout" and (both := _replicas(before, value)) is not None:
@@ -108,7 +109,6 @@ def _one(
             else:
                 there = f"{known[field]} on rank {who[field]}"
                 raise ValueError(f"{name!r} of the {side} has {field} {there}, but {value} on rank {rank}")
-            who.setdefault(field, rank)
     if not known:
         return None
     found = Known(known["shape"], known.get("dtype", torch.get_default_dtype()), known["layout"], known.get("device"))

@@ -200,14 +200,15 @@ def _moved(
     plan, me = mover.plan, mover.wire.me
     found = dict[str, list[torch.Tensor]]()
     moves = list[Move]()
-    sent = list[int]()
+    sent, sharing = list[int](), dict[int, list[torch.Tensor]]()
     last = _last_uses([memory_of(flat.get(entry.link.source), apart=False) for entry in plan.entries])
 
     def give_back() -> None:
         for at in sent:
             for tensor in memory_of(flat.get(plan.entries[at].link.source), apart=False):
+                sharing.setdefault(storage_of(tensor), []).append(tensor)
                 if last[storage_of(tensor)] <= at:
-                    _give_back(tensor)
+                    _give_back(sharing.pop(storage_of(tensor)))
         sent.clear()
 
     def check() -> None:
@@ -240,9 +241,10 @@ def _last_uses(memory: Sequence[Sequence[torch.Tensor]]) -> dict[int, int]:
     return {storage_of(tensor): at for at, tensors in enumerate(memory) for tensor in tensors}
 
 
-def _give_back(tensor: torch.Tensor) -> None:
-    """The memory of a tensor that was sent, unless it is a part of something else; the tensor is empty then."""
-    storage = tensor.untyped_storage()
-    if storage.resizable() and storage.nbytes() == tensor.numel() * tensor.element_size():
+def _give_back(tensors: list[torch.Tensor]) -> None:
+    """The memory of tensors that were sent, unless it is a part of something else; the tensors are empty then."""
+    storage = tensors[0].untyped_storage()
+    if storage.resizable() and any(storage.nbytes() == t.numel() * t.element_size() for t in tensors):
         storage.resize_(0)
-    tensor.data = tensor.data.new_empty(0)
+    for tensor in tensors:
+        tensor.data = tensor.data.new_empty(0)
