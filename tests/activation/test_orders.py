@@ -165,7 +165,7 @@ def test_inputs_that_differ_raise_the_same_error_on_all_ranks(ranks, check):  # 
         assert label in text
         assert "of product" in text
         assert "is not the same on all ranks of the mesh" in text
-        assert "ranks 0, 2 have other values than rank 1" in text
+        assert "other values on ranks 0, 2 than on rank 1" in text
 
 
 def test_without_a_check_nothing_is_compared(ranks):  # noqa: F811

@@ -31,12 +31,12 @@ def difference(what: str, told: Mapping[int, Hashable]) -> str:
     """Who has what others have not, in words that are the same on every rank.
 
     >>> difference("input[0] of MLP 0", {0: "a", 1: "a", 2: "b"}).partition(". ")[0]
-    'input[0] of MLP 0 is not the same on all ranks of the mesh: ranks 0, 1 have other values than rank 2'
+    'input[0] of MLP 0 is not the same on all ranks of the mesh: other values on ranks 0, 1 than on rank 2'
     """
     groups = defaultdict[Hashable, list[int]](list)
     for owner in sorted(told):
         groups[told[owner]].append(owner)
-    who = " have other values than ".join(in_words(owners) for owners in groups.values())
+    who = "other values on " + " than on ".join(in_words(owners) for owners in groups.values())
     return (
         f"{what} is not the same on all ranks of the mesh: {who}. What differs cannot be kept in parts: is this input "
         f"sharded, or did a rank run another program? (input_reshard(..., check=True) compares all values in forward)"
