@@ -1,7 +1,5 @@
 """Ranks that go back in other orders meet; ranks that differ or never go back end in an error, not in a hang."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,7 +235,7 @@ def test_only_the_ranks_of_the_mesh_raise(ranks):  # noqa: F811
     found = ranks(4, run)
     assert found[:2] == ["no error"] * 2
     assert found[2] == found[3]
-    assert re.search("rank 2 .*other values than rank 3", found[2])
+    assert "other values on rank 2 than on rank 3" in found[2]
 
 
 def test_modules_are_accounted_for_by_name(ranks):  # noqa: F811
