@@ -145,9 +145,9 @@ class Home:
 
         Only where it is clear what they would wait for: a site that is kept more than once has an order of its own.
         """
-        kept = {n: kept.site for n, kept in self._kept.items()}
+        sites = Counter(kept.site for kept in self._kept.values())
         for other in self._others(number):
-            if list(kept.values()).count(other.site) == 1:
+            if sites[other.site] == 1:
                 other.post()
                 return
 

@@ -20,10 +20,6 @@ class Swap(Protocol):
         """The numbers of the receives, each once it is filled; when it ends, all sends are done too."""
         ...
 
-    def done(self) -> bool:
-        """True once no message reads or writes memory any more."""
-        ...
-
 
 class End:
     """One owner's end of a wire: who is on it, and what exchanges leave for later ones."""

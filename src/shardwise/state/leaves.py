@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,41 +10,19 @@ import torch
 from shardwise.layout import Layout
 from shardwise.state.plan import Tensor
 from shardwise.tensor.kinds import is_sharded, kind_of
+from shardwise.tensor.sharded import Own
 
-Tensors = Sequence[torch.Tensor]
 
-
-@dataclass(frozen=True)
-class Plain:
+class Plain(Own):
     """How a plain tensor lies: whole, on every rank that has it."""
 
-    layout: Layout
-    group: None = None
-    device: torch.device | None = None
-
-    def taken(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def taken(self, x: Any) -> list[torch.Tensor]:
         """Itself."""
         return [x]
 
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Apart from autograd."""
-        return [tensor.detach() for tensor in tensors]
-
-    def dressed(self, local: Tensors) -> list[torch.Tensor]:
-        """As they are."""
-        return list(local)
-
-    def closed(self, tensors: Tensors) -> torch.Tensor | None:
+    def closed(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The tensor; None on a rank that has none."""
         return tensors[0] if tensors else None
-
-    def gradient(self) -> Plain:
-        """As the value."""
-        return self
-
-    def gradient_of(self, grads: Tensors) -> Plain:
-        """As the value."""
-        return self
 
 
 class Known(NamedTuple):

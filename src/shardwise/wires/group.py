@@ -223,10 +223,6 @@ class GroupSwap:
     def __init__(self, wire: GroupWire, receives: Sequence[Message], works: Sequence[Any]) -> None:
         self._wire, self._receives, self._works = wire, receives, works
 
-    def done(self) -> bool:
-        """True once nothing is under way."""
-        return all(work.is_completed() for work in self._works)
-
     def arrivals(self) -> Iterator[int]:
         """In the order of the receives."""
         for at, (peer, room) in enumerate(self._receives):

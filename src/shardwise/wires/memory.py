@@ -89,10 +89,6 @@ class MemorySwap:
     def __init__(self, wire: MemoryWire, receives: Sequence[Message], tag: int) -> None:
         self._wire, self._receives, self._tag = wire, receives, tag
 
-    def done(self) -> bool:
-        """True: messages lie in queues, and write into nothing by themselves."""
-        return True
-
     def arrivals(self) -> Iterator[int]:
         """In the order of the receives."""
         for at, (peer, room) in enumerate(self._receives):
