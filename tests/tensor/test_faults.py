@@ -179,9 +179,9 @@ def test_an_error_in_the_middle_breaks_the_group_for_all(ranks):  # noqa: F811
 
     def run(rank):
         if rank == 1:
-            from shardwise.exchange.schedule import Parcel
+            from shardwise.exchange import Views
 
-            Parcel.pack = _out_of_luck
+            Views.pack = _out_of_luck
         values = np.ones(source.shape, dtype=np.float32)
         return raised(lambda: sw.reshard(rows(rank, source, values), target))
 

@@ -13,9 +13,10 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
-from shardwise.exchange.program import Program, program
+from shardwise.exchange.program import Pair, Program, program
 from shardwise.exchange.reduce import reduce
 from shardwise.exchange.schedule import Parcel, Tensors, Turn, schedule
+from shardwise.exchange.views import Views
 from shardwise.exchange.wire import Message, Swap, Wire
 from shardwise.planning import Plan
 
@@ -55,7 +56,8 @@ class Exchange:
 
     Everybody starts exchanges in the same order, and finishes them in that order. Messages lie on `device`, the same
     kind for everybody, or where the wire can reach them. `fresh` says that nobody sees the target's tensors before the
-    exchange is done. `again` is the one that this takes the place of, or belongs to.
+    exchange is done. `views` are those of the last time, where it is repeated with the same moves. `again` is the one
+    that this takes the place of, or belongs to.
     """
 
     def __init__(
@@ -66,9 +68,11 @@ class Exchange:
         *,
         device: torch.device | None = None,
         fresh: bool = True,
+        views: Views | None = None,
         again: Exchange | None = None,
     ) -> None:
         self.wire, self.terms, self.moves, self.fresh = wire, terms, moves, fresh
+        self.views = views or Views()
         self.device = wire.serves(device or torch.device("cpu"))
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
@@ -95,7 +99,7 @@ class Exchange:
         if self._many:
             self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart)
         else:
-            self._agreement = self.wire.slots(self._slots(), apart=apart)
+            self._agreement = self.wire.slots(*self._slots(), apart=apart)
         first = self.schedule.turns[0]
         if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
             with self._unbroken():
@@ -142,17 +146,17 @@ class Exchange:
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
-    def _slots(self) -> torch.Tensor:
-        """A row for every rank: our header, and what is small."""
-        rows = torch.empty(len(self.wire.owners), HEADER + self.inline, dtype=torch.uint8)
+    def _slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A row for every rank: our header, and what is small; and the room for theirs."""
+        rows, theirs = self.views.slots(len(self.wire.owners), HEADER + self.inline)
         try:
             for parcel in self.schedule.turns[0].small_sends:
-                parcel.pack(rows[self.wire.rows[parcel.peer], HEADER:], self.sources)
+                self.views.pack(parcel, rows[self.wire.rows[parcel.peer], HEADER:], self.sources)
         except Exception as error:  # not too late to tell the others
             self.terms = replace(self.terms, error=error)
             self.header = self.terms.header()
         rows[:, :HEADER] = torch.from_numpy(self.header.view(np.uint8))
-        return rows
+        return rows, theirs
 
     def _agreed(self) -> torch.Tensor | None:
         """The slots of the others, once all agree; None where ranks have to learn."""
@@ -173,7 +177,7 @@ class Exchange:
     def _verdict(self, found: torch.Tensor) -> Verdict:
         if self._many:
             return judge(found.cpu().numpy())
-        headers = found[:, :HEADER].cpu().contiguous().numpy()
+        headers = found[:, :HEADER].contiguous().numpy()
         if not self.header[0] and headers.tobytes() == self.header.tobytes() * len(headers):
             return Verdict.GO  # nobody failed or guessed, and all say the same
         return judge(weigh(headers.view(np.int64)).max(axis=0))
@@ -187,19 +191,22 @@ class Exchange:
         messages = list[tuple[Parcel, torch.Tensor]]()
         for parcel in turn.small_receives:
             messages.append((parcel, slots[self.wire.rows[parcel.peer], HEADER:]))
-            parcel.unpack(messages[-1][1], self.targets)
+            self.views.unpack(parcel, messages[-1][1], self.targets)
         for at in posted.swap.arrivals() if posted.swap else ():
             if not posted.in_place[at]:
                 messages.append((turn.receives[at], posted.rooms[at]))
-                turn.receives[at].unpack(posted.rooms[at], self.targets)
+                self.views.unpack(turn.receives[at], posted.rooms[at], self.targets)
         self._reduce(turn, messages)
 
     def _copy_local(self, turn: Turn) -> None:
         """What stays with its owner."""
-        for move, source in zip(self.moves, self._read(turn), strict=True):
-            stage = move.program.stages.get(turn.key)
-            for here, there in stage.local if stage else ():
-                there.of(move.target).copy_(here.of(source))
+
+        def pairs() -> Iterator[tuple[Pair, Tensors, Tensors]]:
+            for move, source in zip(self.moves, self._read(turn), strict=True):
+                stage = move.program.stages.get(turn.key)
+                yield from ((pair, source, move.target) for pair in (stage.local if stage else ()))
+
+        self.views.copy(turn.key, pairs())
 
     def _post(self, turn: Turn, *, hidden: bool) -> Posted:
         """Post the messages of a turn. `hidden`: receive nothing into the target's tensors yet."""
@@ -216,7 +223,7 @@ class Exchange:
             for parcel, place in zip(turn.sends, outof, strict=True):
                 room = next(staged) if place is None else place
                 if place is None:
-                    parcel.pack(room, source)
+                    self.views.pack(parcel, room, source)
                 yield parcel.peer, room
 
         receives = [(p.peer, room) for p, room in zip(turn.receives, rooms, strict=True)]

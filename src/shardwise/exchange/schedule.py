@@ -36,19 +36,15 @@ class Parcel(NamedTuple):
     bytes: int
     parts: tuple[Share, ...]
 
-    def pack(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
-        """Copy our cells into the message."""
+    def views(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Its cells in our tensors, and in the message. (Terms have no place among our own.)"""
+        ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
         for part in self.parts:
-            cells, ours = [part.cells(message)], tensors[part.move]
+            cells = [part.cells(message)]
             for here, there in part.segment.pairs:
-                there.of(cells).copy_(here.of(ours))
-
-    def unpack(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
-        """Copy the cells of the message to where they belong. (Terms belong nowhere yet.)"""
-        for part in self.parts:
-            cells, ours = [part.cells(message)], tensors[part.move]
-            for here, there in part.segment.pairs:
-                here.of(ours).copy_(there.of(cells))
+                ours.append(here.of(tensors[part.move]))
+                theirs.append(there.of(cells))
+        return ours, theirs
 
     def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
         """Its bytes among our own tensors, where they lie there as in the message."""

@@ -51,7 +51,9 @@ class Wire(Protocol):
         """Where the bytes of tensors on this device are to lie: the same device, or one that the wire can reach."""
         ...
 
-    def slots(self, mine: torch.Tensor, *, apart: int | None = None) -> Callable[[], torch.Tensor]:
+    def slots(
+        self, mine: torch.Tensor, theirs: torch.Tensor, *, apart: int | None = None
+    ) -> Callable[[], torch.Tensor]:
         """Start to swap rows of bytes: row i goes to `owners[i]`; what is returned waits for the rows of the others.
 
         `apart`, a number that all know, is given where this may happen between other calls of the owners.

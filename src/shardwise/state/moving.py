@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor import local_of
-from shardwise.exchange import Exchange, Move, Terms, in_words
+from shardwise.exchange import Exchange, Move, Terms, Views, in_words
 from shardwise.layout import Layout
 from shardwise.state.plan import ModelPlan
 from shardwise.state.view import seen
@@ -60,6 +60,7 @@ class Mover:
         self.wire, self.plan, self.operation = wire, plan, operation
         self.buckets = list(plan.buckets())
         self._bytes = [sum(plan.entries[at].bytes for at in bucket) for bucket in self.buckets]
+        self._views = dict[int, tuple[Sequence[Move], Views]]()  # of buckets that are moved again and again
 
     @property
     def total(self) -> int:
@@ -92,10 +93,19 @@ class Mover:
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         terms = Terms(fields, error=error)
         device = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
-        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh)
+        views = Views() if fresh else self._kept_views(bucket, moves)
+        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh, views=views)
         lane = Lane.of(self.wire)
         started.start(alone=lane.idle)
         lane.run(started.finish)
+
+    def _kept_views(self, bucket: int, moves: Sequence[Move]) -> Views:
+        """Those of the last time, unless a move is another one now."""
+        before, views = self._views.get(bucket, ((), Views()))
+        if len(before) != len(moves) or any(a is not b for a, b in zip(before, moves, strict=True)):
+            views = Views()
+        self._views[bucket] = moves, views
+        return views
 
     def run(
         self,

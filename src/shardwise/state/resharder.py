@@ -74,7 +74,8 @@ class Resharder:
 
         together("Resharder", lambda: make().fingerprint, _same_plan, group=group, verify=verify)
         self._mover = Mover(group_wire(group), self.plan, "sync")
-        self._moves = dict[int, tuple[list[int], Move, list[torch.Tensor]]]()  # with addresses, and what is written
+        self._moves = dict[int, tuple[list[Any], Move]]()  # by entry, with where its memory was
+        self._written = list[torch.Tensor]()
 
     plan: ModelPlan
 
@@ -85,31 +86,27 @@ class Resharder:
                 self._staged(progress)
             else:
                 self._mover.run(self._ready, self._bucket, fresh=False, progress=progress)
-            increment_version(
-                [t for _, _, written in self._moves.values() for t in written]
-            )  # autograd does not see it
+                increment_version(self._written)  # autograd does not see it
 
     def _ready(self) -> None:
-        """All moves, before the first: memory may have changed since the last time."""
-        for at in range(len(self.plan.entries)):
-            self._move(at)
+        """All moves, before the first is made: anew where the memory of a tensor has changed since the last time."""
+        sources, targets, changed = self._source or {}, self._target or {}, False
+        for at, entry in enumerate(self.plan.entries):
+            link = entry.link
+            source = memory_of(sources.get(link.source), apart=False)
+            target = memory_of(targets.get(link.target), apart=False)
+            now = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*source, *target)]
+            if at in self._moves and self._moves[at][0] == now:
+                continue
+            self._check(link.source, "source", source, self.plan.sources)
+            self._check(link.target, "target", target, self.plan.targets)
+            source, target = ([t.detach() for t in side] for side in (source, target))
+            self._moves[at], changed = (now, self._mover.move(at, source, target)), True
+        if changed:
+            self._written = [t for _, move in self._moves.values() for t in move.target]
 
     def _bucket(self, entries: Sequence[int]) -> list[Move]:
-        return [self._move(at) for at in entries]
-
-    def _move(self, at: int) -> Move:
-        """Made once, and anew where the memory of a tensor has changed."""
-        link = self.plan.entries[at].link
-        source = memory_of((self._source or {}).get(link.source), apart=False)
-        target = memory_of((self._target or {}).get(link.target), apart=False)
-        known, now = self._moves.get(at), [t.data_ptr() for t in (*source, *target)]
-        if known is not None and known[0] == now:
-            return known[1]
-        self._check(link.source, "source", source, self.plan.sources)
-        self._check(link.target, "target", target, self.plan.targets)
-        source, target = ([t.detach() for t in side] for side in (source, target))
-        self._moves[at] = now, self._mover.move(at, source, target), target
-        return self._moves[at][1]
+        return [self._moves[at][1] for at in entries]
 
     def _staged(self, progress: Callable[[int, int], None] | None) -> None:
         """Into tensors of our own first: those of the target are written once all ranks have found them right."""

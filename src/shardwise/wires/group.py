@@ -77,10 +77,16 @@ class GroupWire(End):
         kind = next(iter(self._backends))
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
-    def slots(self, mine: torch.Tensor, *, apart: int | None = None) -> Callable[[], torch.Tensor]:
+    def slots(
+        self, mine: torch.Tensor, theirs: torch.Tensor, *, apart: int | None = None
+    ) -> Callable[[], torch.Tensor]:
         """One all-to-all of the whole group; among some of its ranks, or apart, messages between each two."""
-        mine = mine if self._own.type == "cpu" else mine.to(self._own)
-        theirs = torch.empty_like(mine)
+        if self._own.type != "cpu":  # by way of memory that the wire can reach
+            wait = self._slots(mine.to(self._own), theirs.to(self._own), apart)
+            return lambda: theirs.copy_(wait())
+        return self._slots(mine, theirs, apart)
+
+    def _slots(self, mine: torch.Tensor, theirs: torch.Tensor, apart: int | None) -> Callable[[], torch.Tensor]:
         if not self._whole or apart is not None:
             return self._slots_by_messages(mine, theirs, self._tag("slots", apart))
         with self._guarded("starting to agree"):

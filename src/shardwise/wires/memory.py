@@ -36,11 +36,13 @@ class MemoryWire(End):
         """Any device: the memory is one."""
         return device
 
-    def slots(self, mine: torch.Tensor, *, apart: int | None = None) -> Callable[[], torch.Tensor]:
+    def slots(
+        self, mine: torch.Tensor, theirs: torch.Tensor, *, apart: int | None = None
+    ) -> Callable[[], torch.Tensor]:
         """Row by row through the queues."""
         for owner, row in zip(self.owners, mine, strict=True):
             self._put(owner, row, "slots")
-        return lambda: torch.stack([self._get(owner, "slots") for owner in self.owners])
+        return lambda: torch.stack([self._get(owner, "slots") for owner in self.owners], out=theirs)
 
     def reduced(
         self, numbers: torch.Tensor, op: Literal["max", "sum"], *, apart: int | None = None
