@@ -24,13 +24,13 @@ def test_a_plan_says_in_words_and_figures_what_will_be_done(ranks):  # noqa: F81
         plan = sw.Resharder(*sides()).plan
         text = plan.explain()
         assert "2 tensors become 2, in 1 exchange" in text
-        assert "2 x 8x6/S0@4 -> 8x6/S1@4, float32" in text
+        assert "2 x 8x6/S0@4 float32 -> 8x6/S1@4 float32" in text
         figures = json.loads(plan.to_json())
         one = sw.plan(sw.parse("8x6/S0@4"), sw.parse("8x6/S1@4"), itemsize=4)
         assert (plan.bytes_moved, plan.bytes_local) == (2 * one.bytes_moved, 2 * one.bytes_local)
         assert figures["bytes_moved"] == plan.bytes_moved
         assert figures["targets"]["b"] == {"shape": [8, 6], "dtype": "torch.float32", "layout": "8x6/S1@4"}
-        assert [link[:2] for link in figures["links"]] == [["a", "a"], ["b", "b"]]
+        assert {name: list(sources) for name, sources in figures["links"].items()} == {"a": ["a"], "b": ["b"]}
         model = sw.Resharder(sharded("fsdp", 1).state_dict(), sharded("tp", 2).state_dict(), max_bytes=4000).plan
         assert f"{len(weights(Llama(0)))} tensors become" in model.explain()
         assert model.peak_bytes <= 4000
@@ -89,16 +89,16 @@ def test_a_saved_plan_is_taken_for_the_same_model_alone(ranks):  # noqa: F811
     other = "the plan file is of another model: "
     same_refusals(
         ranks(4, run),
-        names=other + "sources 'c' is only in the model",
-        order=other,
-        fewer=other + "sources 'b' is only in the file",
-        more=other + "sources 'c' is only in the model",
-        dtype=other + "sources 'a' 'dtype' is torch.float32 in the file, but torch.float64 here",
-        source=other + "sources 'a' 'layout' is 8x6/S0@4 in the file, but 8x6/S0@4:1,0,2,3 here",
-        target=other + "targets 'a' 'layout' is 8x6/S1@4 in the file, but 8x6/S1@2 here",
-        max_bytes=other + "max_bytes is None in the file, but 100 here",
-        links=other + "links",
-        remap=other + "targets 'ab' is only in the model",
+        names=other + "'sources' 'b' is only in the file",
+        order=other + "'sources' has 'a' in the file where 'b' is here",
+        fewer=other + "'sources' 'b' is only in the file",
+        more=other + "'sources' 'c' is only here",
+        dtype=other + "'sources' 'a' 'dtype' is torch.float32 in the file, but torch.float64 here",
+        source=other + "'sources' 'a' 'layout' is 8x6/S0@4 in the file, but 8x6/S0@4:1,0,2,3 here",
+        target=other + "'targets' 'a' 'layout' is 8x6/S1@4 in the file, but 8x6/S1@2 here",
+        max_bytes=other + "'max_bytes' is None in the file, but 100 here",
+        links=other + "'links' 'a' 'a' is only in the file",
+        remap=other + "'targets' 'a' is only in the file",
         **{"no plan": "not a plan file", "no json": "not a plan file", "another file": "not the plan file of a model"},
         **{"nothing": "not the plan file of a model", "of one tensor": "not the plan file of a model"},
         **{"on one rank": ["rank 2", "not a plan file"]},

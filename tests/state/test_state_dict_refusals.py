@@ -47,13 +47,17 @@ ASKED = {
         {},
         ["has no 'qq.weight'", "nearest: 'q.weight'"],
     ),
-    "shape": (lambda rank: asked(**{"k.weight": "6x8/S0@4"}), {}, ["'k.weight' has shape (8, 6), but (6, 8)"]),
+    "shape": (
+        lambda rank: asked(**{"k.weight": "6x8/S0@4"}),
+        {},
+        ["the target of 'k.weight': it has shape (8, 6), but (6, 8)"],
+    ),
     "shape of what to look like": (
         lambda rank: like(**{"k.weight": numbers(6, 8)}),
         {},
         ["(8, 6)", "(6, 8)"],
     ),
-    "no rule": (lambda rank: [("q.*", COLUMNS)], {}, ["no rule fits 'k.weight'", "'q.*'"]),
+    "no rule": (lambda rank: [("q.*", COLUMNS)], {}, ["the target of 'k.weight': no rule fits", "'q.*'"]),
     "no mesh": (lambda rank: [("*", "S0")], {}, ["expected"]),
     "no target": (lambda rank: lambda name: 5, {}, ["5 is no target"]),
     "no layout": (lambda rank: lambda name: "8x6/S2@4", {}, ["no dim 2"]),
@@ -64,7 +68,7 @@ ASKED = {
         {},
         ["ask for different shardings"],
     ),
-    "one fails": (lambda rank: [("*" if rank != 2 else "q*", COLUMNS)], {}, ["rank 2", "no rule fits 'k.weight'"]),
+    "one fails": (lambda rank: [("*" if rank != 2 else "q*", COLUMNS)], {}, ["rank 2", "the target of 'k.weight': no rule fits"]),
     "max_bytes": (lambda rank: asked(), {"max_bytes": lambda rank: 64 + rank}, ["different"]),
     "free": (lambda rank: asked(), {"free": lambda rank: rank == 1}, ["disagree on the free", "rank 1: True"]),
     "verify": (lambda rank: asked(), {"verify": lambda rank: rank == 1}, ["disagree on the verify", "rank 1: True"]),
@@ -101,7 +105,7 @@ GIVEN = {
     ),
     "one kind": (
         lambda rank: {"x": WHOLE if rank == 1 else held(WHOLE, ROWS)},
-        ["'x' of the state dict has layout 8x6/S0@4 on rank 0, but None on rank 1"],
+        ["'x' of the state dict is sharded on some ranks, but a plain tensor on rank 1"],
     ),
     "nobody": (lambda rank: None, ["no rank has a state dict"]),
     "no memory": (
@@ -150,4 +154,4 @@ def test_owners_outside_of_the_group(ranks):  # noqa: F811
     found = ranks(4, run, timeout=20)
     assert (found[0], found[2]) == (found[1], found[3])
     for name, text in found[0].items():
-        assert "lies on ranks 2, 3, but those who call are ranks 0, 1" in text, name
+        assert "names ranks 2, 3, but those who call are ranks 0, 1" in text, name

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
+from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError, ShardwiseError
 from shardwise.geometry import Ints
 from shardwise.layout import Layout
 
@@ -64,7 +64,7 @@ class Terms:
 
     def told(self) -> dict[str, Any]:
         """All that is needed to explain a refusal."""
-        known = isinstance(self.error, ExchangeError)
+        known = isinstance(self.error, ShardwiseError | ValueError | TypeError)  # which say all in their words
         error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")
         shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.guessed}
         digests = {name: _digest(self.fields[name]) for name in shown}
@@ -102,7 +102,7 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Exchang
     kinds = {t["raises"] for t in told if t["error"] is not None}
     raised = kinds.pop() if len(kinds) == 1 else ExchangeError
     if errors.pop(None, None) is None and len(errors) == 1:
-        return raised(f"no rank can take part in this {operation}: {next(iter(errors))}")
+        return raised(f"{operation}: {next(iter(errors))}")
     if errors:
         lines = [f"{in_words(whose)} cannot take part in this {operation}: {error}" for error, whose in errors.items()]
         return raised("\n".join(lines))

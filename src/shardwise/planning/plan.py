@@ -184,9 +184,13 @@ class Plan:
     @cached_property
     def _rounds(self) -> tuple[int, ...]:
         """The rounds that max_bytes makes of every step."""
+        return rounds_of_steps(self.max_bytes or 0, self.itemsize, self._loads, len(self.owners))
+
+    @cached_property
+    def _loads(self) -> tuple[int, ...]:
+        """The most cells that an owner stages in each step, were it one round."""
         most, hosts = self._takers.most, self.hosts is not None
-        bounds = loads(self.source, self.target, most, reducing=self.reducing, hosts=hosts)
-        return rounds_of_steps(self.max_bytes or 0, self.itemsize, bounds, len(self.owners))
+        return loads(self.source, self.target, most, reducing=self.reducing, hosts=hosts)
 
     # --- what it costs -----------------------------------------------------------------------------------------------
 
@@ -257,6 +261,12 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most bytes that any owner stages at a time: all that it sends and receives in one round."""
         return self.traffic.peak()
+
+    @property
+    def most_bytes(self) -> int:
+        """What `peak_bytes` cannot exceed, from the layouts alone: it costs nothing, however many owners there are."""
+        steps = 3 if self.hosts is not None else 2 if self.reducing else 1
+        return self.max_bytes or max(self._loads[:steps]) * self.itemsize
 
     def matrix(self) -> Ints:
         """Bytes from each owner (row) to each (column), in the order of `owners`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,16 @@ from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.sharded import Own
 
 
+@dataclass(frozen=True)
 class Plain(Own):
     """How a plain tensor lies: whole, on every rank that has it."""
+
+    on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it is to be."""
+        return self.on
 
     def taken(self, x: Any) -> list[torch.Tensor]:
         """Itself."""
@@ -34,9 +44,12 @@ class Known(NamedTuple):
     device: str | None
 
 
+Said = Mapping[str, Known | None]
+
+
 def is_tensor(value: Any) -> bool:
     """True for what can be moved."""
-    return isinstance(value, torch.Tensor) or is_sharded(value)
+    return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested)
 
 
 def known_of(value: Any) -> Known:
@@ -49,74 +62,71 @@ def known_of(value: Any) -> Known:
     return Known(kind.layout.shape, value.dtype, kind.layout, None if device is None else device.type)
 
 
-def merged(
-    told: Mapping[int, Mapping[str, Known | None] | None], side: str
-) -> dict[str, tuple[Known, tuple[int, ...]]]:
-    """What is known of all tensors, and which ranks have the state dict; raises where ranks do not say the same."""
-    holders = {rank: known for rank, known in told.items() if known is not None}
-    if not holders:
+def said(flat: Mapping[str, Any]) -> Said:
+    """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing."""
+    return {name: None if v is None else known_of(v) for name, v in flat.items() if v is None or is_tensor(v)}
+
+
+def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:
+    """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
+
+    A name that is None on all ranks is left out: a value like others.
+    """
+    alike = dict[int, tuple[list[int], Said]]()  # most often all say the same, which is one object
+    for rank, known in told.items():
+        if known is not None:
+            alike.setdefault(id(known), ([], known))[0].append(rank)
+    if not alike:
         raise ValueError(f"no rank has a {side}: at least one must")
-    first, names = next(iter(holders.items()))
-    for rank, other in holders.items():
+    (first, *_), names = next(iter(alike.values()))
+    for (rank, *_), other in alike.values():
         if list(other) != list(names):
             strange = sorted(set(names) ^ set(other)) or [a for a, b in zip(names, other, strict=True) if a != b]
             raise ValueError(
                 f"the {side} has other names on rank {rank} than on rank {first}: {', '.join(map(repr, strange[:5]))}"
             )
-    found = {name: _one(name, holders, side) for name in names}
-    return {name: one for name, one in found.items() if one is not None}
+    found = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _one(
-    name: str, holders: Mapping[int, Mapping[str, Known | None]], side: str
-) -> tuple[Known, tuple[int, ...]] | None:
-    """None where it is None on all ranks: a value like others."""
-    said = {rank: known[name] for rank, known in holders.items()}
-    known, who = dict[str, Any](), dict[str, int]()
-    for rank, one in said.items():
-        for field, value in one._asdict().items() if one is not None else ():
-            if value is None and field in ("dtype", "device"):
-                continue
-            before = known.setdefault(field, value)
-            who.setdefault(field, rank)
-            if before == value or (field == "layout" and _covers(before, rank, value)):
-                continue
-            if field == "layout" and (both := _replicas(before, value)) is not None:
-                known[field] = both
-            else:
-                there = f"{known[field]} on rank {who[field]}"
-                raise ValueError(f"{name!r} of the {side} has {field} {there}, but {value} on rank {rank}")
-    if not known:
+def _one(what: str, told: Iterable[tuple[list[int], Known | None]]) -> Tensor | None:
+    given = [(ranks, one) for ranks, one in told if one is not None]
+    if not given:
         return None
-    found = Known(known["shape"], known.get("dtype", torch.get_default_dtype()), known["layout"], known.get("device"))
-    return found, tuple(rank for rank, one in said.items() if one is not None)
+
+    def same(field: str) -> Any:
+        values = [(ranks[0], value) for ranks, one in given if (value := getattr(one, field)) is not None]
+        for rank, value in values[1:]:
+            if value != values[0][1]:
+                there = f"{values[0][1]} on rank {values[0][0]}"
+                raise ValueError(f"{what} has {field} {there}, but {value} on rank {rank}")
+        return values[0][1] if values else None
+
+    shape, dtype, device = same("shape"), same("dtype") or torch.get_default_dtype(), same("device") or "cpu"
+    plain = [ranks for ranks, one in given if one.layout is None]
+    if len(plain) == len(given):
+        return Tensor(
+            shape, dtype, _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks))), device
+        )
+    if plain:
+        raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
+    return Tensor(shape, dtype, _joined(tuple({one.layout: None for _, one in given})) or same("layout"), device)
 
 
-def _covers(layout: Layout | None, rank: int, other: Layout | None) -> bool:
-    """True where what a rank has by the other layout is part of this one."""
-    if layout is None or other is None or layout.shape != other.shape or rank not in layout:
-        return False
-    return layout.pieces(rank) == (other.pieces(rank) if rank in other else ())
+@lru_cache(maxsize=4096)
+def _replicated(shape: tuple[int, ...], holders: tuple[int, ...]) -> Layout:
+    return Layout.replicated(shape, holders)
 
 
-def _replicas(layout: Layout | None, other: Layout | None) -> Layout | None:
-    """Both together, where they are on different ranks: each group of ranks has the whole. None where they are not."""
-    if layout is None or other is None or layout.shape != other.shape or layout.op or other.op:
+@lru_cache(maxsize=1024)
+def _joined(layouts: tuple[Layout, ...]) -> Layout | None:
+    """One for all, where they are on different ranks: each group of ranks has the whole. None where they are not."""
+    if len(layouts) == 1:
+        return layouts[0]
+    owners = [owner for layout in layouts for owner in layout.owners()]
+    if any(layout.op for layout in layouts) or len(owners) != len(set(owners)):
         return None
-    if set(layout.owners()) & set(other.owners()):
-        return None
-    pieces = [
-        (o, piece.box.lo, piece.box.hi) for one in (layout, other) for o in one.owners() for piece in one.pieces(o)
-    ]
-    both = Layout.boxes(layout.shape, pieces, overlap="replicas")
-    same = all(
-        both.local_shapes(o) == one.local_shapes(o) for one in (layout, other) for o in one.owners() if o in both
-    )
+    pieces = [(o, piece.box.lo, piece.box.hi) for one in layouts for o in one.owners() for piece in one.pieces(o)]
+    both = Layout.boxes(layouts[0].shape, pieces, overlap="replicas")
+    same = all(both.local_shapes(o) == one.local_shapes(o) for one in layouts for o in one.owners() if o in both)
     return both if same else None
-
-
-def tensor_for(known: Known, holders: Sequence[int]) -> Tensor:
-    """What a plan has to know of it. A plain one is whole on all ranks that have it."""
-    assert known.dtype is not None, "merged"
-    layout = Layout.replicated(known.shape, holders) if known.layout is None else known.layout
-    return Tensor(known.shape, known.dtype, layout, known.device or "cpu")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from shardwise.state.names import Rename, filled, matched, missing, renamed
 from shardwise.state.view import View
@@ -40,15 +41,17 @@ class Concat:
 
     def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
         """Where the parts are in the whole."""
-        dim, start, found = self.dim % len(whole), 0, list[View]()
+        dim, start, found = _dim(self.dim, whole), 0, list[View]()
         for part in parts:
+            if len(part) != len(whole):
+                raise ValueError(f"a part has {len(part)} dims, but {self.whole!r} has {len(whole)}")
             found.append(View.whole(whole).narrow(dim, start, part[dim]))
             start += part[dim]
         if start != whole[dim]:
             raise ValueError(f"its parts have {start} along dim {dim}, but {self.whole!r} has {whole[dim]}")
         return found
 
-    def names(self, stars: Sequence[str], count: int) -> list[str]:
+    def names(self, stars: Sequence[str], whole: Shape) -> list[str]:
         """Of the parts."""
         return [filled(part, stars) for part in self.parts]
 
@@ -57,7 +60,7 @@ class Concat:
 class Stack:
     """One tensor that has several others along a dim of its own: experts. `{}` in `part` is their number.
 
-    >>> Stack("*.experts.up", "*.experts.{}.up").names(["layers.0"], 2)
+    >>> Stack("*.experts.up", "*.experts.{}.up").names(["layers.0"], (2, 8, 8))
     ['layers.0.experts.0.up', 'layers.0.experts.1.up']
     """
 
@@ -67,17 +70,20 @@ class Stack:
 
     def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
         """Where the parts are in the whole."""
-        dim = self.dim % len(whole)
-        return [View.whole(whole).select(dim, at) for at in range(len(parts))]
+        return [View.whole(whole).select(_dim(self.dim, whole), at) for at in range(len(parts))]
 
-    def names(self, stars: Sequence[str], count: int) -> list[str]:
+    def names(self, stars: Sequence[str], whole: Shape) -> list[str]:
         """Of the parts."""
+        count = whole[_dim(self.dim, whole)]
         return [filled(self.part, stars).replace("{}", str(at)) for at in range(count)]
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """A tensor whose dims are stored in another order on the other side: reversed, unless `order` says."""
+    """A tensor whose dims are stored in another order on the other side: reversed, unless `order` says.
+
+    `order` has, for every dim of the source, which dim of the target it is: source == target.permute(order).
+    """
 
     name: str
     order: Sequence[int] | None = None
@@ -86,10 +92,17 @@ class Transposed:
 Remap = Concat | Stack | Transposed
 
 
+def _dim(dim: Any, shape: Shape) -> int:
+    if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+        raise ValueError(f"there is no dim {dim!r} in a shape of {len(shape)} dims")
+    return dim % len(shape)
+
+
 def links(
     sources: Shapes, targets: Shapes, *, rename: Rename = None, remap: Iterable[Remap] = (), strict: bool = True
 ) -> list[Link]:
     """All of them, in the order of the targets. Raises where a name is missing, extra, or of another shape."""
+    rules = _checked(remap)
     given = defaultdict[str, list[str]](list)  # which sources have this name, once they are renamed
     for source in sources:
         for name in renamed(source, rename):
@@ -98,14 +111,32 @@ def links(
         if len(several) > 1:
             raise ValueError(f"{' and '.join(map(repr, several))} would both be {name!r}: give them different names")
     shapes = {name: sources[one] for name, (one, *_) in given.items()}
-    found = [link for rule in remap for link in _remapped(rule, shapes, targets)]
-    done = {link.target for link in found}
-    found += [_plain(name, shapes[name], targets[name]) for name in targets if name not in done and name in shapes]
-    _check(found, shapes, targets, strict)
+    found, by = list[Link](), dict[str, Remap]()
+    for rule in rules:
+        for link in _remapped(rule, shapes, targets):
+            if by.setdefault(link.target, rule) is not rule:
+                raise ValueError(f"{link.target!r} would come both from {by[link.target]} and from {rule}")
+            found.append(link)
+    found += [_plain(name, shapes[name], targets[name]) for name in targets if name not in by and name in shapes]
+    unused = [rule for rule in rules if rule not in by.values()]
+    _check(found, shapes, targets, unused, strict)
     place = {name: at for at, name in enumerate(targets)}
     found = [link for link in found if prod(link.target_view.shape)]  # nothing to do for parts without cells
     found.sort(key=lambda link: place[link.target])
     return [Link(given[link.source][0], link.target, link.source_view, link.target_view) for link in found]
+
+
+def _checked(remap: Any) -> list[Remap]:
+    """Refuse what are no rules."""
+    rules = list(remap) if isinstance(remap, Iterable) else [remap]
+    for rule in rules:
+        if not isinstance(rule, Remap):
+            raise TypeError(f"remap= must be a list of Concat, Stack and Transposed, not of {rule!r}")
+        if isinstance(rule, Stack) and "{}" not in rule.part:
+            raise ValueError(f"{rule}: `part` needs {{}} where the number of a part is")
+        if isinstance(rule, Concat) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
+            raise ValueError(f"{rule}: `parts` must be a list of different names")
+    return rules
 
 
 def _plain(name: str, source: Shape, target: Shape) -> Link:
@@ -125,8 +156,7 @@ def _remapped(rule: Remap, sources: Shapes, targets: Shapes) -> Iterable[Link]:
             stars = matched(rule.whole, whole)
             if stars is None or whole in others:
                 continue
-            count = shape[rule.dim % len(shape)] if shape else 0
-            parts = rule.names(stars, count)
+            parts = rule.names(stars, shape)
             if all(part in others for part in parts):
                 yield from _parts(rule, whole, shape, {part: others[part] for part in parts}, inward=inward)
 
@@ -144,26 +174,29 @@ def _parts(rule: Concat | Stack, whole: str, shape: Shape, parts: Shapes, *, inw
 
 
 def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Link:
-    order = tuple(rule.order) if rule.order is not None else tuple(reversed(range(len(target))))
+    order = tuple(reversed(range(len(target)))) if rule.order is None else tuple(_dim(d, target) for d in rule.order)
+    if sorted(order) != list(range(len(target))):
+        raise ValueError(f"{name!r}: {rule.order} is no order of the {len(target)} dims of the target")
     view = View.whole(target).permute(order)
     if view.shape != source:
         raise ValueError(f"{name!r} has shape {source} in the source, but {view.shape} when the target is transposed")
     return Link(name, name, View.whole(source), view)
 
 
-def _check(found: Sequence[Link], sources: Shapes, targets: Shapes, strict: bool) -> None:
+def _check(found: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool) -> None:
     """Every target cell comes from somewhere, once; every source goes somewhere."""
     cells, used = defaultdict[str, int](int), set[str]()
     for link in found:
         cells[link.target] += prod(link.target_view.shape)
         used.add(link.source)
     left = [name for name in targets if name not in cells]
+    idle = f"; {', '.join(map(str, unused))} fit nothing" if unused else ""
     if left:
-        raise ValueError(missing("the source has nothing for", left, sources))
+        raise ValueError(missing("the source has nothing for", left, sources) + idle)
     partly = [name for name, count in cells.items() if count != prod(targets[name])]
     if partly:
         name = partly[0]
         raise ValueError(f"{cells[name]} of the {prod(targets[name])} cells of {name!r} come from the source")
     extra = [name for name in sources if name not in used]
     if extra and strict:
-        raise ValueError(missing("the target has no", extra, targets) + "; strict=False leaves them out")
+        raise ValueError(missing("the target has no", extra, targets) + idle + "; strict=False leaves them out")

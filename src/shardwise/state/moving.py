@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.dtensor import local_of
-from shardwise.exchange import Exchange, Move, Terms, Views, in_words
-from shardwise.layout import Layout
-from shardwise.state.plan import ModelPlan
-from shardwise.state.view import seen
+from shardwise.exchange import Exchange, Move, Terms, Views
+from shardwise.state.plan import ModelPlan, Tensor
+from shardwise.state.view import View, seen
 from shardwise.tensor.kinds import kind_of
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.output import check_memory, local_shapes
+from shardwise.tensor.verify import compared
 from shardwise.wires import GroupWire
 
 Tensors = list[torch.Tensor]
+Tell = Callable[[int, int], None] | None
 
 
 def memory_of(value: Any, *, apart: bool = True) -> Tensors:
@@ -32,25 +33,17 @@ def memory_of(value: Any, *, apart: bool = True) -> Tensors:
     return [tensor.detach() for tensor in found] if apart else found
 
 
-def check_local(name: str, side: str, tensors: Tensors, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+def check_local(what: str, tensors: Tensors, tensor: Tensor, me: int) -> None:
     """Refuse memory that is not what the layout gives this rank."""
-    found = [(tuple(t.shape), t.dtype) for t in tensors]
+    shapes, found = local_shapes(tensor.layout, me), [(tuple(t.shape), t.dtype) for t in tensors]
     if not tensors and all(0 in shape for shape in shapes):
         return
-    if found != [(shape, dtype) for shape in shapes]:
-        raise ValueError(f"{name!r} of the {side} should have {list(shapes)} of {dtype} on this rank, but has {found}")
-    for tensor in tensors:
-        check_memory(tensor, repr(name))
-
-
-def check_owners(owners: Sequence[int], side: str, layouts: Mapping[str, Layout]) -> None:
-    """Refuse tensors on ranks that do not call."""
-    known = set(owners)
-    for name, layout in layouts.items():
-        strange = [owner for owner in layout.owners() if owner not in known]
-        if strange:
-            where = f"{in_words(strange)}, but those who call are {in_words(owners)}"
-            raise ValueError(f"{name!r} of the {side} lies on {where}")
+    if found != [(shape, tensor.dtype) for shape in shapes]:
+        raise ValueError(f"{what} should have {list(shapes)} of {tensor.dtype} on this rank, but has {found}")
+    for one in tensors:
+        check_memory(one, what)
+        if one.is_conj() or one.is_neg():
+            raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
 
 
 class Mover:
@@ -79,22 +72,40 @@ class Mover:
             entry.dtype,
         )
 
-    def _exchange(
-        self, bucket: int, check: Callable[[], None], moves_of: Callable[[list[int]], Sequence[Move]], *, fresh: bool
+    def run(
+        self,
+        moves_of: Callable[[list[int]], Sequence[Move]],
+        *,
+        check: Callable[[], None],
+        again: bool = False,
+        progress: Tell = None,
     ) -> None:
+        """All buckets, one after the other, once all ranks have checked what they have.
+
+        `again`: it will be repeated, and its targets are in use. Who calls tells progress of the end.
+        """
+        done = 0
+        for number, bucket in enumerate(self.buckets):
+            moves, error = list[Move](), None
+            try:  # the others have to hear of what goes wrong
+                if progress is not None and number:
+                    progress(done, self.total)
+                if not number:
+                    check()
+                moves.extend(moves_of(bucket))
+            except Exception as found:
+                error = found
+            self._exchange(number, moves, error, again=again)
+            done += self._bytes[number]
+
+    def _exchange(self, bucket: int, moves: Sequence[Move], error: Exception | None, *, again: bool) -> None:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
-        moves, error = list[Move](), None
-        try:
-            if not bucket:
-                check()
-            moves.extend(moves_of(self.buckets[bucket]))
-        except Exception as found:
-            error = found
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
+        kind = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
+        device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
+        views = self._kept_views(bucket, moves) if again else Views()
         terms = Terms(fields, error=error)
-        device = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
-        views = Views() if fresh else self._kept_views(bucket, moves)
-        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh, views=views)
+        started = Exchange(self.wire, terms, moves, device=device, fresh=not again, views=views)
         lane = Lane.of(self.wire)
         started.start(alone=lane.idle)
         lane.run(started.finish)
@@ -107,24 +118,57 @@ class Mover:
         self._views[bucket] = moves, views
         return views
 
-    def run(
+    def into_fresh(
         self,
-        check: Callable[[], None],
-        moves_of: Callable[[list[int]], Sequence[Move]],
+        source_of: Callable[[str], Tensors],
+        device_of: Callable[[str], torch.device],
         *,
-        fresh: bool,
-        progress: Any = None,
-    ) -> None:
-        """All buckets, one after the other, once all ranks have checked what they have."""
-        done = 0
-        for number in range(len(self.buckets)):
-            self._exchange(number, check, moves_of, fresh=fresh)
-            done += self._bytes[number]
-            if progress is not None:
-                progress(done, self.total)
+        check: Callable[[], None],
+        sent: Callable[[Sequence[int]], None] | None = None,
+        verify: bool = False,
+        progress: Tell = None,
+    ) -> dict[str, Tensors]:
+        """This rank's tensors of all targets, made now. `sent` hears of entries whose source is read no more."""
+        found, kept, before = dict[str, Tensors](), list[Move](), list[int]()
+
+        def moves_of(bucket: list[int]) -> list[Move]:
+            if sent is not None and not verify:
+                sent(before)
+                before[:] = bucket
+            moves = list[Move]()
+            for at in bucket:
+                link = self.plan.entries[at].link
+                if link.target not in found:
+                    found[link.target] = self._room(self.plan.targets[link.target], device_of(link.target))
+                moves.append(self.move(at, source_of(link.source), found[link.target]))
+            if verify:  # which reads the sources again
+                kept.extend(moves)
+            return moves
+
+        self.run(moves_of, check=check, progress=progress)
+        if verify:
+            names = [entry.link.target for entry in self.plan.entries]
+            compared(self.wire, kept, names, [self.plan.targets[name].dtype for name in names])
+        if sent is not None:
+            sent(range(len(self.plan.entries)) if verify else before)
+        for name, target in self.plan.targets.items():  # tensors without cells have no entry
+            if name not in found:
+                found[name] = self._room(target, device_of(name))
+        return found
+
+    def _room(self, tensor: Tensor, device: torch.device) -> Tensors:
+        shapes = local_shapes(tensor.layout, self.wire.me)
+        return [torch.empty(shape, dtype=tensor.dtype, device=device) for shape in shapes]
 
 
-def _seen(tensors: Tensors, whole: Any, view: Any, me: int) -> Tensors:
+def check_verifiable(plan: ModelPlan) -> None:
+    """Refuse terms: their fingerprints say nothing of the value."""
+    reducing = [entry.link.source for entry in plan.entries if entry.plan.reducing]
+    if reducing:
+        raise ValueError(f"verify=True: {reducing[0]!r} is reduced on the way, which only reshard can verify")
+
+
+def _seen(tensors: Tensors, whole: Tensor, view: View, me: int) -> Tensors:
     if not tensors:  # nothing, or only tensors without cells
         return [torch.empty(shape, dtype=whole.dtype, device=whole.device) for shape in local_shapes(whole.layout, me)]
     return seen(tensors, whole.layout, view, me)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import translate
 from functools import lru_cache
 from typing import Any
 
@@ -13,10 +14,12 @@ SHOWN = 8
 
 
 def matched(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What the stars of a pattern stand for in a name; None where it does not fit.
+    """What the stars of a pattern stand for in a name; None where it does not fit. ? and [abc] are one character.
 
     >>> matched("layers.*.*.weight", "layers.3.q_proj.weight"), matched("layers.*", "head.weight")
     (('3', 'q_proj'), None)
+    >>> matched("*.[qkv]_proj", "3.k_proj"), matched("*.[qkv]_proj", "3.o_proj")
+    (('3',), None)
     """
     found = _compiled(pattern).fullmatch(name)
     return found and found.groups()
@@ -24,7 +27,12 @@ def matched(pattern: str, name: str) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile("(.*?)".join(map(re.escape, pattern.split("*"))))
+    return re.compile("(.*?)".join(_one_character_each(part) for part in pattern.split("*")), re.DOTALL)
+
+
+def _one_character_each(pattern: str) -> str:
+    """As fnmatch understands it where there is no star: ? and [abc]."""
+    return translate(pattern).removeprefix("(?s:").removesuffix(r")\Z")
 
 
 def filled(pattern: str, stars: Sequence[str]) -> str:
@@ -47,19 +55,26 @@ def renamed(name: str, rename: Rename) -> list[str]:
     """
     if rename is None:
         return [name]
-    if callable(rename):
-        found = rename(name)
-    else:
-        found = _by_rules(name, rename.items() if isinstance(rename, Mapping) else rename)
-    return [found] if isinstance(found, str) else list(found)
+    try:
+        found = rename(name) if callable(rename) else _by_rules(name, rename)
+    except Exception as error:
+        raise ValueError(f"rename= failed for {name!r}: {type(error).__name__}: {error}") from error
+    several = [found] if isinstance(found, str) else found
+    if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
+        raise ValueError(f"rename= must give a name or a list of names for {name!r}, not {found!r}")
+    return list(several)
 
 
-def _by_rules(name: str, rules: Iterable[tuple[str, Any]]) -> list[str]:
-    for pattern, becomes in rules:
+def _by_rules(name: str, rename: Any) -> Any:
+    for rule in rename.items() if isinstance(rename, Mapping) else rename:
+        if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise ValueError(f"a rule is a pair of a pattern and the new name, not {rule!r}")
+        pattern, becomes = rule
         stars = matched(pattern, name)
         if stars is not None:
-            return [filled(one, stars) for one in ([becomes] if isinstance(becomes, str) else becomes)]
-    return [name]
+            several = [becomes] if isinstance(becomes, str) else becomes
+            return [filled(one, stars) if isinstance(one, str) else one for one in several or [becomes]]
+    return name
 
 
 def missing(what: str, names: Iterable[str], known: Iterable[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanError
-from shardwise.exchange.reduce import check as check_reduction
 from shardwise.layout import Layout
-from shardwise.planning import Plan, plan
+from shardwise.planning import Plan, plan, size
 from shardwise.state.links import Link
-from shardwise.state.view import laid_out
+from shardwise.state.view import View, laid_out
+from shardwise.tensor.casting import travels_as
+from shardwise.tensor.together import first_difference
 
 BUCKET = 2**26  # bytes that a rank stages at a time, unless told
 
@@ -43,17 +45,12 @@ class Entry:
 
     @staticmethod
     def of(link: Link, source: Tensor, target: Tensor, max_bytes: int | None, hosts: Any) -> Entry:
-        """Cast before it travels where that is shorter, unless terms are reduced."""
+        """In rounds only where it would stage too much."""
         ours, theirs = laid_out(source.layout, link.source_view), laid_out(target.layout, link.target_view)
-        reducing = _planned(ours, theirs).reducing
-        if reducing:
-            check_reduction(source.layout.op or "", source.dtype)
-        if source.dtype.is_complex and not target.dtype.is_complex:
-            raise ValueError(f"{source.dtype} cannot be cast to {target.dtype}: the imaginary part would be lost")
-        shorter = target.dtype.itemsize < source.dtype.itemsize and not reducing
-        travels = target.dtype if shorter else source.dtype
-        limit = max_bytes if max_bytes and _staged(ours, theirs, travels.itemsize) > max_bytes else None
-        made = _planned(ours, theirs, travels.itemsize, limit, hosts)
+        travels = travels_as(ours, theirs, source.dtype, target.dtype)
+        made = _planned(ours, theirs, travels.itemsize, None, hosts)
+        if max_bytes is not None and made.most_bytes > max_bytes:
+            made = _planned(ours, theirs, travels.itemsize, max_bytes, hosts)
         return Entry(link, made, travels, source.device)
 
     @property
@@ -62,33 +59,22 @@ class Entry:
         return prod(self.plan.target.shape) * self.dtype.itemsize
 
     @property
-    def staged(self) -> int:
-        """No rank stages more bytes for it, whatever stays where it is."""
-        return self.plan.max_bytes or _staged(self.plan.source, self.plan.target, self.dtype.itemsize)
+    def in_rounds(self) -> bool:
+        """True where it takes several exchanges of messages."""
+        return self.plan.max_bytes is not None
 
 
-def _planned(source: Layout, target: Layout, itemsize: int = 4, limit: int | None = None, hosts: Any = None) -> Plan:
+def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
     """One for all tensors that move alike: what is found out about it is found out once."""
-    if isinstance(hosts, Mapping):
-        hosts = tuple(hosts.items())
-    return _kept(source, target, itemsize, limit, hosts)
+    if isinstance(hosts, list | set):  # which `plan` refuses, in words
+        return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=hosts)  # type: ignore[arg-type]
+    return _kept(source, target, itemsize, limit, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
 
 
 @lru_cache(maxsize=4096)
 def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
     named = dict(hosts) if isinstance(hosts, tuple) else hosts
     return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
-
-
-@lru_cache(maxsize=4096)
-def _staged(source: Layout, target: Layout, itemsize: int) -> int:
-    return (_most(source) + _most(target)) * itemsize
-
-
-@lru_cache(maxsize=4096)
-def _most(layout: Layout) -> int:
-    """The most cells that an owner has."""
-    return max(sum(map(prod, layout.local_shapes(owner))) for owner in layout.owners())
 
 
 @dataclass(frozen=True)
@@ -110,6 +96,9 @@ class ModelPlan:
         hosts: Any = None,
     ) -> ModelPlan:
         """The same on every rank, from the same values."""
+        limit: object = max_bytes
+        if limit is not None and not (isinstance(limit, int) and limit > 0):
+            raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
         entries = list[Entry]()
         for link in found:
             try:
@@ -117,23 +106,36 @@ class ModelPlan:
             except Exception as error:
                 error.add_note(f"while planning {link.source!r} -> {link.target!r}")
                 raise
-        return ModelPlan(tuple(entries), sources, targets, max_bytes)
+        used = {link.source for link in found}
+        return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
 
     def buckets(self) -> Iterator[list[int]]:
         """Numbers of entries that go in one exchange: as many as may be staged at a time, of one kind of device."""
-        limit, room, bucket = self.max_bytes or BUCKET, 0, list[int]()
+        limit, room, bucket, before = self.max_bytes or BUCKET, 0, list[int](), None
         for at, entry in enumerate(self.entries):
-            full = room + entry.staged > limit or entry.plan.max_bytes is not None
-            if bucket and (full or self.entries[bucket[0]].device != entry.device or self._rounds(bucket[-1])):
+            if before and (
+                room + entry.plan.most_bytes > limit
+                or before.device != entry.device
+                or before.in_rounds
+                or entry.in_rounds
+            ):
                 yield bucket
                 room, bucket = 0, []
             bucket.append(at)
-            room += entry.staged
+            room, before = room + entry.plan.most_bytes, entry
         if bucket:
             yield bucket
 
-    def _rounds(self, at: int) -> bool:
-        return self.entries[at].plan.max_bytes is not None
+    @cached_property
+    def kept(self) -> frozenset[tuple[str, str]]:
+        """The sources and targets of which one is the other as it is."""
+        whole = [entry.link for entry in self.entries if entry.plan.source == entry.plan.target]
+        return frozenset(
+            (link.source, link.target)
+            for link in whole
+            if self.sources[link.source] == self.targets[link.target]
+            and link.source_view == link.target_view == View.whole(self.targets[link.target].shape)
+        )
 
     @property
     def bytes_moved(self) -> int:
@@ -148,44 +150,53 @@ class ModelPlan:
     @property
     def peak_bytes(self) -> int:
         """No rank stages more than this at a time."""
-        return max((sum(self.entries[at].staged for at in bucket) for bucket in self.buckets()), default=0)
+        return max((sum(self.entries[at].plan.most_bytes for at in bucket) for bucket in self.buckets()), default=0)
 
     @cached_property
     def fingerprint(self) -> str:
         """Tells apart what differs in any name, shape, dtype, layout or limit."""
-        return blake2b(json.dumps(self._listed()).encode(), digest_size=16).hexdigest()
+        return blake2b(json.dumps(self._listed(lambda layout: layout.fingerprint)).encode(), digest_size=16).hexdigest()
 
     def explain(self) -> str:
         """In words, and a line for every kind of move."""
-        kinds = dict[tuple[str, str, str], list[Entry]]()
+        kinds = dict[str, list[Entry]]()
         for entry in self.entries:
-            key = entry.plan.source.brief(), entry.plan.target.brief(), str(entry.dtype).removeprefix("torch.")
-            kinds.setdefault(key, []).append(entry)
-        buckets = list(self.buckets())
+            kinds.setdefault(self._in_words(entry), []).append(entry)
+        buckets, peak = len(list(self.buckets())), size(self.peak_bytes)
         lines = [
-            f"{len(self.sources)} tensors become {len(self.targets)}, in {len(buckets)} exchange"
-            + "s" * (len(buckets) != 1),
-            f"{_size(self.bytes_moved)} between ranks, {_size(self.bytes_local)} stay; "
-            f"no rank stages more than {_size(self.peak_bytes)}",
+            f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
+            f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
         ]
-        for (source, target, dtype), entries in kinds.items():
-            moved = sum(entry.plan.bytes_moved for entry in entries)
-            lines.append(
-                f"{len(entries):6d} x {source} -> {target}, {dtype}: {_size(moved)}, as {entries[0].link.target}"
-            )
+        for words, entries in kinds.items():
+            moved, link = size(sum(entry.plan.bytes_moved for entry in entries)), entries[0].link
+            named = link.source if link.source == link.target else f"{link.source} -> {link.target}"
+            lines.append(f"{len(entries):6d} x {words}: {moved} move, as {named}")
         return "\n".join(lines)
 
-    def _listed(self) -> dict[str, Any]:
+    def _in_words(self, entry: Entry) -> str:
+        words = list[str]()
+        for name, view, tensors in (
+            (entry.link.source, entry.link.source_view, self.sources),
+            (entry.link.target, entry.link.target_view, self.targets),
+        ):
+            whole, tensor = "" if view.is_whole(tensors[name].shape) else "a part of ", tensors[name]
+            words.append(f"{whole}{tensor.layout.brief()} {str(tensor.dtype).removeprefix('torch.')}")
+        return " -> ".join(words)
+
+    def listed(self) -> dict[str, Any]:
+        """All that it depends on, by name."""
+        return self._listed(str)
+
+    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, Any]:
         def told(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             return {
-                name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": str(t.layout)}
+                name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
                 for name, t in tensors.items()
             }
 
-        links = [
-            [link.source, link.target, *(_view(view) for view in (link.source_view, link.target_view))]
-            for link in (entry.link for entry in self.entries)
-        ]
+        links = defaultdict[str, dict[str, Any]](dict)
+        for link in (entry.link for entry in self.entries):
+            links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
         hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
         parts = {"sources": told(self.sources), "targets": told(self.targets), "links": links}
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
@@ -193,7 +204,7 @@ class ModelPlan:
     def to_json(self) -> str:
         """As a file."""
         figures = {"bytes_moved": self.bytes_moved, "peak_bytes": self.peak_bytes}
-        return json.dumps({"shardwise_model_plan": 1, **self._listed(), **figures}, indent=1)
+        return json.dumps({"shardwise_model_plan": 1, **self.listed(), **figures}, indent=1)
 
     def check(self, text: str) -> None:
         """Raise a PlanError that says the first difference, unless the file is of this plan."""
@@ -204,34 +215,10 @@ class ModelPlan:
         if not isinstance(said, dict) or said.get("shardwise_model_plan") != 1:
             raise PlanError("this is not the plan file of a model")
         found = json.loads(self.to_json())
-        for part in found:
-            difference = _difference(part, said.get(part), found[part])
-            if difference:
-                raise PlanError(f"the plan file is of another model: {difference}")
-
-
-def _difference(where: str, said: Any, found: Any) -> str | None:
-    if isinstance(said, dict) and isinstance(found, dict):
-        for name in [*found, *(name for name in said if name not in found)]:
-            if name not in said or name not in found:
-                return f"{where} {name!r} is only in the {'model' if name in found else 'file'}"
-            difference = _difference(f"{where} {name!r}", said[name], found[name])
-            if difference:
-                return difference
-        return None
-    return None if said == found else f"{where} is {said} in the file, but {found} here"
+        difference = first_difference(said, found, "in the file", "here")
+        if difference:
+            raise PlanError(f"the plan file is of another model: {difference}")
 
 
 def _view(view: Any) -> list[list[int]]:
     return [list(view.region.lo), list(view.region.hi), list(view.order)]
-
-
-def _size(count: int) -> str:
-    """
-    >>> _size(3 * 2**20), _size(10)
-    ('3.0 MiB', '10 B')
-    """
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

@@ -10,15 +10,18 @@ Progress = Callable[[int, int], None] | Literal["bar"] | None
 
 
 @contextmanager
-def shown(progress: Progress, total: int, what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A function of (bytes done, bytes in all)."""
-    if progress is None or callable(progress):
+def shown(progress: Progress, total: int, what: str, *, here: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A function of (bytes done, bytes in all); told of the end where all went well. One rank of all shows a bar."""
+    if callable(progress):
         yield progress
-        return
-    check_progress(progress)
-    with _bar() as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done, _: bar.update(task, completed=done)
+        progress(total, total)
+    elif progress is None or not here:
+        yield None
+    else:
+        with _bar() as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done, _: bar.update(task, completed=done)
+            bar.update(task, completed=total)
 
 
 def check_progress(progress: Any) -> None:
@@ -31,4 +34,10 @@ def _bar() -> Any:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    return Bar("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Bar(
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from shardwise.exchange import Move, in_words
-from shardwise.state.leaves import Known, is_tensor, known_of, merged, tensor_for
-from shardwise.state.links import Link, Remap, links
-from shardwise.state.moving import Mover, check_local, check_owners, memory_of
+from shardwise.exchange import Move
+from shardwise.state.leaves import Said, is_tensor, said, tensors_of
+from shardwise.state.links import Remap, links
+from shardwise.state.moving import Mover, Tell, check_local, check_verifiable, memory_of
 from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import flatten_state_dict
-from shardwise.tensor.output import local_shapes
-from shardwise.tensor.together import together
-from shardwise.tensor.verify import compared
+from shardwise.tensor.output import check_written, shared
+from shardwise.tensor.together import agreed, together
 from shardwise.tensor.wiring import group_wire
+from shardwise.tensor.work import check_owners
+from shardwise.wires import GroupWire
 
 StateDict = Mapping[Any, Any]
-Told = tuple[dict[str, Known | None] | None, dict[str, Known | None] | None]
 
 
 class Resharder:
@@ -52,109 +52,121 @@ class Resharder:
         plan: str | None = None,
         progress: Progress = None,
     ) -> None:
-        self._group, self._verify, self._progress = group, verify, progress
-        self._source, self._target = _tensors(source), _tensors(target)
-        known = together("Resharder", self._say, _sides, group=group)
+        self._verify, self._progress, self._wire = verify, progress, group_wire(group)
+        self._source, self._target = dict[str, Any](), dict[str, Any]()
+
+        def say() -> tuple[Said | None, Said | None]:
+            for tensors, given in (self._source, source), (self._target, target):
+                tensors.update({} if given is None else _tensors(given))
+            return tuple(
+                None if given is None else said(tensors)
+                for tensors, given in ((self._source, source), (self._target, target))
+            )  # type: ignore[return-value]
+
+        def sides(told: Mapping[int, tuple[Said | None, Said | None]]) -> Sides:
+            sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
+            return tensors_of(sources, "source"), tensors_of(targets, "target")
+
+        known = together("Resharder", say, sides, group=group)
 
         def make() -> ModelPlan:
-            sources, targets = known
-            for side, tensors in ("source", sources), ("target", targets):
-                check_owners(group_wire(group).owners, side, {name: t.layout for name, t in tensors.items()})
-            shapes = ({name: t.shape for name, t in side.items()} for side in known)
             check_progress(progress)
-            found = links(*shapes, rename=rename, remap=list(remap), strict=strict)
-            if not cast:
-                _check_dtypes(found, sources, targets)
-            made = ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)
+            self.plan = _plan(self._wire, known, rename, list(remap), cast, strict, max_bytes, hosts)
+            if verify:
+                check_verifiable(self.plan)
             if plan is not None:
-                made.check(plan)
-            self.plan = made
-            self._check_local()
-            return made
+                self.plan.check(plan)
+            self._check()
+            return self.plan
 
-        together("Resharder", lambda: make().fingerprint, _same_plan, group=group, verify=verify)
-        self._mover = Mover(group_wire(group), self.plan, "sync")
+        same = {"verify": verify, "cast": cast, "strict": strict, "max_bytes": max_bytes}
+        agreed("Resharder", make, group=group, **same)
+        self._mover = Mover(self._wire, self.plan, "sync")
         self._moves = dict[int, tuple[list[Any], Move]]()  # by entry, with where its memory was
-        self._written = list[torch.Tensor]()
+        self._written, self._inference = list[torch.Tensor](), False
 
     plan: ModelPlan
 
     def run(self) -> None:
         """Move the current values. Every rank of the group calls."""
-        with torch.no_grad(), shown(self._progress, self._mover.total, "sync") as progress:
+        first = self._wire.me == self._wire.owners[0]
+        with torch.no_grad(), shown(self._progress, self._mover.total, "sync", here=first) as progress:
             if self._verify:
-                self._staged(progress)
-            else:
-                self._mover.run(self._ready, self._bucket, fresh=False, progress=progress)
+                self._verified(progress)
+                return
+            try:
+                self._mover.run(self._bucket, check=self._ready, again=True, progress=progress)
+            finally:
                 increment_version(self._written)  # autograd does not see it
 
     def _ready(self) -> None:
         """All moves, before the first is made: anew where the memory of a tensor has changed since the last time."""
-        sources, targets, changed = self._source or {}, self._target or {}, False
+        changed = False
         for at, entry in enumerate(self.plan.entries):
-            link = entry.link
-            source = memory_of(sources.get(link.source), apart=False)
-            target = memory_of(targets.get(link.target), apart=False)
+            source = memory_of(self._source.get(entry.link.source), apart=False)
+            target = memory_of(self._target.get(entry.link.target), apart=False)
             now = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*source, *target)]
             if at in self._moves and self._moves[at][0] == now:
                 continue
-            self._check(link.source, "source", source, self.plan.sources)
-            self._check(link.target, "target", target, self.plan.targets)
+            if not changed:  # all of them: what was apart may not be so any more
+                self._check()
             source, target = ([t.detach() for t in side] for side in (source, target))
             self._moves[at], changed = (now, self._mover.move(at, source, target)), True
         if changed:
             self._written = [t for _, move in self._moves.values() for t in move.target]
+            self._inference = any(tensor.is_inference() for tensor in self._written)
+        if self._inference:  # whether they may be written depends on the mode of this call
+            self._check()
 
     def _bucket(self, entries: Sequence[int]) -> list[Move]:
         return [self._moves[at][1] for at in entries]
 
-    def _staged(self, progress: Callable[[int, int], None] | None) -> None:
+    def _verified(self, progress: Tell) -> None:
         """Into tensors of our own first: those of the target are written once all ranks have found them right."""
-        me, fresh = self._mover.wire.me, dict[str, list[torch.Tensor]]()
-        for name, t in self.plan.targets.items():
-            shapes = local_shapes(t.layout, me)
-            fresh[name] = [torch.empty(shape, dtype=t.dtype, device=t.device) for shape in shapes]
-        moves = dict[int, Move]()
-
-        def bucket(entries: Sequence[int]) -> list[Move]:
-            for at in entries:
-                link = self.plan.entries[at].link
-                source = memory_of((self._source or {}).get(link.source))
-                moves[at] = self._mover.move(at, source, fresh[link.target])
-            return [moves[at] for at in entries]
-
-        self._mover.run(self._check_local, bucket, fresh=True, progress=progress)
-        names = [entry.link.target for entry in self.plan.entries]
-        dtypes = [self.plan.targets[name].dtype for name in names]
-        compared(self._mover.wire, [moves[at] for at in range(len(names))], names, dtypes)
-        for name, value in (self._target or {}).items():
-            for ours, theirs in zip(memory_of(value), fresh[name], strict=False):
+        found = self._mover.into_fresh(
+            lambda name: memory_of(self._source.get(name)),
+            lambda name: next((t.device for t in memory_of(self._target.get(name))), torch.device("cpu")),
+            check=self._check,
+            verify=True,
+            progress=progress,
+        )
+        for name in self.plan.targets:
+            for ours, theirs in zip(memory_of(self._target.get(name)), found[name], strict=False):
                 ours.copy_(theirs)  # which autograd does see
 
-    # --- what is known -----------------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        """Refuse what this rank has, where it is not what the layouts say, or cannot be read and written apart."""
+        me, sides = self._wire.me, list[dict[str, list[torch.Tensor]]]()
+        for side, values, tensors in (
+            ("target", self._target, self.plan.targets),
+            ("source", self._source, self.plan.sources),
+        ):
+            found = {name: memory_of(values.get(name)) for name in tensors}
+            for name, memory in found.items():
+                check_local(f"{name!r} of the {side}", memory, tensors[name], me)
+            sides.append(found)
+        for name, memory in sides[0].items():
+            for tensor in memory:
+                check_written(tensor, f"{name!r} of the target")
+        self._check_apart(*sides)
 
-    def _say(self) -> Told:
-        return tuple(
-            None if side is None else {name: None if v is None else known_of(v) for name, v in side.items()}
-            for side in (self._source, self._target)
-        )  # type: ignore[return-value]
+    def _check_apart(self, targets: dict[str, list[torch.Tensor]], sources: dict[str, list[torch.Tensor]]) -> None:
+        """Refuse memory that would be written twice, or read after it was written.
 
-    def _check_local(self) -> None:
-        """Refuse what this rank has, where it is not what the layouts say."""
-        sides = ("source", self._source, self.plan.sources), ("target", self._target, self.plan.targets)
-        for side, values, tensors in sides:
-            for name in tensors:
-                self._check(name, side, memory_of((values or {}).get(name)), tensors)
-
-    def _check(self, name: str, side: str, memory: list[torch.Tensor], tensors: Mapping[str, Tensor]) -> None:
-        t = tensors[name]
-        check_local(name, side, memory, local_shapes(t.layout, group_wire(self._group).me), t.dtype)
+        But tied targets have all in common, and what becomes itself may do so where it is.
+        """
+        written = [("target", name, tensor) for name, memory in targets.items() for tensor in memory]
+        read = [("source", name, tensor) for name, memory in sources.items() for tensor in memory]
+        both = [*written, *([] if self._verify else read)]  # verified values are written once all are read
+        for a, b in shared([tensor for *_, tensor in written], [tensor for *_, tensor in both[len(written) :]]):
+            (_, name, ours), (side, other, theirs) = both[a], both[b]
+            same = ours.data_ptr() == theirs.data_ptr() and ours.shape == theirs.shape
+            if not same or (side == "source" and (other, name) not in self.plan.kept):
+                raise ValueError(f"{name!r} of the target shares memory with {other!r} of the {side}: give it its own")
 
 
-def _tensors(state_dict: StateDict | None) -> dict[str, Any] | None:
+def _tensors(state_dict: StateDict) -> dict[str, Any]:
     """The tensors of a state dict by name; None stands for one of which this rank has nothing."""
-    if state_dict is None:
-        return None
     flat, _ = flatten_state_dict(state_dict)
     return {name: value for name, value in flat.items() if value is None or is_tensor(value)}
 
@@ -162,26 +174,24 @@ def _tensors(state_dict: StateDict | None) -> dict[str, Any] | None:
 Sides = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def _sides(told: Mapping[int, Told]) -> Sides:
-    found = []
-    for number, side in enumerate(("source", "target")):
-        known = merged({rank: both[number] for rank, both in told.items()}, side)
-        found.append({name: tensor_for(*one) for name, one in known.items()})
-    return found[0], found[1]
-
-
-def _same_plan(told: Mapping[int, str]) -> None:
-    if len(set(told.values())) > 1:
-        first = next(iter(told.values()))
-        others = [rank for rank, fingerprint in told.items() if fingerprint != first]
-        raise ValueError(
-            f"{in_words(others)} plans something else than rank {next(iter(told))}: "
-            f"give the same rename=, remap=, strict=, max_bytes= and hosts= on all ranks"
-        )
-
-
-def _check_dtypes(found: Iterable[Link], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    for link in found:
+def _plan(
+    wire: GroupWire,
+    known: Sides,
+    rename: Rename,
+    remap: Sequence[Remap],
+    cast: bool,
+    strict: bool,
+    max_bytes: int | None,
+    hosts: Any,
+) -> ModelPlan:
+    for side, tensors in zip(("source", "target"), known, strict=True):
+        for name, tensor in tensors.items():
+            check_owners(wire, f"{name!r} of the {side},", tensor.layout)
+    sources, targets = known
+    shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
+    found = links(*shapes, rename=rename, remap=remap, strict=strict)
+    for link in found if not cast else ():
         ours, theirs = sources[link.source].dtype, targets[link.target].dtype
         if ours != theirs:
             raise ValueError(f"{link.source!r} is {ours}, but {link.target!r} is {theirs}: cast=True casts")
+    return ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)

@@ -42,7 +42,14 @@ def traverse_state_dict(
     ('a', 'b')
     ('c', 0)
     """
+    _check_mapping(state_dict)
     _visit((), state_dict, visitor, keep_traversing or (lambda _: False), [])
+
+
+def _check_mapping(value: Any) -> None:
+    if not isinstance(value, Mapping):
+        hint = ": give its state_dict()" if hasattr(value, "state_dict") else ""
+        raise TypeError(f"a state dict is a mapping, not {type(value).__name__}{hint}")
 
 
 def _visit(

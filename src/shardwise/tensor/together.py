@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,65 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+class Made(Protocol):
+    """What ranks make for themselves, and must all make alike."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells apart what differs."""
+        ...
+
+    def listed(self) -> dict[str, Any]:
+        """All that it depends on, by name."""
+        ...
+
+
+M = TypeVar("M", bound=Made)
+
+
+def agreed(operation: str, make: Callable[[], M], *, group: dist.ProcessGroup | None = None, **same: Any) -> M:
+    """What `make` returns, once it is the same on every rank of the group. Where it raises on any, all raise that.
+
+    All ranks must give the `same` values, too.
+    """
+    made = list[M]()
+
+    def say() -> str:
+        made.append(make())
+        return made[0].fingerprint
+
+    prints = together(operation, say, dict, group=group, **same)
+    if len(set(prints.values())) > 1:  # say more, now that it is an error anyhow
+        together(operation, lambda: made[0].listed(), _differ, group=group)
+    return made[0]
+
+
+def _differ(told: Mapping[int, dict[str, Any]]) -> None:
+    (first, one), *others = told.items()
+    for rank, other in others:
+        difference = first_difference(one, other, f"on rank {first}", f"on rank {rank}")
+        if difference:
+            raise ValueError(f"the ranks ask for different things: {difference}")
+
+
+def first_difference(one: Any, other: Any, here: str, there: str, where: str = "") -> str | None:
+    """What differs first in two nested dicts, in words.
+
+    >>> first_difference({"a": {"x": 1}}, {"a": {"x": 2}}, "here", "there")
+    "'a' 'x' is 1 here, but 2 there"
+    """
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return None if one == other else f"{where.strip()} is {one} {here}, but {other} {there}"
+    for name in [*one, *(name for name in other if name not in one)]:
+        if name not in one or name not in other:
+            return f"{where} {name!r} is only {here if name in one else there}".strip()
+        difference = first_difference(one[name], other[name], here, there, f"{where} {name!r}")
+        if difference:
+            return difference
+    order = next(((a, b) for a, b in zip(one, other, strict=True) if a != b), None)
+    return order and f"{where} has {order[0]!r} {here} where {order[1]!r} is {there}: another order".strip()
+
+
 def together(
     operation: str,
     say: Callable[[], S],
@@ -27,12 +86,15 @@ def together(
 ) -> T:
     """What follows from what `say` returns on every rank of the group, by rank. Where it raises on any, all raise that.
 
-    `conclude` comes to the same everywhere. All ranks must give the `same` values.
+    `conclude` comes to the same everywhere, and changes nothing that it gets: equal values are one object. All ranks
+    must give the `same` values.
     """
     wire = group_wire(group)
     told, error = b"", None
+    mine: Any = None
     try:
-        told = pickle.dumps(say())
+        mine = say()
+        told = pickle.dumps(mine)
     except Exception as found:  # the others have to hear of it first
         error = found
     exchange = Exchange(wire, Terms({"operation": operation, **same}, error=error)).start()
@@ -41,7 +103,9 @@ def together(
         exchange.finish()
         return wire.tell(told)
 
-    everybody = dict(zip(wire.owners, map(pickle.loads, Lane.of(wire).run(tell)), strict=True))
+    everything = Lane.of(wire).run(tell)
+    once = {text: mine if text == told else pickle.loads(text) for text in set(everything)}  # most say the same
+    everybody = {owner: once[text] for owner, text in zip(wire.owners, everything, strict=True)}
     try:
         return conclude(everybody)
     except ValueError as error:

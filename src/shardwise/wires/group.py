@@ -173,7 +173,7 @@ class GroupWire(End):
         return GroupSwap(self, receives, works)
 
     def tell(self, value: Any) -> list[Any]:
-        """As messages, apart from the collective calls of others.
+        """As messages, apart from the collective calls of others. Not to be changed: equal values are one object.
 
         Everybody knows the values of the next 2**k owners after step k, so that few messages do in large groups too.
         """
@@ -182,7 +182,8 @@ class GroupWire(End):
         while len(known) < count:
             step = len(known)
             known += self._passed_on(known[: count - step], self.owners[me - step], self.owners[(me + step) % count])
-        return [pickle.loads(known[(row - me) % count]) for row in range(count)]
+        values = {text: pickle.loads(text) for text in set(known)}  # equal ones are one
+        return [values[known[(row - me) % count]] for row in range(count)]
 
     def _passed_on(self, values: list[bytes], target: int, source: int) -> list[bytes]:
         """Send values to one owner and get those of another: the size first, as it is not known there."""

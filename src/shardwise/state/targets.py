@@ -1,0 +1,137 @@
+"""What a state dict is to become: targets by name, from a mapping, rules, a function, or a state dict to look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dtensor import is_mesh, is_placement
+from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
+from shardwise.state.leaves import Plain, is_tensor
+from shardwise.state.names import matched, missing
+from shardwise.state.plan import Tensor
+from shardwise.tensor.kinds import Kind, is_sharded, target_kind
+
+Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
+
+
+def kinds_for(
+    sources: Mapping[str, Tensor],
+    to: Targets,
+    mesh: Any,
+    group: dist.ProcessGroup | None,
+    owners: Sequence[int],
+) -> dict[str, Kind]:
+    """How every tensor is to lie; those that stay as they are, are left out."""
+    asked, found = _asked(to, list(sources)), dict[str, Kind]()
+    for name, source in sources.items():
+        try:
+            target = asked(name)
+            if target is not None:
+                found[name] = _kind(_on(mesh, target), source.shape, group, owners)
+        except Exception as error:
+            said = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"the target of {name!r}: {said}") from error
+    return found
+
+
+def _on(mesh: Any, target: Any) -> Any:
+    """Placements with their mesh. One that is replicated is so along all axes."""
+    if not _are_placements(target):
+        return target
+    if mesh is None:
+        raise ValueError(f"{target!r} says nothing of a mesh: give mesh=, or a target with its own")
+    everywhere = isinstance(target, Replicate) or target == "R" or (is_placement(target) and target.is_replicate())
+    return mesh, [target] * mesh.ndim if everywhere else target
+
+
+def _kind(target: Any, shape: tuple[int, ...], group: dist.ProcessGroup | None, owners: Sequence[int]) -> Kind:
+    if isinstance(target, torch.Tensor) and not is_sharded(target):
+        kind: Kind = Plain(Layout.replicated(target.shape, owners), on=target.device)
+    else:
+        kind = target_kind(target, shape, group)
+    if kind.layout.shape != shape:
+        raise ValueError(f"it has shape {shape}, but {kind.layout.shape} is asked for")
+    return kind
+
+
+def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
+    """What is asked for, by name."""
+    if isinstance(to, Mapping):
+        known = set(names)
+        tensors = dict(_listed(to, "", known))
+        extra = [name for name in tensors if name not in known]
+        if extra:
+            raise ValueError(missing("the state dict has no", extra, names))
+        left = [name for name in names if name not in tensors]
+        if left:  # the nearest may be a misspelt name with something that only a tensor's own name makes a target
+            said = [name for name in _keys(to, "") if name not in left]
+            raise ValueError(missing("nothing is asked for", left, said) + "; None leaves a tensor as it is")
+        return tensors.__getitem__
+    return to if callable(to) else _Rules(to)
+
+
+class _Rules:
+    """Ordered rules: of those that fit a name, the first one holds."""
+
+    def __init__(self, rules: Any) -> None:
+        if not isinstance(rules, list | tuple):
+            raise TypeError(
+                f"to= must be a mapping, rules [(pattern, target), ...] or a function, not {rules!r}; "
+                f"[('*', target)] is the same for all"
+            )
+        self._rules = list[tuple[str, Any]]()
+        for rule in rules:
+            if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+                raise ValueError(f"a rule is a pair (pattern, target), such as ('*', target), not {rule!r}")
+            self._rules.append((rule[0], rule[1]))
+
+    def __call__(self, name: str) -> Any:
+        for pattern, target in self._rules:
+            if matched(pattern, name) is not None:
+                return target
+        rules = ", ".join(repr(pattern) for pattern, _ in self._rules)
+        raise ValueError(f"no rule fits: there are {rules or 'none'}; end with '*'")
+
+
+def _listed(to: Mapping[Any, Any], prefix: str, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """What a mapping asks for, by name: nested as the state dict, or with dots. What asks for nothing is left out."""
+    for key, value in to.items():
+        name = f"{prefix}{key}"
+        if name in names:
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _listed(value, f"{name}.", names)
+        elif isinstance(value, list | tuple) and not (value and is_mesh(value[0])) and any(map(_asks, value)):
+            yield from _listed(dict(enumerate(value)), f"{name}.", names)
+        elif _asks(value):
+            yield name, value
+
+
+def _keys(to: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    for key, value in to.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _asks(value: Any) -> bool:
+    """True for what can only be a target, or lead to one."""
+    if isinstance(value, str):
+        return "/" in value
+    asks = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
+    return asks or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
+
+
+def _are_placements(target: Any) -> bool:
+    """True for what says nothing of a mesh: words, placements, or a sequence of those."""
+    if isinstance(target, str):
+        return "/" not in target  # as notation has
+    if isinstance(target, list | tuple):
+        return not (target and is_mesh(target[0]))
+    if isinstance(target, Mapping):
+        return True  # by the names of the axes
+    return isinstance(target, Shard | Replicate | Partial | StridedShard) or is_placement(target)
