@@ -68,7 +68,11 @@ ASKED = {
         {},
         ["ask for different shardings"],
     ),
-    "one fails": (lambda rank: [("*" if rank != 2 else "q*", COLUMNS)], {}, ["rank 2", "the target of 'k.weight': no rule fits"]),
+    "one fails": (
+        lambda rank: [("*" if rank != 2 else "q*", COLUMNS)],
+        {},
+        ["rank 2", "the target of 'k.weight': no rule fits"],
+    ),
     "max_bytes": (lambda rank: asked(), {"max_bytes": lambda rank: 64 + rank}, ["different"]),
     "free": (lambda rank: asked(), {"free": lambda rank: rank == 1}, ["disagree on the free", "rank 1: True"]),
     "verify": (lambda rank: asked(), {"verify": lambda rank: rank == 1}, ["disagree on the verify", "rank 1: True"]),

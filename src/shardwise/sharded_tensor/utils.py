@@ -86,10 +86,10 @@ def build_metadata_from_local_shards(
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
     for shard in local_shards:
         rank, device = _parse_and_validate_remote_device(pg, shard.metadata.placement)
-        tensor = shard.tensor
-        if tensor.layout != torch.strided:
+        tensor, found = shard.tensor, TensorProperties.create_from_tensor(shard.tensor)
+        if found.layout != torch.strided:
             raise ValueError(
-                f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{current_rank}!"
+                f"Only torch.strided layout is currently supported, but found {found.layout} on rank:{current_rank}!"
             )
         if rank != current_rank:
             raise ValueError(
@@ -101,8 +101,7 @@ def build_metadata_from_local_shards(
                 f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
                 f"device: {tensor.device}, local shard metadata placement device: {device}"
             )
-        _raise_if_mismatch(list(shard.metadata.shard_sizes), list(tensor.size()), "size", current_rank)
-        found = TensorProperties.create_from_tensor(tensor)
+        _raise_if_mismatch(list(shard.metadata.shard_sizes), list(tensor.shape), "size", current_rank)
         for name in ("pin_memory", "dtype", "requires_grad"):
             _raise_if_mismatch(getattr(first, name), getattr(found, name), name, current_rank)
     shards = [ShardMetadata.of(shard.metadata) for shard in local_shards]

@@ -43,9 +43,13 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
     number of them. What is found can be gathered, resharded and saved like any other. Everything else stays as it is.
     """
     found, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
-    traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
     operation = "flatten_sharded_tensors"
-    nested = together(operation, lambda: [path for path in values if _is_nested(values[path])], _any, group=group)
+
+    def look() -> list[OBJ_PATH]:
+        traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
+        return [path for path in values if _is_nested(values[path])]
+
+    nested = together(operation, look, _any, group=group)
     parts = dict[OBJ_PATH, list[Part]]()
 
     def say() -> dict[OBJ_PATH, Told]:
@@ -122,14 +126,19 @@ def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
     found = dict[OBJ_PATH, Flat]()
     for path in sorted({path for said in told.values() for path in said}, key=repr):
         said = {rank: all_[path] for rank, all_ in told.items() if path in all_}
-        shapes = {one.shape for one in said.values()}
-        if len(shapes) > 1:
-            raise ValueError(f"{'.'.join(map(str, path))!r} has different shapes on different ranks: {sorted(shapes)}")
+        name = repr(".".join(map(str, path)))
+        dtypes = {str(one.dtype): one.dtype for one in said.values() if one.dtype is not None}
+        for what, several in ("shapes", {one.shape for one in said.values()}), ("dtypes", set(dtypes)):
+            if len(several) > 1:
+                raise ValueError(f"{name} has different {what} on different ranks: {sorted(several)}")
         pieces = [(rank, lo, hi) for rank, one in said.items() for lo, hi in one.boxes]
-        dtype = next((one.dtype for one in said.values() if one.dtype is not None), torch.get_default_dtype())
-        shape = shapes.pop()
+        dtype = next(iter(dtypes.values()), torch.get_default_dtype())
+        shape = next(iter(said.values())).shape
         if prod(shape):
-            layout = Layout.boxes(shape, pieces, overlap="replicas").validate()
+            try:
+                layout = Layout.boxes(shape, pieces, overlap="replicas").validate()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         else:
             layout = Layout.replicated(shape, list(said))  # nobody has a cell of it
         found[path] = Flat(layout, dtype, {rank: one.device for rank, one in said.items()})
@@ -141,6 +150,8 @@ def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> Sha
     if not prod(flat.layout.shape):
         return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)
     tensors = [part.tensor for part in parts]
+    if not flat.layout.form.holders.single:
+        return ShardedTensor(tensors, flat.layout, group)
     shards = [
         ShardMetadata(
             piece.box.lo,
@@ -150,8 +161,5 @@ def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> Sha
         for owner in flat.layout.owners()
         for piece in flat.layout.pieces(owner)
     ]
-    try:
-        metadata = ShardedTensorMetadata(shards, torch.Size(flat.layout.shape), TensorProperties(flat.dtype))
-        return BySpec.by_metadata(metadata, _infer_sharding_spec_from_shards_metadata(shards), group).holding(tensors)
-    except ValueError:
-        return ShardedTensor(tensors, flat.layout, group)
+    metadata = ShardedTensorMetadata(shards, torch.Size(flat.layout.shape), TensorProperties(flat.dtype))
+    return BySpec.by_metadata(metadata, _infer_sharding_spec_from_shards_metadata(shards), group).holding(tensors)

@@ -57,7 +57,7 @@ def _visit(
 ) -> None:
     if id(value) in inside:
         raise ValueError(f"the state dict contains itself at {'.'.join(map(str, path))}")
-    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep, []) else []
+    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep, [], set()) else []
     if not items and path:
         visitor(path, value)
         return
@@ -72,14 +72,17 @@ def _items(value: Any) -> list[tuple[PATH_ITEM, Any]]:
     return [(place(at), item) for at, item in enumerate(value)]
 
 
-def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int]) -> bool:
-    """True for a list or tuple with something to see, if only itself."""
-    if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
+def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int], dull: set[int]) -> bool:
+    """True for a list or tuple with something to see, if only itself. `dull` ones are known to have nothing."""
+    if not isinstance(value, list | tuple) or isinstance(value, torch.Size) or id(value) in dull:
         return False
     if id(value) in inside:
         return True
     deeper = [*inside, id(value)]
-    return any(isinstance(item, Mapping) or keep(item) or _entered(item, keep, deeper) for item in value)
+    if any(isinstance(item, Mapping) or keep(item) or _entered(item, keep, deeper, dull) for item in value):
+        return True
+    dull.add(id(value))
+    return False
 
 
 def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
@@ -92,6 +95,7 @@ def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
     """
     if not path:
         raise ValueError("an empty path leads nowhere")
+    _check_mapping(root_dict)
     _put(root_dict, path, value)
 
 
@@ -106,12 +110,10 @@ def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
         return container
     if not isinstance(key, int) or not isinstance(container, list | tuple):
         raise ValueError(f"{key!r} leads into {type(container).__name__}, which has no such items")
-    items = [*container, *[None] * (key + 1 - len(container))]
+    items: list[Any] = list(container) if isinstance(container, tuple) else container
+    items.extend([None] * (key + 1 - len(items)))
     items[key] = _put(items[key], rest, value) if rest else value
-    if isinstance(container, tuple):
-        return tuple(items)
-    container[:] = items
-    return container
+    return tuple(items) if isinstance(container, tuple) else items
 
 
 def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
@@ -158,5 +160,7 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING
     """The nested state dict again."""
     nested = STATE_DICT_TYPE()
     for name, value in state_dict.items():
+        if name not in mapping:
+            raise ValueError(f"{name!r} has no path: give the mapping that flatten_state_dict returned with it")
         set_element(nested, mapping[name], value)
     return nested

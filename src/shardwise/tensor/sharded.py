@@ -76,7 +76,7 @@ class ShardedTensor:
             layout = parse(layout)
         if not isinstance(layout, Layout):
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
-        self._shards = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
+        self._shards = (shards,) if isinstance(shards, torch.Tensor | ShardedTensor) else tuple(shards)
         self._kind: Kind = Own(layout, group)
         _check(self.shards, layout)
 
