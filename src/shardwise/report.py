@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -137,19 +138,24 @@ def _edge(row: list[Label], place: int) -> bool:
     return place in (0, len(row)) or row[place - 1] != row[place]
 
 
-def matrix(plan: Plan) -> str:
-    """Bytes from each sender (row) to each receiver (column); the largest flows where there are many owners."""
-    if len(plan.owners) > MOST_OWNERS:
-        return _largest(plan)
-    table = plan.matrix()
-    rows = [["from \\ to", *map(str, plan.owners)]]
-    for owner, row in zip(plan.owners, table.tolist(), strict=True):
-        rows.append([str(owner), *(size(n) if n else "." for n in row)])
+def matrix(*plans: Plan) -> str:
+    """Bytes from each sender (row) to each receiver (column), of all plans; the largest flows where owners are many."""
+    flows = Counter[tuple[int, int]]()
+    for plan in plans:
+        source, target, total = plan.traffic.flows()
+        for at, to, count in zip(source.tolist(), target.tolist(), total.tolist(), strict=True):
+            flows[plan.owners[at], plan.owners[to]] += count
+    everybody = sorted({owner for plan in plans for owner in plan.owners})
+    if len(everybody) > MOST_OWNERS:
+        return _largest(flows)
+    rows = [["from \\ to", *map(str, everybody)]]
+    rows += [
+        [str(owner), *(size(flows[owner, to]) if flows[owner, to] else "." for to in everybody)] for owner in everybody
+    ]
     return "\n".join(columns(rows))
 
 
-def _largest(plan: Plan, most: int = 10) -> str:
-    source, target, total = plan.traffic.flows()
-    order = np.lexsort((target, source, -total))[:most].tolist()
-    lines = [f"{plan.owners[source[i]]} -> {plan.owners[target[i]]}: {size(int(total[i]))}" for i in order]
-    return "\n".join([f"the {len(lines)} largest of {len(total):,} flows:", *lines])
+def _largest(flows: Mapping[tuple[int, int], int], most: int = 10) -> str:
+    order = sorted(flows, key=lambda flow: (-flows[flow], flow))[:most]
+    lines = [f"{source} -> {target}: {size(flows[source, target])}" for source, target in order]
+    return "\n".join([f"the {len(lines)} largest of {len(flows):,} flows:", *lines])

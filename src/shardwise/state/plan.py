@@ -16,7 +16,9 @@ import torch
 from shardwise.errors import PlanError
 from shardwise.layout import Layout
 from shardwise.planning import Plan, plan, size
+from shardwise.report import draw, matrix
 from shardwise.state.links import Link
+from shardwise.state.names import missing
 from shardwise.state.view import View, laid_out
 from shardwise.tensor.casting import travels_as
 from shardwise.tensor.together import first_difference
@@ -182,6 +184,17 @@ class ModelPlan:
             whole, tensor = "" if view.is_whole(tensors[name].shape) else "a part of ", tensors[name]
             words.append(f"{whole}{tensor.layout.brief()} {str(tensor.dtype).removeprefix('torch.')}")
         return " -> ".join(words)
+
+    def draw(self, name: str | None = None) -> str:
+        """A target and what it comes from as pictures, and who sends what to whom; without a name that of all."""
+        if name is None:
+            return matrix(*(entry.plan for entry in self.entries))
+        if name not in self.targets:
+            raise PlanError(missing("the target has no", [name], self.targets))
+        mine = [entry for entry in self.entries if entry.link.target == name]
+        pictures = [f"{link.source}\n{draw(self.sources[link.source].layout)}" for link in (e.link for e in mine)]
+        whole = f"{name}\n{draw(self.targets[name].layout)}"
+        return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(entry.plan for entry in mine))] if mine else [])])
 
     def listed(self) -> dict[str, Any]:
         """All that it depends on, by name."""
