@@ -22,6 +22,7 @@ LAYERS = [
     "sharded_tensor",
     "activation",
     "state",
+    "checkpoint",
     "testing",
     "demo",
     "cli",

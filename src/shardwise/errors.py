@@ -4,9 +4,10 @@ ShardwiseError
 ├── LayoutError (also ValueError)      a layout that cannot be, or does not cover its tensor
 │   └── NotationError                  a text that is not a layout: knows the position
 ├── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
-└── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a wire that broke
-    ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
-    └── RefusedTypeError (also TypeError)    the same, of a type
+├── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a wire that broke
+│   ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
+│   └── RefusedTypeError (also TypeError)    the same, of a type
+└── CheckpointError (also RuntimeError)      files that are no checkpoint, are damaged, or cannot be read or written
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class RefusedValueError(ExchangeError, ValueError):
 
 class RefusedTypeError(ExchangeError, TypeError):
     """A rank cannot take part because of the type of what it was given. Every rank of the group raises it."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """Files that are no checkpoint, are damaged, or cannot be read or written. Names the file, tensor and bytes."""
 
 
 def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:

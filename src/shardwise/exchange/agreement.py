@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError, ShardwiseError
+from shardwise.errors import CheckpointError, ExchangeError, RefusedTypeError, RefusedValueError, ShardwiseError
 from shardwise.geometry import Ints
 from shardwise.layout import Layout
 
 WORDS = 16  # of 8 bytes: the status, and a digest of every field
 LOWEST = np.iinfo(np.int64).min
-REFUSALS = {ValueError: RefusedValueError, TypeError: RefusedTypeError}  # errors that stay of their kind
+REFUSALS: dict[type[Exception], type[ShardwiseError]] = {  # errors that stay of their kind
+    CheckpointError: CheckpointError,
+    ValueError: RefusedValueError,
+    TypeError: RefusedTypeError,
+}
 
 
 class Status(IntEnum):
@@ -95,7 +99,7 @@ def judge(weights: Ints) -> Verdict:
     return Verdict.LEARN if (taken != -minus_taken).any() else Verdict.GO
 
 
-def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> ExchangeError:
+def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> ShardwiseError:
     """The error that every rank raises, made from what all of them told: naming ranks and the first difference."""
     operation = next((t["fields"]["operation"] for t in told if "operation" in t["fields"]), "exchange")
     errors = _grouped([t["error"] for t in told], owners)

@@ -18,7 +18,8 @@ class Staging:
         if buffer is None or buffer.numel() < total:
             self._buffers.pop(device, None)
             del buffer  # given back before the larger one is asked for
-            buffer = self._buffers[device] = torch.empty(total, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # it may be used again outside of that mode
+                buffer = self._buffers[device] = torch.empty(total, dtype=torch.uint8, device=device)
         found, start = list[torch.Tensor](), 0
         for size in sizes:
             found.append(buffer[start : start + size])

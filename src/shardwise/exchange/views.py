@@ -22,7 +22,8 @@ class Views:
     def slots(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for what goes with the agreement, to and from everybody."""
         if self._slots is None:
-            self._slots = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows, size, dtype=torch.uint8)
+            with torch.inference_mode(False):  # it may be used again outside of that mode
+                self._slots = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows, size, dtype=torch.uint8)
         return self._slots
 
     def pack(self, parcel: Parcel, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
@@ -48,7 +49,8 @@ class Views:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         at, known = message.data_ptr(), self._kept.get(id(parcel))
         if known is None or known[0] != (parcel, at):  # which also keeps the parcel, and so its id, alive
-            known = self._kept[id(parcel)] = (parcel, at), *parcel.views(message, tensors)
+            with torch.inference_mode(False):  # they may be used again outside of that mode
+                known = self._kept[id(parcel)] = (parcel, at), *parcel.views(message, tensors)
         return known[1], known[2]
 
 

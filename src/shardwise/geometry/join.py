@@ -12,6 +12,7 @@ from shardwise.geometry.ragged import Bools, Ints, ints, spread, starts
 
 MOST_TILES = 8  # tiles that a box may be entered into, on average
 LEAF = 128  # pairs worth trying one by one: about where another cut of the space costs as much as it saves
+FEW = 4096  # pairs of two whole lists that are tried without any cut
 
 
 def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
@@ -27,6 +28,10 @@ def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     """
     if not left.count or not right.count:
         return ints([]), ints([])
+    if left.count * right.count <= FEW:  # to try all pairs at once is faster than to sort them
+        low, high = np.maximum(left.lo[:, None], right.lo), np.minimum(left.hi[:, None], right.hi)
+        row, column = np.nonzero((low < high).all(axis=2))
+        return ints(row), ints(column)
     if not left.ndim:
         return ints(np.repeat(np.arange(left.count), right.count)), ints(np.tile(np.arange(right.count), left.count))
     lo, hi = Boxes.concat([left, right])

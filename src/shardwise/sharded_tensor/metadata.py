@@ -120,7 +120,7 @@ class Shard:
     metadata: ShardMetadata
 
     def __post_init__(self) -> None:
-        found, said = list(self.tensor.size()), list(self.metadata.shard_sizes)
+        found, said = list(self.tensor.shape), list(self.metadata.shard_sizes)
         if found != said:
             raise ValueError(
                 f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: {found}, "
@@ -136,7 +136,7 @@ class Shard:
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
         """A shard of that rank, of the tensor's own size and device."""
-        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}"))
+        return cls(tensor, ShardMetadata(shard_offsets, list(tensor.shape), f"rank:{rank}/{tensor.device}"))
 
 
 def remote_device(placement: Any) -> RemoteDevice | None:

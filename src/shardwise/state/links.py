@@ -99,9 +99,18 @@ def _dim(dim: Any, shape: Shape) -> int:
 
 
 def links(
-    sources: Shapes, targets: Shapes, *, rename: Rename = None, remap: Iterable[Remap] = (), strict: bool = True
+    sources: Shapes,
+    targets: Shapes,
+    *,
+    rename: Rename = None,
+    remap: Iterable[Remap] = (),
+    strict: bool = True,
+    whole: bool = True,
 ) -> list[Link]:
-    """All of them, in the order of the targets. Raises where a name is missing, extra, or of another shape."""
+    """All of them, in the order of the targets. Raises where a name is missing, extra, or of another shape.
+
+    Sources without a target are left out where it is not `strict`, targets without a source where it is not `whole`.
+    """
     rules = _checked(remap)
     given = defaultdict[str, list[str]](list)  # which sources have this name, once they are renamed
     for source in sources:
@@ -113,13 +122,13 @@ def links(
     shapes = {name: sources[one] for name, (one, *_) in given.items()}
     found, by = list[Link](), dict[str, Remap]()
     for rule in rules:
-        for link in _remapped(rule, shapes, targets):
+        for link in _by_rule(rule, shapes, targets):
             if by.setdefault(link.target, rule) is not rule:
                 raise ValueError(f"{link.target!r} would come both from {by[link.target]} and from {rule}")
             found.append(link)
     found += [_plain(name, shapes[name], targets[name]) for name in targets if name not in by and name in shapes]
     unused = [rule for rule in rules if rule not in by.values()]
-    _check(found, shapes, targets, unused, strict)
+    _check(found, shapes, targets, unused, strict, whole)
     place = {name: at for at, name in enumerate(targets)}
     found = [link for link in found if prod(link.target_view.shape)]  # nothing to do for parts without cells
     found.sort(key=lambda link: place[link.target])
@@ -128,10 +137,14 @@ def links(
 
 def _checked(remap: Any) -> list[Remap]:
     """Refuse what are no rules."""
-    rules = list(remap) if isinstance(remap, Iterable) else [remap]
+    rules = list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
     for rule in rules:
         if not isinstance(rule, Remap):
-            raise TypeError(f"remap= must be a list of Concat, Stack and Transposed, not of {rule!r}")
+            raise TypeError(f"remap= must be a list of Concat, Stack and Transposed, but has {rule!r}")
+        several = rule.parts if isinstance(rule, Concat) and not isinstance(rule.parts, str) else ()
+        names = [rule.name] if isinstance(rule, Transposed) else [rule.whole, *several]
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{rule}: names must be texts")
         if isinstance(rule, Stack) and "{}" not in rule.part:
             raise ValueError(f"{rule}: `part` needs {{}} where the number of a part is")
         if isinstance(rule, Concat) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
@@ -143,6 +156,13 @@ def _plain(name: str, source: Shape, target: Shape) -> Link:
     if source != target:
         raise ValueError(f"{name!r} has shape {source} in the source, but {target} in the target")
     return Link(name, name, View.whole(source), View.whole(target))
+
+
+def _by_rule(rule: Remap, sources: Shapes, targets: Shapes) -> list[Link]:
+    try:
+        return list(_remapped(rule, sources, targets))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{error} (by {rule})") from error
 
 
 def _remapped(rule: Remap, sources: Shapes, targets: Shapes) -> Iterable[Link]:
@@ -183,13 +203,15 @@ def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Li
     return Link(name, name, View.whole(source), view)
 
 
-def _check(found: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool) -> None:
+def _check(
+    found: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool, whole: bool
+) -> None:
     """Every target cell comes from somewhere, once; every source goes somewhere."""
     cells, used = defaultdict[str, int](int), set[str]()
     for link in found:
         cells[link.target] += prod(link.target_view.shape)
         used.add(link.source)
-    left = [name for name in targets if name not in cells]
+    left = [name for name in targets if name not in cells and whole]
     idle = f"; {', '.join(map(str, unused))} fit nothing" if unused else ""
     if left:
         raise ValueError(missing("the source has nothing for", left, sources) + idle)

@@ -77,12 +77,14 @@ class Mover:
         moves_of: Callable[[list[int]], Sequence[Move]],
         *,
         check: Callable[[], None],
+        fresh: bool = True,
         again: bool = False,
         progress: Tell = None,
     ) -> None:
         """All buckets, one after the other, once all ranks have checked what they have.
 
-        `again`: it will be repeated, and its targets are in use. Who calls tells progress of the end.
+        `fresh`: nobody sees the targets before all is done. `again`: it will be repeated with the same moves. Who calls
+        tells progress of the end.
         """
         done = 0
         for number, bucket in enumerate(self.buckets):
@@ -95,17 +97,19 @@ class Mover:
                 moves.extend(moves_of(bucket))
             except Exception as found:
                 error = found
-            self._exchange(number, moves, error, again=again)
+            self._exchange(number, moves, error, fresh=fresh, again=again)
             done += self._bytes[number]
 
-    def _exchange(self, bucket: int, moves: Sequence[Move], error: Exception | None, *, again: bool) -> None:
+    def _exchange(
+        self, bucket: int, moves: Sequence[Move], error: Exception | None, *, fresh: bool, again: bool
+    ) -> None:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         kind = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
         device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
         views = self._kept_views(bucket, moves) if again else Views()
         terms = Terms(fields, error=error)
-        started = Exchange(self.wire, terms, moves, device=device, fresh=not again, views=views)
+        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh, views=views)
         lane = Lane.of(self.wire)
         started.start(alone=lane.idle)
         lane.run(started.finish)

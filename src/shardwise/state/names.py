@@ -66,14 +66,16 @@ def renamed(name: str, rename: Rename) -> list[str]:
 
 
 def _by_rules(name: str, rename: Any) -> Any:
+    if not isinstance(rename, Mapping | list | tuple):
+        raise TypeError(f"it must be a mapping, rules [(pattern, name), ...] or a function, not {rename!r}")
     for rule in rename.items() if isinstance(rename, Mapping) else rename:
         if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
             raise ValueError(f"a rule is a pair of a pattern and the new name, not {rule!r}")
         pattern, becomes = rule
         stars = matched(pattern, name)
         if stars is not None:
-            several = [becomes] if isinstance(becomes, str) else becomes
-            return [filled(one, stars) if isinstance(one, str) else one for one in several or [becomes]]
+            several = becomes if isinstance(becomes, list | tuple) else [becomes]
+            return [filled(one, stars) if isinstance(one, str) else one for one in several]
     return name
 
 

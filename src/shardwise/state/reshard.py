@@ -167,7 +167,8 @@ class Freeing:
 def _give_back(tensors: list[torch.Tensor]) -> None:
     """The memory of tensors that were sent, unless it is a part of something else; the tensors are empty then."""
     storage = tensors[0].untyped_storage()
-    if storage.resizable() and any(storage.nbytes() == t.numel() * t.element_size() for t in tensors):
+    parts = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.is_contiguous()}
+    if storage.resizable() and sum(parts.values()) >= storage.nbytes():  # views of it keep it alive
         storage.resize_(0)
     for tensor in tensors:
         tensor.data = tensor.data.new_empty(0)

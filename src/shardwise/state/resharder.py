@@ -71,7 +71,7 @@ class Resharder:
 
         def make() -> ModelPlan:
             check_progress(progress)
-            self.plan = _plan(self._wire, known, rename, list(remap), cast, strict, max_bytes, hosts)
+            self.plan = _plan(self._wire, known, rename, remap, cast, strict, max_bytes, hosts)
             if verify:
                 check_verifiable(self.plan)
             if plan is not None:
@@ -95,7 +95,7 @@ class Resharder:
                 self._verified(progress)
                 return
             try:
-                self._mover.run(self._bucket, check=self._ready, again=True, progress=progress)
+                self._mover.run(self._bucket, check=self._ready, fresh=False, again=True, progress=progress)
             finally:
                 increment_version(self._written)  # autograd does not see it
 
@@ -178,7 +178,7 @@ def _plan(
     wire: GroupWire,
     known: Sides,
     rename: Rename,
-    remap: Sequence[Remap],
+    remap: Iterable[Remap],
     cast: bool,
     strict: bool,
     max_bytes: int | None,

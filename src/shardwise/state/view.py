@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from shardwise.errors import LayoutError
 from shardwise.exchange.cuts import Places
-from shardwise.geometry import Box, Boxes
+from shardwise.geometry import Box, Boxes, ints
 from shardwise.layout import Layout
 
 
@@ -55,6 +56,29 @@ class View:
         """True where it changes nothing."""
         return self == View.whole(shape)
 
+    def of_places(self, places: Places) -> Places:
+        """What is seen of boxes in memory, in the coordinates of the part."""
+        if self._sees_all(places.boxes):
+            return places
+        _, found = places.within(Boxes.of([self.region], places.boxes.ndim))
+        start, order = ints(self.region.lo), list(self.order)
+        boxes = Boxes(*((corner - start)[:, order] for corner in found.boxes))
+        return Places(boxes, found.tensor, found.offset, found.strides[:, order])
+
+    def _sees_all(self, boxes: Boxes) -> bool:
+        """True where nothing of these is outside, and coordinates stay what they are."""
+        straight = self.order == tuple(range(boxes.ndim)) and not any(self.region.lo)
+        return straight and bool((boxes.hi <= ints(self.region.hi)).all())
+
+    def back(self, boxes: Boxes) -> Boxes:
+        """Boxes of the part, in the coordinates of the whole."""
+        if self.order == tuple(range(len(self.region.lo))) and not any(self.region.lo):
+            return boxes
+        lo, hi = (np.repeat(ints([corner]), boxes.count, axis=0) for corner in (self.region.lo, self.region.hi))
+        start, order = ints(self.region.lo)[list(self.order)], list(self.order)
+        lo[:, order], hi[:, order] = boxes.lo + start, boxes.hi + start
+        return Boxes(lo, hi)
+
     def box(self, box: Box) -> Box | None:
         """What is seen of a box, in the coordinates of the part."""
         shared = box & self.region
@@ -86,10 +110,4 @@ def seen(tensors: Sequence[torch.Tensor], layout: Layout, view: View, owner: int
     if view.is_whole(layout.shape):
         return list(tensors)
     places = Places.of_owner(layout, owner, [tensor.stride() for tensor in tensors])
-    _, found = places.within(Boxes.of([view.region], layout.ndim))
-    return [
-        cut._replace(
-            shape=tuple(cut.shape[dim] for dim in view.order), strides=tuple(cut.strides[dim] for dim in view.order)
-        ).of(tensors)
-        for cut in found.cuts()
-    ]
+    return [cut.of(tensors) for cut in view.of_places(places).cuts()]

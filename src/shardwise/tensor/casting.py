@@ -31,9 +31,12 @@ def check_dtype(dtype: object) -> None:
 @lru_cache(maxsize=1024)
 def _check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
     """Refuse casts that lose more than digits."""
+    if dtype == becomes:
+        return
     if dtype.is_complex and not becomes.is_complex:
         raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: the imaginary part would be lost")
     try:
         torch.zeros(1, dtype=becomes).copy_(torch.zeros(1, dtype=dtype))
     except RuntimeError as error:
-        raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {error}") from None
+        said = str(error).partition("\n")[0]
+        raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {said}") from None
