@@ -3,7 +3,7 @@
 import importlib
 import typing
 
-from shardwise.errors import ExchangeError, LayoutError, NotationError, PlanError, ShardwiseError
+from shardwise.errors import CheckpointError, ExchangeError, LayoutError, NotationError, PlanError, ShardwiseError
 from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
 from shardwise.planning import Copies, Copy, Part, Plan, plan
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Box",
+    "CheckpointError",
     "Concat",
     "Copies",
     "Copy",
@@ -66,7 +67,7 @@ _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("flatten_sharded_tensors", "reshard_state_dict"), "state"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
-_MODULES = ("activation", "sharded_tensor", "state", "testing")
+_MODULES = ("activation", "checkpoint", "sharded_tensor", "state", "testing")
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from math import prod
 from typing import Any
 
@@ -29,7 +30,8 @@ class Link:
 class Concat:
     """One tensor that has several others one after the other along a dim: q, k, v in qkv; gate, up in gate_up.
 
-    Stars in the names stand for the same on both sides. It holds in both directions.
+    Stars in the names stand for the same on both sides. It holds in both directions. `sizes` of the parts are needed
+    only where there is no target that has them: to take a whole apart into unequal ones in a conversion.
 
     >>> Concat("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], dim=0).dim
     0
@@ -38,6 +40,27 @@ class Concat:
     whole: str
     parts: Sequence[str]
     dim: int = 0
+    sizes: Sequence[int] | None = None
+
+    def apart(self, whole: Shape) -> list[Shape]:
+        """The shapes of the parts, where only the whole is known."""
+        dim = _dim(self.dim, whole)
+        equal, rest = divmod(whole[dim], len(self.parts))
+        if self.sizes is None and rest:
+            raise ValueError(f"{whole[dim]} along dim {dim} is not {len(self.parts)} equal parts: give their sizes=")
+        sizes = self.sizes if self.sizes is not None else [equal] * len(self.parts)
+        return [(*whole[:dim], size, *whole[dim + 1 :]) for size in sizes]
+
+    def joined(self, parts: Sequence[Shape]) -> Shape:
+        """The shape of the whole, where only the parts are known."""
+        dim = _dim(self.dim, parts[0])
+        return (*parts[0][:dim], sum(part[_dim(self.dim, part)] for part in parts), *parts[0][dim + 1 :])
+
+    def named(self, part: str, names: Shapes) -> tuple[str, list[str]] | None:
+        """The names of the whole and of all parts, of which this is the first; None where it is not."""
+        stars = matched(self.parts[0], part)
+        several = [] if stars is None else [filled(one, stars) for one in self.parts]
+        return (filled(self.whole, stars), several) if stars is not None and all(n in names for n in several) else None
 
     def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
         """Where the parts are in the whole."""
@@ -67,6 +90,25 @@ class Stack:
     whole: str
     part: str
     dim: int = 0
+
+    def apart(self, whole: Shape) -> list[Shape]:
+        """The shapes of the parts, where only the whole is known."""
+        dim = _dim(self.dim, whole)
+        return [(*whole[:dim], *whole[dim + 1 :])] * whole[dim]
+
+    def joined(self, parts: Sequence[Shape]) -> Shape:
+        """The shape of the whole, where only the parts are known."""
+        dim = self.dim % (len(parts[0]) + 1)
+        return (*parts[0][:dim], len(parts), *parts[0][dim:])
+
+    def named(self, part: str, names: Shapes) -> tuple[str, list[str]] | None:
+        """The names of the whole and of all parts, of which this is the first; None where it is not."""
+        stars = matched(self.part.replace("{}", "0"), part)
+        if stars is None:
+            return None
+        every = filled(self.part, stars)
+        several = list(takewhile(names.__contains__, (every.replace("{}", str(at)) for at in count())))
+        return filled(self.whole, stars), several
 
     def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
         """Where the parts are in the whole."""
@@ -150,6 +192,44 @@ def _checked(remap: Any) -> list[Remap]:
         if isinstance(rule, Concat) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
             raise ValueError(f"{rule}: `parts` must be a list of different names")
     return rules
+
+
+def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Remap] = ()) -> dict[str, Shape]:
+    """The names and shapes that a conversion comes to where no target says so.
+
+    >>> shapes_after({"q": (8, 6), "k": (2, 6)}, remap=[Concat("qk", ["q", "k"])])
+    {'qk': (10, 6)}
+    """
+    shapes = {name: shape for source, shape in sources.items() for name in renamed(source, rename)}
+    for rule in _checked(remap):
+        try:
+            shapes = _after(rule, shapes)
+        except ValueError as error:
+            raise ValueError(f"{error} (by {rule})") from error
+    return shapes
+
+
+def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
+    found, gone = dict[str, Shape](), set[str]()
+    for name, shape in shapes.items():
+        if name in gone:
+            continue
+        if isinstance(rule, Transposed):
+            fits = matched(rule.name, name) is not None
+            found[name] = _turned(rule, shape) if fits else shape
+        elif (together := rule.named(name, shapes)) is not None:
+            found[together[0]] = rule.joined([shapes[part] for part in together[1]])
+            gone |= set(together[1])
+        elif (stars := matched(rule.whole, name)) is not None:
+            found |= zip(rule.names(stars, shape), rule.apart(shape), strict=True)
+        else:
+            found[name] = shape
+    return {name: shape for name, shape in found.items() if name not in gone or name not in shapes}
+
+
+def _turned(rule: Transposed, source: Shape) -> Shape:
+    order = tuple(reversed(range(len(source)))) if rule.order is None else tuple(_dim(d, source) for d in rule.order)
+    return tuple(source[order.index(dim)] for dim in range(len(source)))
 
 
 def _plain(name: str, source: Shape, target: Shape) -> Link:

@@ -1,0 +1,11 @@
+"""Checkpoints: open any, load it into any sharding, save, convert offline, compare."""
+
+from shardwise.checkpoint.comparing import Difference, verify
+from shardwise.checkpoint.converting import convert
+from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.rules import Rules, read_rules
+from shardwise.checkpoint.saving import save
+
+__all__ = ["Checkpoint", "Difference", "Entry", "Rules", "convert", "load", "open", "read_rules", "save", "verify"]

@@ -1,0 +1,111 @@
+"""verify: two checkpoints have the same tensors, whatever their formats and shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.streaming import CHUNK, Stream, differing
+from shardwise.geometry import Box, Boxes
+from shardwise.state.links import Link
+from shardwise.state.names import missing
+from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.state.view import View
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in a tensor, and where: a box that has the first cells that do."""
+
+    name: str
+    what: str
+    box: Box | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}" + (f" in {self.box}" if self.box is not None else "")
+
+
+def verify(a: Any, b: Any, *, jobs: int = 1, progress: Progress = None, rules: Any = None) -> list[Difference]:
+    """What differs between two checkpoints: names, shapes, dtypes, and values bit by bit. Nothing where they are equal.
+
+    `a` and `b`: what `open` takes, or what it returned.
+    """
+    check_progress(progress)
+    one, other = (found if isinstance(found, Checkpoint) else open(found, rules=rules) for found in (a, b))
+    found = list[Difference]()
+    for mine, theirs in (one, other), (other, one):
+        for name in mine:
+            if name not in theirs:
+                found.append(Difference(name, missing(f"{theirs.path} has no", [name], theirs)))
+    common = {name: (stream_of(one[name]), stream_of(other[name])) for name in one if name in other}
+    return found + compared(common, jobs=jobs, progress=progress)
+
+
+def stream_of(entry: Entry) -> Stream:
+    """An entry as it is."""
+    whole = View.whole(entry.shape)
+    return Stream(entry.name, entry.shape, entry.dtype, ((Link(entry.name, entry.name, whole, whole), entry),))
+
+
+def compared(
+    pairs: Mapping[str, tuple[Stream, Stream]], *, jobs: int = 1, chunk: int = CHUNK, progress: Progress = None
+) -> list[Difference]:
+    """What differs, in the order of the names."""
+    total, done, found = sum(a.size for a, _ in pairs.values()), 0, list[Difference]()
+    with shown(progress, total, "verify", here=True) as tell:
+        for name, difference in ordered(pairs, lambda name: _difference(name, *pairs[name], chunk), jobs):
+            found += [difference] if difference is not None else []
+            done += pairs[name][0].size
+            if tell is not None:
+                tell(done, total)
+    return found
+
+
+def ordered(names: Mapping[str, Any], work: Callable[[str], Any], jobs: int) -> Iterator[tuple[str, Any]]:
+    """The results of work on every name, by several threads, in the order of the names."""
+    if jobs <= 1:
+        yield from ((name, work(name)) for name in names)
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from zip(names, pool.map(work, names), strict=True)
+
+
+def _difference(name: str, a: Stream, b: Stream, chunk: int) -> Difference | None:
+    for what, one, other in ("shape", a.shape, b.shape), ("dtype", a.dtype, b.dtype):
+        if one != other:
+            return Difference(name, f"{what} {one} and {other}")
+    a.check()
+    b.check()
+    whole = Box((0,) * len(a.shape), a.shape)
+    for (part, room), (_, other_room) in zip(a.chunks(whole, chunk), b.chunks(whole, chunk), strict=True):
+        a.fill(part, room)
+        b.fill(part, other_room)
+        wrong = differing(room, other_room)
+        if len(wrong):
+            return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong.tolist(), room))
+    return None
+
+
+def _around(boxes: Boxes, numbers: Sequence[int], room: torch.Tensor) -> Box:
+    """The smallest box that has the cells of these numbers, of the first of the boxes that has any."""
+    import numpy as np
+
+    start = 0
+    for at, volume in enumerate(boxes.volumes().tolist()):
+        inside = [number - start for number in numbers if start <= number < start + volume]
+        if inside:
+            box = boxes.box(at)
+            points = np.array(np.unravel_index(inside, [b - a for a, b in zip(box.lo, box.hi, strict=True)] or [1])).T
+            lo, hi = points.min(axis=0)[: len(box.lo)], points.max(axis=0)[: len(box.lo)] + 1
+            return Box(
+                tuple(int(a + b) for a, b in zip(box.lo, lo, strict=True)),
+                tuple(int(a + b) for a, b in zip(box.lo, hi, strict=True)),
+            )
+        start += volume
+    raise AssertionError("numbers are of cells of the boxes")

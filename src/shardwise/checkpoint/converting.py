@@ -1,0 +1,267 @@
+"""convert: a checkpoint in another format, sharding and naming; in one process, a little at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from math import prod
+from pathlib import PurePath
+from threading import Lock
+from typing import IO, Any
+
+import torch
+
+from shardwise.checkpoint.comparing import compared, ordered, stream_of
+from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.formats.dcp_writing import DcpWriter
+from shardwise.checkpoint.formats.sharded import ShardedWriter
+from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
+from shardwise.checkpoint.formats.writers import Contents, Part, Writer
+from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.rules import read_rules
+from shardwise.checkpoint.shares import written
+from shardwise.checkpoint.streaming import CHUNK, Stream
+from shardwise.checkpoint.writing import Folder
+from shardwise.errors import CheckpointError
+from shardwise.geometry import Box
+from shardwise.layout import Layout
+from shardwise.state.links import Remap, links, shapes_after
+from shardwise.state.names import Rename, matched, renamed
+from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.tensor.casting import travels_as
+
+FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
+Cast = torch.dtype | Sequence[tuple[str, torch.dtype | None]] | None
+
+
+def convert(
+    source: Any,
+    out: Any,
+    *,
+    format: str | None = None,
+    rename: Rename = None,
+    remap: Iterable[Remap] = (),
+    select: Sequence[str] | str | None = None,
+    cast: Cast = None,
+    max_shard_size: int | str | None = None,
+    rules: Any = None,
+    source_rules: Any = None,
+    max_bytes: int = 2**28,
+    jobs: int = 1,
+    verify: bool = True,
+    durable: bool = True,
+    progress: Progress = None,
+) -> Checkpoint:
+    """Write a checkpoint in another format, and return it opened. No process group is needed, and little memory.
+
+    `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
+    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save"; by
+    default what the ending of `out` says. `rename`, `remap`: as in `Resharder`; Concat and Stack put together what the
+    source has in parts, and take apart what it has whole. `select`: patterns of source names. `cast`: a dtype for all
+    floating point tensors, or rules [(pattern, dtype), ...] by the new names. At most `max_bytes` of values are in
+    memory, by `jobs` threads. What is whole of an interrupted try is not written again. `verify`: read it back and
+    compare every cell.
+    """
+    check_progress(progress)
+    opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
+    streams = _streams(opened, rename, list(remap), select, cast)
+    chunk = _chunk(max_bytes, jobs)
+    format, folder, name = _place(out, format, durable)
+    layouts = _layouts(streams, format, max_shard_size, rules)
+    owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
+    kept = {key: value for key, value in opened.objects.items() if format != "safetensors"}
+    contents = Contents(
+        {key: (stream.dtype, layouts[key]) for key, stream in streams.items()},
+        kept,
+        {key: path for key, path in opened.paths.items() if key in streams or key in kept},
+    )
+    writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
+    total = sum(stream.size for stream in streams.values())
+    with shown(progress, total, "convert", here=True) as tell:
+        count = _Count(tell, total)
+        parts = _parts(streams, layouts, chunk, count)
+        told = dict(
+            ordered({str(o): o for o in owners}, lambda o: writer.write(int(o), parts.get(int(o), []), contents), jobs)
+        )
+    writer.finish({int(owner): one for owner, one in told.items()}, contents)
+    made = open(folder.shown(name) if name is not None else folder.path)
+    if verify:
+        _verify(streams, made, chunk, jobs, progress)
+    return made
+
+
+class _Count:
+    """Bytes that all threads have written."""
+
+    def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
+        self._tell, self._total, self._done, self._lock = tell, total, 0, Lock()
+
+    def add(self, size: int) -> None:
+        if self._tell is not None:
+            with self._lock:
+                self._done += size
+                self._tell(self._done, self._total)
+
+
+def _streams(
+    opened: Checkpoint, rename: Rename, remap: Sequence[Remap], select: Sequence[str] | str | None, cast: Cast
+) -> dict[str, Stream]:
+    """The tensors to write, by their new names."""
+    patterns = [select] if isinstance(select, str) else select
+    chosen = {
+        name: opened[name].shape
+        for name in opened
+        if patterns is None or any(matched(pattern, name) is not None for pattern in patterns)
+    }
+    if not chosen and len(opened):
+        raise CheckpointError(f"{opened.path}: no tensor fits {patterns}")
+    targets = shapes_after(chosen, rename=rename, remap=remap)
+    found = dict[str, list[Any]]()
+    for link in links(chosen, targets, rename=rename, remap=remap):
+        found.setdefault(link.target, []).append((link, opened[link.source]))
+    made = dict[str, Stream]()
+    for name, shape in targets.items():
+        sources = tuple(found.get(name, ()))
+        stored = {entry.dtype for _, entry in sources} or {_dtype_of(opened, name, rename)}
+        if len(stored) > 1:
+            raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast them alike first")
+        dtype = stored.pop()
+        made[name] = Stream(name, shape, _cast(name, dtype, cast), sources)
+        layout = Layout.replicated(shape, [0])
+        travels_as(layout, layout, dtype, made[name].dtype)
+        made[name].check()
+    return made
+
+
+def _dtype_of(opened: Checkpoint, name: str, rename: Rename) -> torch.dtype:
+    """Of a tensor without cells, which no link leads to."""
+    return next((opened[old].dtype for old in opened if name in renamed(old, rename)), torch.float32)
+
+
+def _cast(name: str, dtype: torch.dtype, cast: Cast) -> torch.dtype:
+    if cast is None or isinstance(cast, torch.dtype):
+        return cast if cast is not None and dtype.is_floating_point else dtype
+    becomes = next((to for pattern, to in cast if matched(pattern, name) is not None), None)
+    return dtype if becomes is None else becomes
+
+
+def _chunk(max_bytes: int, jobs: int) -> int:
+    if jobs < 1:
+        raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
+    if max_bytes < 4096 * jobs:
+        raise ValueError(f"max_bytes={max_bytes!r} is too little: give at least 4096 for each of {jobs} jobs")
+    return min(CHUNK, max_bytes // jobs // 2)  # comparing takes two of them
+
+
+def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, str | None]:
+    """The format, the directory, and the name of the file where it is to be one."""
+    path, endings = (
+        str(out),
+        {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"},
+    )
+    ending = PurePath(path).suffix
+    said = format or endings.get(ending, "safetensors")
+    if said not in FORMATS:
+        raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    folder, _, name = path.rpartition("/")
+    if endings.get(ending) == said:
+        return said, Folder(folder or ".", durable=durable), name
+    return said, Folder(path, durable=durable), None
+
+
+def _layouts(
+    streams: Mapping[str, Stream], format: str, max_shard_size: int | str | None, rules: Any
+) -> dict[str, Layout]:
+    """Which file has what: whole tensors one after the other, or parts by rules."""
+    if rules is not None:
+        if format not in ("sharded", "dcp"):
+            raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
+        found = read_rules(rules)
+        return {
+            name: written(found.layout(name, stream.shape), stream.dtype.itemsize, turn)
+            for turn, (name, stream) in enumerate(streams.items())
+        }
+    if format == "sharded":
+        raise ValueError("format='sharded' needs rules=: which part of a tensor is whose")
+    limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
+    if limit is not None and format != "safetensors":
+        raise ValueError(f"max_shard_size= is for format='safetensors', not for {format!r}")
+    layouts, file, room = dict[str, Layout](), 0, 0
+    for name, stream in streams.items():
+        if limit is not None and room and room + stream.size > limit:
+            file, room = file + 1, 0
+        layouts[name] = Layout.replicated(stream.shape, [file])
+        room += stream.size
+    return layouts
+
+
+def size_in_bytes(text: int | str) -> int:
+    """
+    >>> size_in_bytes("5GB"), size_in_bytes("512MiB"), size_in_bytes(4096)
+    (5000000000, 536870912, 4096)
+    """
+    if isinstance(text, int):
+        return text
+    units = {
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+    }
+    for unit, scale in sorted(units.items(), key=lambda item: -len(item[0])):
+        if text.upper().endswith(unit) and text[: -len(unit)].strip().replace(".", "", 1).isdigit():
+            return int(float(text[: -len(unit)]) * scale)
+    if text.isdigit():
+        return int(text)
+    raise ValueError(f"{text!r} is no size: such as 5GB, 512MiB, or a number of bytes")
+
+
+def _parts(
+    streams: Mapping[str, Stream], layouts: Mapping[str, Layout], chunk: int, count: _Count
+) -> dict[int, list[Part]]:
+    """What every file is to have."""
+    found = dict[int, list[Part]]()
+    for name, stream in streams.items():
+        for owner in layouts[name].owners():
+            boxes = [piece.box for piece in layouts[name].pieces(owner)]
+            if not prod(stream.shape):
+                boxes = [Box((0,) * len(stream.shape), stream.shape)]
+            for box in boxes:
+                found.setdefault(owner, []).append(
+                    Part(name, box, stream.dtype, partial(_write, stream, box, chunk, count))
+                )
+    return found
+
+
+def _write(stream: Stream, box: Box, chunk: int, count: _Count, file: IO[bytes]) -> None:
+    stream.write(box, file, chunk)
+    count.add(box.volume * stream.dtype.itemsize)
+
+
+def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name: str | None) -> Writer:
+    if format == "safetensors":
+        return SafetensorsWriter(folder, owners, token, **({"name": name} if name else {}))
+    if format == "torch.save":
+        return TorchSaveWriter(folder, owners, token, **({"name": name} if name else {}))
+    return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
+
+
+def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[str, Layout], format: str) -> str:
+    """Tells this conversion from others: of other files, or to something else."""
+    files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.paths})
+    said: list[Any] = [format, opened.path, [(path, opened.files.stamp(path)) for path in files]]
+    said += [(name, str(stream.dtype), stream.shape, str(layouts[name])) for name, stream in streams.items()]
+    links = [str(link) for stream in streams.values() for link, _ in stream.sources]
+    return blake2b(repr((said, links)).encode(), digest_size=4).hexdigest()
+
+
+def _verify(streams: Mapping[str, Stream], made: Checkpoint, chunk: int, jobs: int, progress: Progress) -> None:
+    pairs = {name: (stream, stream_of(made[name])) for name, stream in streams.items()}
+    found = compared(pairs, jobs=jobs, chunk=chunk, progress=progress)
+    if found:
+        raise CheckpointError(f"{made.path} is not what was to be written: {found[0]} (and {len(found) - 1} more)")

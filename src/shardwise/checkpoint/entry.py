@@ -1,0 +1,205 @@
+"""What a checkpoint has: a mapping from names to tensors in files. Nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.files import Bytes, Files, Span
+from shardwise.errors import CheckpointError
+from shardwise.exchange.cuts import Cut, Places
+from shardwise.geometry import Box, Boxes, Ints, gaps, join
+from shardwise.layout import Layout
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+Locate = Callable[[Ints], Places]
+
+
+class Alike(NamedTuple):
+    """The boxes of an entry as a value: equal for tensors that are stored alike."""
+
+    boxes: int
+    ndim: int
+    lo: bytes
+    hi: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor in files: box i of it lies in file number `file[i]` of `paths`.
+
+    `locate` finds for some rows where they are: places whose tensors are numbers of files, and whose offsets and
+    strides are counted in bytes. Formats that have to look into a file for that do so when it is asked.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Boxes
+    file: Ints
+    locate: Locate = field(repr=False)
+    paths: Sequence[str] = field(repr=False)
+    files: Files = field(repr=False)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where its cells live; the owners are numbers of files, those of `paths`."""
+        if not self.boxes.count:
+            return Layout.replicated(self.shape, [0])
+        pieces = zip(self.file.tolist(), self.boxes.lo.tolist(), self.boxes.hi.tolist(), strict=True)
+        return Layout.boxes(self.shape, list(pieces), overlap="replicas")
+
+    @cached_property
+    def alike(self) -> Alike:
+        """Its boxes, as a value."""
+        return Alike(self.boxes.count, len(self.shape), self.boxes.lo.tobytes(), self.boxes.hi.tobytes())
+
+    @property
+    def bytes(self) -> int:
+        """Of all cells, once."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def shards(self) -> int:
+        """How many boxes it is stored in."""
+        return self.boxes.count
+
+    def ranges(self) -> list[tuple[Box, Span]]:
+        """Every box, with the bytes between its first and its last element."""
+        places = self.locate(np.arange(self.boxes.count))
+        return [(places.boxes.box(at), self._span(cut)) for at, cut in enumerate(places.cuts())]
+
+    def within(self, boxes: Boxes) -> Places:
+        """What the files have of these boxes, no cell twice."""
+        _, rows = join(boxes, self.boxes)
+        return self.locate(np.unique(rows)).once(boxes)
+
+    def check(self, boxes: Boxes) -> None:
+        """Refuse cells that no file has."""
+        for row in range(boxes.count):
+            _, held = join(boxes.take(np.array([row])), self.boxes)
+            missing = gaps(self.boxes.take(held), boxes.box(row), np.zeros(len(held), dtype=np.bool_))
+            if missing:
+                raise CheckpointError(
+                    f"{self.files.root}: no file has {', '.join(map(str, missing[:4]))} of {self.name!r} "
+                    f"(shape {self.shape}): shards are missing"
+                )
+
+    def views(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+        """The elements of cuts in bytes, as tensors: of the mapped file, or of what was fetched."""
+        found, size = self.files.fetch([self._span(cut) for cut in cuts]), self.dtype.itemsize
+        return [
+            torch.frombuffer(data, dtype=WORDS[size])
+            .as_strided(cut.shape, tuple(stride // size for stride in cut.strides))
+            .view(self.dtype)
+            for data, cut in zip(found, cuts, strict=True)
+        ]
+
+    def bytes_of(self, cut: Cut) -> Bytes:
+        """The bytes between the first and the last element of a cut."""
+        return self.files.fetch([self._span(cut)])[0]
+
+    def _span(self, cut: Cut) -> Span:
+        last = sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
+        return Span(self.paths[cut.tensor], cut.offset, cut.offset + last + self.dtype.itemsize)
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """The values of all cells, or of a box, in memory of their own."""
+        wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
+        found = torch.empty([b - a for a, b in zip(wanted.lo, wanted.hi, strict=True)], dtype=self.dtype)
+        if found.numel():
+            boxes = Boxes.of([wanted], len(self.shape))
+            self.check(boxes)
+            fill(self, Places.packed(boxes), [found.view(-1)])
+        return found
+
+
+def whole_entry(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, file: int, start: int, paths: Sequence[str], files: Files
+) -> Entry:
+    """A tensor that lies in one file, row-major from a byte on."""
+    boxes, packed = _whole(shape)
+    where = np.full(boxes.count, file, dtype=np.int64)
+
+    def locate(rows: Ints) -> Places:
+        return in_bytes(packed, dtype.itemsize, where, np.full(boxes.count, start, dtype=np.int64)).take(rows)
+
+    return Entry(name, shape, dtype, boxes, where, locate, paths, files)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> tuple[Boxes, Places]:
+    """All cells as a box, and as they lie one after the other. Kept: a model has many tensors of few shapes."""
+    boxes = Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape))
+    return boxes, Places.packed(boxes)
+
+
+def in_bytes(places: Places, itemsize: int, file: Ints, start: Ints) -> Places:
+    """Places in elements as places in files: each begins at byte `start` of its file."""
+    return Places(places.boxes, file, start, places.strides * itemsize)
+
+
+def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy into tensors what belongs at these places of them."""
+    here, there = placed(entry.within(target.boxes), target)
+    sources = entry.views(here)
+    if sources:
+        torch._foreach_copy_([cut.of(tensors) for cut in there], sources)
+
+
+def placed(source: Places, target: Places) -> tuple[list[Cut], list[Cut]]:
+    """The same cells on both sides."""
+    row, there = target.within(source.boxes)
+    return source.inside(row, there.boxes).cuts(), there.cuts()
+
+
+class Checkpoint(Mapping[str, Entry]):
+    """The tensors of a checkpoint by name, and its other values. Nothing is read before it is asked for."""
+
+    def __init__(
+        self,
+        files: Files,
+        format: str,
+        entries: Mapping[str, Entry],
+        *,
+        paths: Mapping[str, tuple[Any, ...]] | None = None,
+        objects: Callable[[], Mapping[str, Any]] = dict,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.files, self.format, self._entries = files, format, entries
+        self.paths = paths or {}  # of names in nested state dicts, where they are known
+        self.metadata = metadata or {}
+        self._objects = objects
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return self.files.root
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """What is no tensor, by name: counters, settings."""
+        return self._objects()
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.bytes for entry in self._entries.values())
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r}, {self.format}, {len(self)} tensors)"

@@ -1,0 +1,241 @@
+"""Bytes of files: those of this machine are mapped, others are fetched in ranges through fsspec."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import CheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+GAP = 2**18  # bytes between two ranges that are fetched along with them: another request costs more
+
+
+class Span(NamedTuple):
+    """Bytes `start` to `stop` of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class Files(ABC):
+    """The files of a checkpoint, by names relative to `root`, with / between their parts."""
+
+    root: str
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """All of them, sorted."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """In bytes; a CheckpointError where there is no such file."""
+
+    @abstractmethod
+    def stamp(self, name: str) -> str:
+        """Changes when the file does."""
+
+    @abstractmethod
+    def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
+        """The bytes of each, not to be written."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Some bytes, copied: for headers and the like."""
+        return self.fetch([Span(name, start, self.size(name) if stop is None else stop)])[0].tobytes()
+
+    def shown(self, name: str) -> str:
+        """The file, as people know it."""
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def check(self, span: Span) -> None:
+        """Refuse bytes that the file does not have."""
+        size = self.size(span.file)
+        if not 0 <= span.start <= span.stop <= size:
+            raise CheckpointError(
+                f"{self.shown(span.file)} has {size} bytes, but bytes {span.start} to {span.stop} are needed: "
+                f"it is truncated, or belongs to another checkpoint"
+            )
+
+
+class LocalFiles(Files):
+    """Files of this machine. They are mapped when they are first looked at; nothing is read before it is needed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._path = str(root), root
+        self._mapped = dict[str, Bytes]()
+        self._lock = Lock()
+
+    def names(self) -> list[str]:
+        """All files below, sorted."""
+        found = [Path(at, name) for at, _, names in os.walk(self._path) for name in names]
+        return sorted(path.relative_to(self._path).as_posix() for path in found)
+
+    def size(self, name: str) -> int:
+        """By its status."""
+        if name in self._mapped:
+            return len(self._mapped[name])
+        with readable(self.shown(name)):
+            return (self._path / name).stat().st_size
+
+    def stamp(self, name: str) -> str:
+        """By its size, and when it was written."""
+        with readable(self.shown(name)):
+            status = (self._path / name).stat()
+        return f"{status.st_size} {status.st_mtime_ns}"
+
+    def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
+        """Parts of the mapped files."""
+        for span in spans:
+            self.check(span)
+        return [self._map(span.file)[span.start : span.stop] for span in spans]
+
+    def _map(self, name: str) -> Bytes:
+        with self._lock:
+            if name not in self._mapped:
+                with readable(self.shown(name)), (self._path / name).open("rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    self._mapped[name] = np.frombuffer(_mapping(file.fileno()) if size else b"", dtype=np.uint8)
+            return self._mapped[name]
+
+
+def _mapping(file: int) -> mmap.mmap:
+    """Private, so that it can never write to the file; without swap set aside for it."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return mmap.mmap(file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+class RemoteFiles(Files):
+    """Files that fsspec reaches: s3://, gs://, memory://, and whatever has a driver."""
+
+    def __init__(self, system: Any, root: str) -> None:
+        self._system, self.root = system, root
+        self._sizes = dict[str, int]()
+
+    def names(self) -> list[str]:
+        """All files below, sorted."""
+        with readable(self.root):
+            found = self._system.find(self.root)
+        start = self._system._strip_protocol(self.root).rstrip("/")
+        return sorted(str(path)[len(start) :].lstrip("/") for path in found)
+
+    def size(self, name: str) -> int:
+        """Asked for once."""
+        if name not in self._sizes:
+            with readable(self.shown(name)):
+                self._sizes[name] = int(self._system.size(self.shown(name)))
+        return self._sizes[name]
+
+    def stamp(self, name: str) -> str:
+        """What the driver calls the state of the file."""
+        with readable(self.shown(name)):
+            return str(self._system.checksum(self.shown(name)))
+
+    def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
+        """Near ones together, all of them at once where the driver can."""
+        for span in spans:
+            self.check(span)
+        joined = list(_joined(spans))
+        whole = {at: np.empty(0, np.uint8) for at in range(len(joined))}
+        paths, starts, stops = ([get(span) for span in joined] for get in (self._where, _start, _stop))
+        with readable(self.root):
+            found = self._system.cat_ranges(paths, starts, stops, on_error="raise") if joined else []
+        for at, (span, text) in enumerate(zip(joined, found, strict=True)):
+            if len(text) != span.stop - span.start:
+                raise CheckpointError(f"{self.shown(span.file)}: {len(text)} bytes came where {span} was asked for")
+            whole[at] = np.frombuffer(text, dtype=np.uint8)
+        return [_part(joined, whole, span) for span in spans]
+
+    def _where(self, span: Span) -> str:
+        return self.shown(span.file)
+
+
+def _start(span: Span) -> int:
+    return span.start
+
+
+def _stop(span: Span) -> int:
+    return span.stop
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    """As few as there can be without fetching much that nobody asked for."""
+    before: Span | None = None
+    for span in sorted(span for span in spans if span.stop > span.start):
+        if before is not None and span.file == before.file and span.start <= before.stop + GAP:
+            before = before._replace(stop=max(before.stop, span.stop))
+        else:
+            if before is not None:
+                yield before
+            before = span
+    if before is not None:
+        yield before
+
+
+def _part(joined: Sequence[Span], whole: dict[int, Bytes], span: Span) -> Bytes:
+    if span.stop == span.start:
+        return np.empty(0, np.uint8)
+    at = bisect_right(joined, (span.file, span.start, float("inf"))) - 1
+    return whole[at][span.start - joined[at].start : span.stop - joined[at].start]
+
+
+def files_at(path: Any) -> tuple[Files, str | None]:
+    """The files at a path or URL; and the name of the file, where it is one and no directory."""
+    text = os.fspath(path)
+    if "://" in text:
+        return _remote(text)
+    local = Path(text)
+    with readable(text):
+        if local.is_dir():
+            return LocalFiles(local), None
+        if local.exists():
+            return LocalFiles(local.parent), local.name
+    raise CheckpointError(f"there is nothing at {text}")
+
+
+def _remote(url: str) -> tuple[Files, str | None]:
+    import fsspec  # type: ignore[import-untyped]
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url}: {error}") from error
+    if "local" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
+        return files_at(path)
+    with readable(url):
+        if system.isdir(path):
+            return RemoteFiles(system, url), None
+        if system.isfile(path):
+            folder, _, name = url.rpartition("/")
+            return RemoteFiles(system, folder), name
+    raise CheckpointError(f"there is nothing at {url}")
+
+
+def inside(name: Any, where: str) -> str:
+    """A file's name that an index gives; refused where it would lead out of the checkpoint."""
+    text = str(name)
+    parts = PurePosixPath(text).parts
+    if not isinstance(name, str) or not parts or text.startswith("/") or ".." in parts or "\\" in text or "\0" in text:
+        raise CheckpointError(f"{where} names the file {name!r}, which is not inside of the checkpoint")
+    return str(PurePosixPath(*parts))
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Errors of the system as CheckpointErrors that name the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{what} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,1 @@
+"""The formats, each with all that is particular to it."""

@@ -1,0 +1,315 @@
+"""torch.distributed.checkpoint: a pickle that says which boxes of which tensors lie in which bytes of which files.
+
+Every box is a torch.save archive of its own. They are looked into when their cells are asked for, not before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from math import prod
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.files import Files, Span, inside
+from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
+from shardwise.checkpoint.pickles import MOST, Call, Name, Record, SavedTensor, settled, sizes, unpickle
+from shardwise.checkpoint.zips import BEGIN, starts
+from shardwise.errors import CheckpointError
+from shardwise.exchange.cuts import Places
+from shardwise.geometry import Boxes, Ints, exact_sum, ints
+
+METADATA = ".metadata"
+REMEMBERED = 4096  # bytes of a pickle that is likely to come again: that of another box with the same shape
+
+
+class Metadata(Record):
+    """Of the whole checkpoint."""
+
+    __slots__ = ()
+
+
+class TensorMetadata(Record):
+    """Of a tensor."""
+
+    __slots__ = ()
+
+
+class BytesMetadata(Record):
+    """Of another value."""
+
+    __slots__ = ()
+
+
+class Chunk(Record):
+    """A box of a tensor."""
+
+    __slots__ = ()
+
+
+class Index(Record):
+    """A name, and the first cell of a box."""
+
+    __slots__ = ()
+
+
+class Properties(Record):
+    """A tuple that begins with the dtype."""
+
+    __slots__ = ()
+
+
+class Stored(Record):
+    """Which bytes of which file hold a box or a value."""
+
+    __slots__ = ()
+
+
+class Saved(Record):
+    """When and where it was saved; not looked at."""
+
+    __slots__ = ()
+
+
+NAMES = {
+    **{
+        ("torch.distributed.checkpoint.metadata", name): kind
+        for name, kind in {
+            "Metadata": Metadata,
+            "TensorStorageMetadata": TensorMetadata,
+            "BytesStorageMetadata": BytesMetadata,
+            "ChunkStorageMetadata": Chunk,
+            "MetadataIndex": Index,
+            "TensorProperties": Properties,
+            "StorageMeta": Saved,
+            "_MEM_FORMAT_ENCODING": Call(Name),
+        }.items()
+    },
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): Properties,  # up to torch 2.2
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): Call(Name),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stored,
+    ("torch", "Size"): Call(sizes),
+}
+
+
+class Table(NamedTuple):
+    """Where everything is: row `rows[name, lo]` of the columns; `lo` is None for what is no tensor."""
+
+    rows: dict[tuple[str, tuple[int, ...] | None], int]
+    file: Ints
+    start: Ints
+    stop: Ints
+    paths: list[str]
+
+    def spans(self, files: Files, rows: Ints, names: Sequence[str]) -> list[Span]:
+        """The bytes of some rows; refused where a file does not have them."""
+        columns = (column[rows].tolist() for column in (self.file, self.start, self.stop))
+        found = [Span(self.paths[file], start, stop) for file, start, stop in zip(*columns, strict=True)]
+        for span, name in zip(found, names, strict=True):
+            size = files.size(span.file)
+            if span.stop > size:
+                raise CheckpointError(
+                    f"{files.shown(span.file)} has {size} bytes, but {name!r} should lie in bytes {span.start} to "
+                    f"{span.stop}: it is truncated, or belongs to another checkpoint"
+                )
+        return found
+
+
+def open_dcp(files: Files) -> Checkpoint:
+    """The tensors and values that `.metadata` lists."""
+    with _uncollected():
+        return _open(files, files.shown(METADATA))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector, which would look at a million small objects again and again while they are made."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _open(files: Files, where: str) -> Checkpoint:
+    said = unpickle(files.read(METADATA), where, NAMES)
+    described, stored, nested = _parts(where, said)
+    with _sound(where, "its storage_data"):
+        table = _table(files, stored)
+    entries, values, parsed = dict[str, Entry](), dict[str, int](), dict[bytes, Any]()
+    for name, kind in described.items():
+        with _sound(where, name):
+            if isinstance(kind, TensorMetadata):
+                entries[name] = _entry(files, name, kind, table, parsed)
+            elif isinstance(kind, BytesMetadata):
+                values[name] = table.rows[name, None]
+            else:
+                raise TypeError("it is neither a tensor nor a value")
+    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: Values(files, table, values))
+
+
+def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[str, tuple[Any, ...]]]:
+    """What is described, where it is stored, and the paths of nested names."""
+    fields = ("state_dict_metadata", "storage_data", "planner_data")
+    described, stored, nested = (said.get(field) if isinstance(said, Metadata) else None for field in fields)
+    if not isinstance(described, dict) or not isinstance(stored, dict) or not all(type(n) is str for n in described):
+        raise CheckpointError(f"{where} does not describe a checkpoint of torch.distributed in files")
+    nested = nested if isinstance(nested, dict) else {}  # which planners of others write is theirs
+    paths = {name: path for name, path in nested.items() if name in described and isinstance(path, tuple) and path}
+    if not all(type(key) in (str, int) for path in paths.values() for key in path):
+        raise CheckpointError(f"{where}: its planner_data has paths of other things than names and numbers")
+    return described, stored, paths
+
+
+@contextmanager
+def _sound(where: str, what: str) -> Iterator[None]:
+    """What Python says of a field that is missing, or is something else, as an error that names it."""
+    try:
+        yield
+    except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, UnpicklingError) as error:
+        lost = f"no file has {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{where}: {what!r} is not described as it should be: {lost}") from error
+
+
+def _table(files: Files, stored: Mapping[Index, Stored]) -> Table:
+    indexes, infos = [index.state for index in stored], [info.state for info in stored.values()]
+    keys = [(index["fqn"], index.get("offset")) for index in indexes]
+    for key, info in zip(keys, infos, strict=True):
+        if info.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{files.shown(METADATA)}: {key[0]!r} went through {info['transform_descriptors']!r} when saved, "
+                f"which cannot be read here. Remedy: load it with torch.distributed.checkpoint, and save it without"
+            )
+    rows = {key: row for row, key in enumerate(keys)}
+    if len(rows) < len(keys):
+        twice = next(key for row, key in enumerate(keys) if rows[key] != row)
+        raise ValueError(f"{twice[0]!r} is stored twice from {twice[1]} on")
+    names = [info["relative_path"] for info in infos]
+    number = {name: at for at, name in enumerate(sorted(set(names)))}
+    start, length = (_numbers([info[field] for info in infos]) for field in ("offset", "length"))
+    paths = [inside(name, files.shown(METADATA)) for name in number]
+    table = Table(rows, ints([number[name] for name in names]), start, start + length, paths)
+    _check_apart(files, table, keys)
+    return table
+
+
+def _numbers(values: list[Any]) -> Ints:
+    if not all(type(value) is int and 0 <= value < MOST for value in values):
+        raise ValueError("bytes of files are whole numbers")
+    return ints(values)
+
+
+def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]]) -> None:
+    """Bytes are those of one box each."""
+    order = np.lexsort((table.start, table.file))
+    file, start, stop = table.file[order], table.start[order], table.stop[order]
+    both = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1]))
+    if not len(both):
+        return
+    at = int(both[0])
+    name, first, second = table.paths[file[at]], keys[order[at]][0], keys[order[at + 1]][0]
+    if start[at] == start[at + 1] and files.read(name, int(start[at]), int(start[at]) + 4) != BEGIN:
+        why = "tensors in safetensors form are not read from .distcp files"
+    else:
+        why = "one of them was overwritten"
+    raise ValueError(
+        f"{files.shown(name)}: bytes {start[at + 1]} to {stop[at]} belong both to {first!r} and to {second!r}: {why}"
+    )
+
+
+def _entry(files: Files, name: str, said: TensorMetadata, table: Table, parsed: dict[bytes, Any]) -> Entry:
+    shape, dtype = sizes(said.state["size"]), said.state["properties"].state[0]
+    if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MOST:
+        raise ValueError(f"its dtype is {dtype!r}, its shape {shape}")
+    chunks = [(chunk.state["offsets"], chunk.state["sizes"]) for chunk in said.state["chunks"]]
+    boxes = _boxes(shape, [lo for lo, _ in chunks], [size for _, size in chunks])
+    rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
+
+    def locate(some: Ints) -> Places:
+        found = boxes.take(some)
+        spans = table.spans(files, rows[some], [name] * len(some))
+        return _located(files, spans, found, (name, dtype), table.file[rows[some]], parsed)
+
+    return Entry(name, shape, dtype, boxes, table.file[rows], locate, table.paths, files)
+
+
+def _boxes(shape: tuple[int, ...], corners: list[Any], extents: list[Any]) -> Boxes:
+    """Of all chunks that have cells. What torch saves has every cell once."""
+    both = np.array([corners, extents], dtype=np.int64).reshape(2, len(corners), len(shape))
+    lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
+    if ((both < 0) | (both > whole)).any() or (hi > whole).any():
+        raise ValueError(f"a box of it does not lie inside of its shape {shape}")
+    boxes = Boxes(lo, hi) if both[1].all() else Boxes(lo, hi).take(both[1].all(axis=1))
+    cells = exact_sum(boxes.volumes())
+    if cells != prod(shape):
+        raise ValueError(f"its boxes have {cells} cells, but its shape {shape} has {prod(shape)}")
+    return boxes
+
+
+def _located(
+    files: Files,
+    spans: Sequence[Span],
+    boxes: Boxes,
+    expected: tuple[str, torch.dtype],
+    file: Ints,
+    parsed: dict[bytes, Any],
+) -> Places:
+    """Where the elements of boxes lie, by the archives that have one each."""
+    archives, (name, dtype) = read_archives(files, spans), expected
+    tensors = [_tensor(archive, parsed) for archive in archives]
+    for row, (archive, tensor) in enumerate(zip(archives, tensors, strict=True)):
+        box = boxes.box(row)
+        if not isinstance(tensor, SavedTensor) or (tensor.dtype, tensor.shape) != (dtype, box.shape):
+            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, SavedTensor) else "no tensor"
+            raise CheckpointError(
+                f"{archive.where}: {box} of {name!r} should be {dtype} of shape {box.shape}, but is {found}"
+            )
+    members = [archive.storage(tensor, repr(name)) for archive, tensor in zip(archives, tensors, strict=True)]
+    strides = ints([tensor.strides for tensor in tensors]).reshape(boxes.lo.shape)
+    start = ints(starts(files, members)) + ints([tensor.offset for tensor in tensors]) * dtype.itemsize
+    return Places(boxes, file, start, strides * dtype.itemsize)
+
+
+def _tensor(archive: Archive, parsed: dict[bytes, Any]) -> Any:
+    """Boxes of one shape have the same pickle."""
+    found = parsed.get(archive.pickle)
+    if found is None:
+        found = archive.root()
+        if len(archive.pickle) <= REMEMBERED:
+            parsed[archive.pickle] = found
+    return found
+
+
+class Values(Mapping[str, Any]):
+    """What is no tensor: all of it is fetched together, and each value is made when it is asked for."""
+
+    def __init__(self, files: Files, table: Table, rows: Mapping[str, int]) -> None:
+        self._files, self._table, self._rows = files, table, rows
+        self._made = dict[str, Any]()
+
+    @cached_property
+    def _archives(self) -> dict[str, Archive]:
+        names = list(self._rows)
+        spans = self._table.spans(self._files, ints(list(self._rows.values())), names)
+        return dict(zip(names, read_archives(self._files, spans), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._rows and name not in self._made:
+            archive = self._archives[name]
+            what, tensor = f"{name!r} in {archive.where}", reader(self._files, archive, name)
+            self._made[name] = settled(archive.root(), what, tensor)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)

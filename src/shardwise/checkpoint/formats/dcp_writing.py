@@ -1,0 +1,96 @@
+"""Writes what torch.distributed.checkpoint loads: a file of torch.save archives for every rank, then `.metadata`."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.checkpoint.formats.dcp import METADATA
+from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
+from shardwise.checkpoint.formats.writers import Contents, Part
+from shardwise.checkpoint.writing import ASIDE, Folder
+
+OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
+
+
+class Item(NamedTuple):
+    """An archive in a file: a box of a tensor, or a value."""
+
+    name: str
+    lo: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    size: int
+
+
+class DcpWriter:
+    """Every owner writes a file; the first one also has the values."""
+
+    def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
+        self._folder, self._owners, self._token = folder, list(owners), token
+
+    def _file(self, owner: int) -> str:
+        return f"__{self._owners.index(owner)}_{self._token}.distcp"
+
+    def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
+        """Its archives, one after the other."""
+        items, at, name = list[Item](), 0, self._file(me)
+        with self._folder.write(name) as file:
+            for part in parts:
+                size = write_archive(file, Stored("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
+                items.append(Item(part.name, part.box.lo, part.shape, name, at, size))
+                at += size
+            for key, value in contents.values.items() if me == self._owners[0] else ():
+                data = saved(value)
+                file.write(data)
+                items.append(Item(key, None, (), name, at, len(data)))
+                at += len(data)
+        return items
+
+    def finish(self, told: Mapping[int, list[Item]], contents: Contents) -> None:
+        """The metadata; then files of earlier checkpoints at this place, and of interrupted ones, go."""
+        items = [item for listed in told.values() for item in listed]
+        text = io.BytesIO()
+        pickle.dump(_metadata(items, contents), text)
+        with self._folder.write(METADATA) as file:
+            file.write(text.getvalue())
+        known = {item.file for item in items} | {self._file(owner) for owner in self._owners}
+        for name in self._folder.names():
+            if OURS.fullmatch(name) and name not in known:
+                self._folder.remove(name)
+
+    def undo(self, me: int) -> None:
+        """Remove the file of an owner."""
+        self._folder.remove(self._file(me))
+
+
+def _metadata(items: Sequence[Item], contents: Contents) -> Any:
+    from torch.distributed.checkpoint import metadata as torchs
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    listed, places = dict[str, Any](), dict[Any, Any]()
+    chunks = {name: list[Any]() for name in contents.tensors}
+    for item in items:
+        lo = None if item.lo is None else torch.Size(item.lo)
+        if lo is not None:
+            chunks[item.name].append(torchs.ChunkStorageMetadata(lo, torch.Size(item.shape)))
+        else:
+            listed[item.name] = torchs.BytesStorageMetadata()
+        places[torchs.MetadataIndex(item.name, lo)] = _StorageInfo(item.file, item.start, item.size)
+    for name, (dtype, layout) in contents.tensors.items():
+        properties = torchs.TensorProperties(dtype=dtype)
+        listed[name] = torchs.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
+    plain = {name: tuple(_plain(key) for key in path) for name, path in contents.paths.items()}
+    version = getattr(torchs, "CURRENT_DCP_VERSION", None)
+    return torchs.Metadata(listed, plain, places, **({"version": version} if version else {}))
+
+
+def _plain(key: Any) -> Any:
+    """Keys of a path as torch has them."""
+    return int(key) if isinstance(key, int) else key

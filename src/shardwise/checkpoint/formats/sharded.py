@@ -1,0 +1,200 @@
+"""Our own format: a safetensors file for every rank, and an index that says where all boxes of every tensor are.
+
+The tensor `w` of a file is stored under `w@4,0` where its part begins at row 4. The index, `shardwise.json`, is written
+last: without it there is no checkpoint. For every tensor it has the dtype, the shape and the layout, in the notation of
+layouts, whose owners are numbers of files; beside them values that are no tensors, and nested names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.entry import Checkpoint, Entry, in_bytes
+from shardwise.checkpoint.files import Files, inside
+from shardwise.checkpoint.formats.safetensors import (
+    DTYPES,
+    Header,
+    are_sizes,
+    header_bytes,
+    name_of,
+    parsed,
+    read_header,
+)
+from shardwise.checkpoint.formats.writers import Contents, Part
+from shardwise.checkpoint.values import decoded, encoded
+from shardwise.checkpoint.writing import ASIDE, Folder
+from shardwise.errors import CheckpointError
+from shardwise.exchange.cuts import Places
+from shardwise.geometry import Boxes, Ints, ints
+from shardwise.layout import parse
+
+INDEX = "shardwise.json"
+VERSION = 1
+OURS = re.compile(rf"shard-\d+-of-\d+-[0-9a-f]+\.safetensors({re.escape(ASIDE)})?")
+
+
+def key_of(name: str, lo: Sequence[int]) -> str:
+    """The name of a part in its file.
+
+    >>> key_of("layers.0.weight", (4, 0)), key_of("step", ())
+    ('layers.0.weight@4,0', 'step@')
+    """
+    return f"{name}@{','.join(map(str, lo))}"
+
+
+class ShardedWriter:
+    """Writes it: a file for every owner, then the index."""
+
+    def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
+        self._folder, self._owners, self._token = folder, list(owners), token
+
+    def _file(self, owner: int) -> str:
+        return f"shard-{self._owners.index(owner):05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
+
+    def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
+        """The file of an owner, also where it has nothing: the index names one for each."""
+        stored = {key_of(part.name, part.box.lo): part for part in parts}
+        shapes = {part.name: list(contents.tensors[part.name][1].shape) for part in parts}
+        about = json.dumps({"version": VERSION, "shapes": shapes})
+        with self._folder.write(self._file(me)) as file:
+            listed = {key: (part.dtype, part.shape) for key, part in stored.items()}
+            file.write(header_bytes(listed, {"format": "pt", "shardwise": about}))
+            for part in parts:
+                part.write(file)
+
+    def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
+        """The index; then files of earlier checkpoints at this place, and of interrupted ones, go."""
+        files = [self._file(owner) for owner in self._owners]
+        numbers = {owner: number for number, owner in enumerate(self._owners)}
+        with self._folder.write(INDEX) as file:
+            file.write(index_bytes(files, contents, numbers))
+        for name in self._folder.names():
+            if OURS.fullmatch(name) and name not in files:
+                self._folder.remove(name)
+
+    def undo(self, me: int) -> None:
+        """Remove the file of an owner."""
+        self._folder.remove(self._file(me))
+
+
+def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int]) -> bytes:
+    """The index as a file."""
+    listed = {}
+    for name, (dtype, layout) in contents.tensors.items():
+        by_file = layout.relabel({owner: numbers[owner] for owner in layout.owners()})
+        listed[name] = {"dtype": name_of(dtype, name), "shape": list(layout.shape), "layout": str(by_file)}
+    said = {
+        "shardwise": VERSION,
+        "files": list(files),
+        "tensors": listed,
+        "values": {name: encoded(value, name) for name, value in contents.values.items()},
+        "paths": {name: encoded(list(path), name) for name, path in contents.paths.items() if path != (name,)},
+    }
+    return json.dumps(said, indent=1).encode()
+
+
+def open_sharded(files: Files) -> Checkpoint:
+    """By its index alone; files are looked at when something of them is needed."""
+    where = files.shown(INDEX)
+    said = parsed(files.read(INDEX), where)
+    if said.get("shardwise") != VERSION:
+        raise CheckpointError(f"{where} is of version {said.get('shardwise')!r}: version {VERSION} is known here")
+    parts: list[Any] = [said.get(name) for name in ("files", "tensors", "values", "paths")]
+    if not isinstance(parts[0], list) or not all(isinstance(part, dict) for part in parts[1:]):
+        raise CheckpointError(f"{where} has no files, tensors, values and paths")
+    names, (tensors, values, paths) = [inside(name, where) for name in parts[0]], parts[1:]
+    headers = Headers(files, names)
+    entries = Lazy({name: _maker(name, one, headers, where) for name, one in tensors.items()})
+    return Checkpoint(
+        files,
+        "shardwise",
+        entries,
+        paths={name: tuple(decoded(path)) for name, path in paths.items()},
+        objects=lambda: {name: decoded(value) for name, value in values.items()},
+    )
+
+
+class Lazy(Mapping[str, Entry]):
+    """Entries that are made when they are first looked at: a large checkpoint has very many."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Entry]]) -> None:
+        self._makers, self._made = makers, dict[str, Entry]()
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+class Headers:
+    """The headers of files, read when they are first needed."""
+
+    def __init__(self, files: Files, names: Sequence[str]) -> None:
+        self.files, self.names = files, names
+        self._read = dict[int, Header]()
+
+    def of(self, number: int) -> Header:
+        """Of a file."""
+        if number not in self._read:
+            self._read[number] = read_header(self.files, self.names[number])
+        return self._read[number]
+
+
+def _maker(name: str, said: Any, headers: Headers, where: str) -> Callable[[], Entry]:
+    def make() -> Entry:
+        wanted = {"dtype", "shape", "layout"}
+        if not isinstance(said, dict) or not wanted <= said.keys() or not are_sizes(said["shape"]):
+            raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout")
+        dtype, shape = DTYPES.get(str(said["dtype"])), tuple(said["shape"])
+        if dtype is None:
+            raise CheckpointError(f"{name!r} in {where} has dtype {said['dtype']!r}, which is not known here")
+        try:
+            boxes, file = _boxes(str(said["layout"]), shape, len(headers.names))
+        except ValueError as error:
+            raise CheckpointError(f"{name!r} in {where}: {error}") from error
+        return Entry(
+            name, shape, dtype, boxes, file, _locator(name, dtype, boxes, file, headers), headers.names, headers.files
+        )
+
+    return make
+
+
+@lru_cache(maxsize=4096)
+def _boxes(text: str, shape: tuple[int, ...], files: int) -> tuple[Boxes, Ints]:
+    """The boxes of a layout, and the file of each. Kept: tensors of one shape lie alike."""
+    layout = parse(text)
+    if layout.shape != shape or layout.op is not None or any(not 0 <= owner < files for owner in layout.owners()):
+        raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
+    found = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
+    return Boxes.of([piece.box for _, piece in found], len(shape)), ints([owner for owner, _ in found])
+
+
+def _locator(name: str, dtype: torch.dtype, boxes: Boxes, file: Ints, headers: Headers) -> Callable[[Ints], Places]:
+    def locate(rows: Ints) -> Places:
+        some, starts = boxes.take(rows), list[int]()
+        for number, lo, hi in zip(file[rows].tolist(), some.lo.tolist(), some.hi.tolist(), strict=True):
+            key, shape = key_of(name, lo), tuple(b - a for a, b in zip(lo, hi, strict=True))
+            tensor = headers.of(number).tensors.get(key)
+            if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+                found = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"
+                raise CheckpointError(
+                    f"{headers.files.shown(headers.names[number])} should have {key!r}, {dtype} of shape {shape}, but "
+                    f"{found}: it is not the file that the index was written for"
+                )
+            starts.append(tensor.start)
+        return in_bytes(Places.packed(some), dtype.itemsize, file[rows], np.array(starts, dtype=np.int64))
+
+    return locate

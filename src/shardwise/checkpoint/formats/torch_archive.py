@@ -1,0 +1,115 @@
+"""Archives as torch.save writes them, streamed: tensors are written as they come, none has to be in memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import IO, Any
+
+import torch
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # names in the format
+
+from shardwise.geometry import row_major
+
+ALIGN = 64
+LEGACY = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+
+
+class Stored:
+    """Stands for a tensor in what is pickled: row-major, in a record of its own."""
+
+    def __init__(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.key, self.dtype, self.shape = key, dtype, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        where: tuple[Any, ...] = (_Record(self), 0, self.shape, row_major(self.shape), False, OrderedDict())
+        if self.dtype in LEGACY:
+            return _rebuild_tensor_v2, where
+        return _rebuild_tensor_v3, (*where, self.dtype, None)
+
+
+class _Record:
+    """Stands for its storage."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Record):
+            return None
+        stored, count = obj.stored, prod(obj.stored.shape)
+        if stored.dtype in LEGACY:
+            return "storage", LEGACY[stored.dtype], stored.key, "cpu", count
+        return "storage", torch.UntypedStorage, stored.key, "cpu", count * stored.dtype.itemsize
+
+
+class _Counted(io.RawIOBase):
+    """A stream that begins here, and cannot go back: an archive may lie inside of a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._at = file, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self._at += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def tell(self) -> int:
+        return self._at
+
+
+def write_archive(file: IO[bytes], value: Any, records: Mapping[str, tuple[int, Callable[[IO[bytes]], None]]]) -> int:
+    """Write a value that has `Stored` in it; `records` has for the key of each its bytes, and what writes them.
+
+    Returns the bytes of the archive.
+    """
+    counted, text = _Counted(file), io.BytesIO()
+    _Pickler(text, protocol=2).dump(value)
+    with zipfile.ZipFile(counted, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in ("data.pkl", text.getvalue()), ("byteorder", b"little"):
+            with _opened(archive, counted, name, len(data)) as record:
+                record.write(data)
+        for key, (size, write) in records.items():
+            with _opened(archive, counted, f"data/{key}", size) as record:
+                write(record)
+        with _opened(archive, counted, "version", 2) as record:
+            record.write(b"3\n")
+    return counted.tell()
+
+
+def _opened(archive: zipfile.ZipFile, counted: _Counted, name: str, size: int) -> IO[bytes]:
+    """A record whose first byte is aligned, by a field of the header that nobody reads."""
+    info, large = zipfile.ZipInfo(f"archive/{name}"), size >= zipfile.ZIP64_LIMIT
+    start = counted.tell() + 30 + len(info.filename) + 4 + (20 if large else 0)
+    padding = -start % ALIGN
+    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    return archive.open(info, "w", force_zip64=large)
+
+
+def saved(value: Any) -> bytes:
+    """What torch.save writes of a value without tensors that are ours."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

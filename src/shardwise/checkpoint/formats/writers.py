@@ -1,0 +1,57 @@
+"""The formats that can be written, each rank a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, NamedTuple, Protocol
+
+import torch
+
+from shardwise.checkpoint.writing import Folder
+from shardwise.geometry import Box
+from shardwise.layout import Layout
+
+
+class Part(NamedTuple):
+    """A box of a tensor; `write` writes its values, row-major, to a file."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    write: Callable[[IO[bytes]], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box."""
+        return tuple(b - a for a, b in zip(self.box.lo, self.box.hi, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """Of its values."""
+        return self.box.volume * self.dtype.itemsize
+
+
+class Contents(NamedTuple):
+    """What the index of a checkpoint says, but for where files have it."""
+
+    tensors: Mapping[str, tuple[torch.dtype, Layout]]  # the owners are those who wrote
+    values: Mapping[str, Any]
+    paths: Mapping[str, tuple[Any, ...]]
+
+
+class Writer(Protocol):
+    """Writes a checkpoint: everybody its parts, then one of them the index. `token` tells it from earlier ones."""
+
+    def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None: ...
+
+    def write(self, me: int, parts: Sequence[Part], contents: Contents) -> Any:
+        """Write the parts of an owner; returns what the one who writes the index has to know of it."""
+        ...
+
+    def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
+        """Write the index: from now on this is the checkpoint. Then remove what was one before."""
+        ...
+
+    def undo(self, me: int) -> None:
+        """Remove what `write` wrote."""
+        ...

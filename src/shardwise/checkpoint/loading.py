@@ -1,0 +1,148 @@
+"""load: into tensors of any sharding, in place, reading no more than is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.callers import Callers
+from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.sharing import load_once
+from shardwise.errors import CheckpointError
+from shardwise.exchange.cuts import Cut
+from shardwise.state.leaves import Said, is_tensor, said, tensors_of
+from shardwise.state.links import Link, Remap, links
+from shardwise.state.moving import check_local, memory_of
+from shardwise.state.names import Rename, missing
+from shardwise.state.plan import Tensor
+from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.state.traverse import flatten_state_dict, set_element
+from shardwise.tensor.casting import travels_as
+from shardwise.tensor.output import check_written
+
+Read = Literal["each", "once"]
+
+
+def load(
+    path: Any,
+    into: dict[Any, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    rename: Rename = None,
+    remap: Iterable[Remap] = (),
+    cast: bool = True,
+    strict: bool = True,
+    read: Read | None = None,
+    rules: Any = None,
+    max_bytes: int | None = None,
+    progress: Progress = None,
+) -> None:
+    """Fill the tensors of a state dict from a checkpoint, in place, whatever the shardings. Other values are set.
+
+    `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
+    checkpoint. `cast=False` refuses other dtypes. `strict=False` leaves out what only one side has. `read="each"`:
+    every rank reads what it needs; "once": every byte is read by one rank and sent to all who need it, the better way
+    where files are far away (the default with `group=`). All ranks of the group call; without one each is for itself.
+    """
+    together = group is not None or read == "once"
+    callers = Callers("load", group)
+    if not together:
+        callers.alone = True
+    flat, paths = dict[str, Any](), dict[str, Any]()
+    found = list[Checkpoint]()
+
+    def say() -> Said:
+        check_progress(progress)
+        if read not in (None, "each", "once"):
+            raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
+        found.append(path if isinstance(path, Checkpoint) else open(path, rules=rules))
+        names = flatten_state_dict(into)
+        flat.update(names[0])
+        paths.update(names[1])
+        return said(flat)
+
+    targets = callers.together(say, lambda told: tensors_of(told, "state dict"))
+    checkpoint = found[0]
+
+    def prepare() -> list[tuple[Link, Entry, Tensor]]:
+        return _links(checkpoint, targets, flat, rename, list(remap), cast, strict)
+
+    with torch.no_grad():
+        if together and read != "each":
+            load_once(callers, targets, flat, prepare, max_bytes, progress)
+        else:
+            callers.together(lambda: _load_each(prepare(), flat, callers, progress), lambda _: None)
+    _set_values(checkpoint, flat, paths, into, strict)
+
+
+def _links(
+    checkpoint: Checkpoint,
+    targets: Mapping[str, Tensor],
+    flat: Mapping[str, Any],
+    rename: Rename,
+    remap: Sequence[Remap],
+    cast: bool,
+    strict: bool,
+) -> list[tuple[Link, Entry, Tensor]]:
+    """Which entry fills which tensor."""
+    wanted = {name: tensor.shape for name, tensor in targets.items()}
+    have = {name: checkpoint[name].shape for name in checkpoint}
+    try:
+        found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    listed = [(link, checkpoint[link.source], targets[link.target]) for link in found]
+    for link, entry, tensor in listed:
+        if tensor.layout.op is not None:
+            raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
+        travels_as(tensor.layout, tensor.layout, entry.dtype, tensor.dtype)
+        if entry.dtype != tensor.dtype and not cast:
+            raise CheckpointError(
+                f"{link.source!r} is {entry.dtype}, but {link.target!r} is {tensor.dtype}: cast=True casts"
+            )
+    return listed
+
+
+def _load_each(
+    listed: Sequence[tuple[Link, Entry, Tensor]], flat: Mapping[str, Any], callers: Callers, progress: Progress
+) -> None:
+    """This rank's part alone. All is found before the first value is read, so that what is missing is known by then."""
+    todo = list[tuple[Entry, list[Cut], list[Cut], list[torch.Tensor]]]()
+    for link, entry, tensor in listed:
+        memory = memory_of(flat.get(link.target))
+        check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
+        for one in memory:
+            check_written(one, repr(link.target))
+        found = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
+        todo.append((entry, found.sources(entry, link.source_view), found.there, memory))
+    total, done = sum(entry.bytes for entry, *_ in todo), 0
+    with shown(progress, total, "load", here=callers.first) as tell:
+        for entry, here, there, memory in todo:
+            sources = entry.views(here)
+            if sources:
+                torch._foreach_copy_([cut.of(memory) for cut in there], sources)
+            done += entry.bytes
+            if tell is not None:
+                tell(done, total)
+
+
+def _set_values(
+    checkpoint: Checkpoint, flat: Mapping[str, Any], paths: Mapping[str, Any], into: dict[Any, Any], strict: bool
+) -> None:
+    """What is no tensor, in its place."""
+    names = [name for name, value in flat.items() if not is_tensor(value) and name not in checkpoint]
+    if not names:
+        return
+    lacking = [name for name in names if name not in checkpoint.objects and flat[name] not in (None, {}, [], ())]
+    if lacking and strict:
+        raise CheckpointError(
+            missing(f"{checkpoint.path} has no", lacking, checkpoint.objects) + "; strict=False leaves them"
+        )
+    for name in names:
+        if name in checkpoint.objects:
+            set_element(into, paths[name], checkpoint.objects[name])

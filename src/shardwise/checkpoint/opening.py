@@ -1,0 +1,62 @@
+"""Finds out what lies at a path, and opens it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.files import Files, files_at
+from shardwise.checkpoint.formats import dcp, ranks, safetensors, sharded, torch_save
+from shardwise.errors import CheckpointError
+
+KNOWN = (
+    "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
+    "torch.save (.pt, .pth, .bin), or a directory of torch.save files of ranks with rules="
+)
+
+
+def open(path: Any, *, rules: Any = None) -> Checkpoint:
+    """The checkpoint at a path or URL: a mapping from names to entries. No values are read yet.
+
+    `rules` (a rules file, or what `read_rules` returns) say how the files of ranks in a directory belong together.
+    """
+    files, name = files_at(path)
+    if rules is not None:
+        return ranks.open_ranks(files, rules)
+    return _open_file(files, name) if name is not None else _open_directory(files)
+
+
+def _open_directory(files: Files) -> Checkpoint:
+    names = files.names()
+    if sharded.INDEX in names:
+        return sharded.open_sharded(files)
+    if dcp.METADATA in names:
+        return dcp.open_dcp(files)
+    here = [name for name in names if "/" not in name]
+    indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    if len(indexes) == 1:
+        return _open_file(files, indexes[0])
+    tensors = [name for name in here if name.endswith(".safetensors")]
+    if tensors and len(indexes) == 0:
+        return safetensors.open_files(files, tensors)
+    saved = [name for name in here if torch_save.looks_like_one(files, name)]
+    if len(saved) == 1:
+        return torch_save.open_files(files, saved)
+    found = f"it has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}" if names else "it is empty"
+    raise CheckpointError(f"{files.root} is no checkpoint that is known here ({KNOWN}): {found}")
+
+
+def _open_file(files: Files, name: str) -> Checkpoint:
+    if name == sharded.INDEX:
+        return sharded.open_sharded(files)
+    if name == dcp.METADATA:
+        return dcp.open_dcp(files)
+    if name.endswith(".safetensors.index.json"):
+        return safetensors.open_indexed(files, name)
+    if name.endswith(".bin.index.json"):
+        return torch_save.open_indexed(files, name)
+    if torch_save.looks_like_one(files, name):
+        return torch_save.open_files(files, [name])
+    if name.endswith(".safetensors") or safetensors.looks_like_one(files, name):
+        return safetensors.open_files(files, [name])
+    raise CheckpointError(f"{files.shown(name)} is no checkpoint that is known here: {KNOWN}")

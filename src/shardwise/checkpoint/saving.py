@@ -1,0 +1,124 @@
+"""save: every rank writes its own part, the index is written last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from secrets import token_hex
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.callers import Callers
+from shardwise.checkpoint.formats import dcp, dcp_writing, sharded
+from shardwise.checkpoint.formats.writers import Contents, Part, Writer
+from shardwise.checkpoint.shares import written
+from shardwise.checkpoint.writing import Folder, write_tensor
+from shardwise.errors import CheckpointError
+from shardwise.exchange.cuts import Cut, Places, Strides
+from shardwise.geometry import Box, Boxes
+from shardwise.layout import Layout
+from shardwise.state.leaves import Said, is_tensor, said, tensors_of
+from shardwise.state.moving import check_local, memory_of
+from shardwise.state.plan import Tensor
+from shardwise.state.traverse import flatten_state_dict
+
+WRITERS: dict[str, tuple[type[Writer], str]] = {
+    "safetensors": (sharded.ShardedWriter, sharded.INDEX),
+    "dcp": (dcp_writing.DcpWriter, dcp.METADATA),
+}
+
+
+def save(
+    state_dict: Mapping[Any, Any],
+    path: Any,
+    *,
+    format: str = "safetensors",
+    group: dist.ProcessGroup | None = None,
+    durable: bool = True,
+) -> None:
+    """Write a state dict to a directory. Every rank of the group calls; without a process group one process does.
+
+    `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
+    Replicas are written once, in equal shares. A checkpoint that was at the path stays whole until the new one is, and
+    is removed then. `durable`: wait until the disk has it.
+    """
+    callers = Callers("save", group)
+    flat, paths = dict[str, Any](), dict[str, Any]()
+
+    def say() -> tuple[Said, str]:
+        _check(format)
+        found = flatten_state_dict(state_dict)
+        flat.update(found[0])
+        paths.update(found[1])
+        return said(flat), token_hex(4)
+
+    def conclude(told: Mapping[int, tuple[Said, str]]) -> tuple[dict[str, Tensor], str]:
+        return tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict"), next(iter(told.values()))[1]
+
+    tensors, token = callers.together(say, conclude, format=format, path=str(path))
+    opened, contents = list[Writer](), list[Contents]()
+
+    def write() -> Any:
+        layouts = {
+            name: (tensor.dtype, written(tensor.layout, tensor.dtype.itemsize, turn))
+            for turn, (name, tensor) in enumerate(tensors.items())
+        }
+        others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
+        contents.append(Contents(layouts, others, paths))
+        opened.append(_writer(format, path, callers, token, durable))
+        parts = [
+            p for name, tensor in tensors.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)
+        ]
+        return opened[0].write(callers.me, parts, contents[0])
+
+    def finish(told: Mapping[int, Any]) -> None:
+        if callers.first:
+            opened[0].finish(told, contents[0])
+
+    try:
+        told = callers.together(write, dict)
+        callers.together(lambda: finish(told), lambda _: None)
+    except BaseException:
+        with suppress(Exception):
+            opened[0].undo(callers.me)
+        raise
+
+
+def _check(format: str) -> None:
+    if format not in WRITERS:
+        raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
+
+
+def _writer(format: str, path: Any, callers: Callers, token: str, durable: bool) -> Writer:
+    folder = Folder(path, durable=durable)
+    for other, (_, index) in WRITERS.items():
+        if other != format and index in folder.names():
+            raise CheckpointError(
+                f"{folder.path} has a checkpoint of format {other!r}: give another path, or remove it"
+            )
+    return WRITERS[format][0](folder, callers.owners, token)
+
+
+def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[Part]:
+    """The boxes of a tensor that this rank writes: views of its memory."""
+    memory = memory_of(flat.get(name))
+    check_local(f"{name!r} of the state dict", memory, tensor, me)
+    if me not in layout or not memory:
+        return []
+    places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
+    return [Part(name, box, tensor.dtype, partial(_write, cut.of(memory))) for box, cut in places]
+
+
+def _write(tensor: torch.Tensor, file: IO[bytes]) -> None:
+    write_tensor(file, tensor)
+
+
+@lru_cache(maxsize=4096)
+def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Cut]]:
+    """The boxes to write, and where they are. Kept: most tensors lie as others do."""
+    boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
+    places = Places.of_owner(held, me, strides).once(boxes)
+    return [(places.boxes.box(at), cut) for at, cut in enumerate(places.cuts())]

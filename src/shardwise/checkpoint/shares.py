@@ -1,0 +1,62 @@
+"""Who writes what: every cell once, replicas in equal shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+from shardwise.errors import CheckpointError
+from shardwise.geometry import Box, Ints
+from shardwise.layout import Layout
+from shardwise.planning import plan
+
+Owned = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corners of a box
+WHOLE = 2**22  # bytes of a box that one of its replicas writes whole: smaller parts are not worth their names
+
+
+def written(layout: Layout, itemsize: int, turn: int) -> Layout:
+    """The boxes that every owner writes. `turn` moves small ones on to the next replica, so that all write as much."""
+    if layout.op is not None:
+        raise CheckpointError(f"{layout!r} is partial: its terms are no values; reduce it first")
+    return layout if layout.form.holders.single else _once(layout, itemsize, turn % layout.form.holders.most)
+
+
+@lru_cache(maxsize=4096)
+def _once(layout: Layout, itemsize: int, turn: int) -> Layout:
+    holders = dict[Box, list[int]]()
+    for owner in layout.owners():
+        for piece in layout.pieces(owner):
+            holders.setdefault(piece.box, []).append(owner)
+    if sum(box.volume for box in holders) != prod(layout.shape):  # boxes that overlap in part: as plans choose
+        somebody = max(layout.owners()) + 1
+        copies = plan(layout, Layout.replicated(layout.shape, [somebody]), itemsize=itemsize).copies
+        return Layout.boxes(layout.shape, list(zip(copies.source.tolist(), *map(_rows, copies.boxes), strict=True)))
+    pieces = list[Owned]()
+    for box, owners in holders.items():
+        if box.volume * itemsize <= WHOLE:
+            pieces.append((owners[turn % len(owners)], box.lo, box.hi))
+        else:
+            pieces += slices(box, owners)
+    return Layout.boxes(layout.shape, pieces)
+
+
+def _rows(corners: Ints) -> list[list[int]]:
+    return corners.tolist()
+
+
+def slices(box: Box, owners: Sequence[int]) -> list[Owned]:
+    """A box in equal slices along its first dim that has enough rows, or else its longest."""
+    if len(owners) == 1:
+        return [(owners[0], box.lo, box.hi)]
+    sizes = [b - a for a, b in zip(box.lo, box.hi, strict=True)]
+    enough = [dim for dim, size in enumerate(sizes) if size >= len(owners)]
+    dim = enough[0] if enough else max(range(len(sizes)), key=sizes.__getitem__)
+    cuts = [box.lo[dim] + sizes[dim] * at // len(owners) for at in range(len(owners) + 1)]
+    found = list[Owned]()
+    for owner, start, stop in zip(owners, cuts, cuts[1:], strict=False):
+        if stop > start:
+            lo, hi = list(box.lo), list(box.hi)
+            lo[dim], hi[dim] = start, stop
+            found.append((owner, tuple(lo), tuple(hi)))
+    return found

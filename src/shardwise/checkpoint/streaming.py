@@ -1,0 +1,94 @@
+"""A tensor of a checkpoint as it is to be: put together from entries, and read a little at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import IO
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.entry import WORDS, Entry, placed
+from shardwise.exchange.cuts import Cut, Places
+from shardwise.geometry import Box, Boxes, cut, ints
+from shardwise.state.links import Link
+
+CHUNK = 2**23
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor whose cells come from entries, by links; cast to `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[tuple[Link, Entry], ...]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all cells."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def check(self) -> None:
+        """Refuse cells that are stored nowhere."""
+        for link, entry in self.sources:
+            entry.check(Boxes.of([link.source_view.region], len(entry.shape)))
+
+    def fill(self, boxes: Boxes, room: torch.Tensor) -> None:
+        """The cells of boxes, one after the other, into a flat tensor."""
+        for entry, here, there in self._cuts(Places.packed(boxes)):
+            torch._foreach_copy_([cut.of([room]) for cut in there], entry.views(here))
+
+    def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Cut], list[Cut]]]:
+        for link, entry in self.sources:
+            there = link.target_view.of_places(packed)
+            if there.boxes.count:
+                found = entry.within(link.source_view.back(there.boxes))
+                here, to = placed(link.source_view.of_places(found), there)
+                yield entry, here, to
+
+    def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
+        """The cells of a box, row-major, to a file: as they lie in the source where they can, else packed in chunks."""
+        if not box.volume:
+            return
+        boxes = Boxes.of([box], len(self.shape))
+        runs = self._runs(boxes)
+        if runs is not None:
+            for entry, run in runs:
+                file.write(entry.bytes_of(run).data)
+            return
+        for part, room in self.chunks(box, chunk):
+            self.fill(part, room)
+            file.write(room.view(WORDS[self.dtype.itemsize]).numpy().data)
+
+    def _runs(self, boxes: Boxes) -> list[tuple[Entry, Cut]] | None:
+        """The box as bytes of files one after the other; None where it has to be packed or cast."""
+        found = list[tuple[int, Entry, Cut]]()
+        for entry, here, there in self._cuts(Places.packed(boxes)):
+            size = entry.dtype.itemsize
+            if entry.dtype != self.dtype:
+                return None
+            for source, target in zip(here, there, strict=True):
+                strides = tuple(stride // size for stride in source.strides)
+                if not (target.contiguous and source._replace(strides=strides).contiguous):
+                    return None
+                found.append((target.offset, entry, source))
+        return [(entry, source) for _, entry, source in sorted(found, key=lambda run: run[0])]
+
+    def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
+        """A box in parts of so many bytes, row-major, each with the same room for its cells."""
+        cells = max(1, chunk // self.dtype.itemsize)
+        room = torch.empty(min(cells, box.volume), dtype=self.dtype)
+        for start in range(0, box.volume, cells):
+            stop = min(start + cells, box.volume)
+            _, part = cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))
+            yield part, room[: stop - start]
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The numbers of elements whose bits differ."""
+    word = WORDS[a.element_size()]
+    return np.flatnonzero(a.view(word).numpy() != b.view(word).numpy())

@@ -1,0 +1,123 @@
+"""Files that appear whole or not at all: written aside, flushed to the disk, renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from shardwise.checkpoint.entry import WORDS
+from shardwise.errors import CheckpointError
+
+CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other
+ASIDE = ".part"  # what ends so is of a write that is under way, or was interrupted
+
+
+class Folder:
+    """A directory that is written to, here or where fsspec reaches."""
+
+    def __init__(self, path: Any, *, durable: bool = True) -> None:
+        self.path, self._durable = os.fspath(path), durable
+        self._system: Any = None
+        if "://" in self.path:
+            import fsspec  # type: ignore[import-untyped]
+
+            self._system, _ = fsspec.core.url_to_fs(self.path)
+        with writable(self.path):
+            if self._system is None:
+                os.makedirs(self.path, exist_ok=True)
+            else:
+                self._system.makedirs(self.path, exist_ok=True)
+
+    def shown(self, name: str) -> str:
+        """A file, as people know it."""
+        return f"{self.path.rstrip('/')}/{name}"
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[IO[bytes]]:
+        """A file of that name, once all is written; before that, and after any error, what was there before."""
+        target = self.shown(name)
+        if self._system is not None:  # appears when it is closed
+            with writable(target), self._system.open(target, "wb") as file:
+                yield file
+            return
+        aside = Path(f"{target}{ASIDE}")
+        try:
+            with writable(target):
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                with aside.open("wb") as file:
+                    yield file
+                    file.flush()
+                    if self._durable:
+                        os.fsync(file.fileno())
+                os.replace(aside, target)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink()
+            raise
+        self.flush(aside.parent)
+
+    def flush(self, folder: Path | None = None) -> None:
+        """The names in a directory reach the disk, too."""
+        if self._system is not None or not self._durable:
+            return
+        with writable(self.path):
+            at = os.open(folder or self.path, os.O_RDONLY)
+            try:
+                os.fsync(at)
+            finally:
+                os.close(at)
+
+    def has(self, name: str, start: bytes, size: int) -> bool:
+        """True for a file that begins so and has that size: it was written before, and files appear only when whole."""
+        if self._system is not None:
+            known = self._system.exists(self.shown(name)) and self._system.size(self.shown(name)) == size
+            return bool(known) and self._system.cat_file(self.shown(name), 0, len(start)) == start
+        path = Path(self.shown(name))
+        with writable(self.path):
+            if not path.is_file() or path.stat().st_size != size:
+                return False
+            with path.open("rb") as file:
+                return file.read(len(start)) == start
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        with writable(self.path):
+            if self._system is None:
+                return sorted(entry.name for entry in os.scandir(self.path) if entry.is_file())
+            return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self.path, detail=False))
+
+    def remove(self, name: str) -> None:
+        """A file that is not needed any more, if it is there."""
+        with suppress(OSError):
+            if self._system is None:
+                os.unlink(self.shown(name))
+            else:
+                self._system.rm_file(self.shown(name))
+
+
+@contextmanager
+def writable(what: str) -> Iterator[None]:
+    """Errors of the system as CheckpointErrors that name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be written: {error.strerror or error}; nothing was changed") from error
+
+
+def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> None:
+    """The elements of a tensor, row-major; packed a little at a time where they lie otherwise, or on another device."""
+    if tensor.numel() == 0:
+        return
+    size = tensor.numel() * tensor.element_size()
+    if (tensor.is_contiguous() and tensor.device.type == "cpu") or size <= CHUNK:
+        flat = tensor.detach().cpu().contiguous().view(-1).view(WORDS[tensor.element_size()])
+        file.write(flat.numpy().data)
+        return
+    rows = max(1, CHUNK * tensor.shape[0] // size)
+    for part in torch.split(tensor, rows):
+        write_tensor(file, part if rows > 1 else part[0])
