@@ -67,6 +67,115 @@ def plan(
         json.write_text(made.to_json())
 
 
+Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
+RulesFile = Annotated[
+    str | None, typer.Option(help="Rules (TOML, or llama, mistral, mixtral, qwen) of files of ranks.")
+]
+Jobs = Annotated[int, typer.Option(help="Threads.")]
+Bar = Annotated[bool, typer.Option(help="Show a progress bar.")]
+
+
+@app.command()
+def inspect(
+    checkpoint: Path_,
+    tree: Annotated[bool, typer.Option("--tree", help="Names by their parts, with sizes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
+    rules: RulesFile = None,
+    mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the rules: tp=2, repeated for more axes.")] = None,
+) -> None:
+    """List the tensors of a checkpoint, without reading their values."""
+    from shardwise import checkpoint as checkpoints
+    from shardwise.checkpoint import tables
+
+    found = checkpoints.open(checkpoint, rules=_rules(rules, mesh))
+    console = Console(highlight=False)
+    if json:
+        typer.echo(tables.as_json(found))
+    else:
+        console.print(tables.tree(found) if tree else tables.table(found), soft_wrap=True)
+        console.print(f"\n{escape(tables.summary(found))}", soft_wrap=True)
+
+
+@app.command()
+def convert(
+    source: Path_,
+    out: Annotated[str, typer.Argument(help="Where to write it.", show_default=False)],
+    format: Annotated[str | None, typer.Option(help="safetensors, sharded, dcp or torch.save.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
+    ] = None,
+    rules: RulesFile = None,
+    mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the rules: tp=2, repeated for more axes.")] = None,
+    source_rules: RulesFile = None,
+    source_mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the source rules.")] = None,
+    rename: Annotated[list[str] | None, typer.Option(help="'model.*=*': the first that fits holds.")] = None,
+    select: Annotated[list[str] | None, typer.Option(help="Only names that fit: 'layers.*'.")] = None,
+    cast: Annotated[list[str] | None, typer.Option(help="bfloat16 for all floats, or '*.norm.*=float32'.")] = None,
+    concat: Annotated[
+        list[str] | None,
+        typer.Option(help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes."),
+    ] = None,
+    stack: Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")] = None,
+    transpose: Annotated[list[str] | None, typer.Option(help="Names whose dims are to be reversed.")] = None,
+    jobs: Jobs = 1,
+    max_bytes: Annotated[str, typer.Option(help="The most of values in memory.")] = "256MiB",
+    verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
+    bar: Bar = True,
+) -> None:
+    """Write a checkpoint in another format, sharding or naming, in little memory."""
+    from shardwise import checkpoint as checkpoints
+    from shardwise.checkpoint import tables
+    from shardwise.checkpoint.asked import casts, pairs, remaps, size_in_bytes
+
+    made = checkpoints.convert(
+        source,
+        out,
+        format=format,
+        max_shard_size=max_shard_size,
+        rules=_rules(rules, mesh),
+        source_rules=_rules(source_rules, source_mesh),
+        rename=pairs(rename or (), "--rename") or None,
+        select=select,
+        cast=casts(cast or ()),
+        remap=remaps(concat or (), stack or (), transpose or ()),
+        jobs=jobs,
+        max_bytes=size_in_bytes(max_bytes),
+        verify=verify,
+        progress="bar" if bar else None,
+    )
+    checked = "; read back, every cell is right" if verify else ""
+    Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
+
+
+@app.command()
+def verify(
+    a: Path_,
+    b: Path_,
+    rules: RulesFile = None,
+    mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the rules: tp=2, repeated for more axes.")] = None,
+    jobs: Jobs = 1,
+    bar: Bar = True,
+) -> None:
+    """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 where they differ."""
+    from shardwise import checkpoint as checkpoints
+    from shardwise.checkpoint import tables
+
+    known = _rules(rules, mesh)
+    one, other = checkpoints.open(a, rules=known), checkpoints.open(b)
+    found = checkpoints.verify(one, other, jobs=jobs, progress="bar" if bar else None)
+    for difference in found:
+        typer.echo(str(difference))
+    if found:
+        raise SystemExit(1)
+    Console(highlight=False).print(f"equal, bit by bit: {escape(tables.summary(one))}", soft_wrap=True)
+
+
+def _rules(rules: str | None, mesh: list[str] | None) -> object:
+    from shardwise.checkpoint.asked import rules_on
+
+    return rules_on(rules, mesh or ())
+
+
 @app.command()
 def demo() -> None:
     """Plan the move of a whole model, move a real tensor, and sync a real model between processes of this machine."""
@@ -77,6 +186,6 @@ def main() -> None:
     """The `shardwise` command. Bad input ends with exit code 2 and one message."""
     try:
         app()
-    except (ShardwiseError, OSError) as error:
+    except (ShardwiseError, ValueError, TypeError, OSError) as error:
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None

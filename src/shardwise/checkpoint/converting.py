@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import torch
 
+from shardwise.checkpoint.asked import size_in_bytes
 from shardwise.checkpoint.comparing import compared, ordered, stream_of
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
@@ -194,31 +195,6 @@ def _layouts(
         layouts[name] = Layout.replicated(stream.shape, [file])
         room += stream.size
     return layouts
-
-
-def size_in_bytes(text: int | str) -> int:
-    """
-    >>> size_in_bytes("5GB"), size_in_bytes("512MiB"), size_in_bytes(4096)
-    (5000000000, 536870912, 4096)
-    """
-    if isinstance(text, int):
-        return text
-    units = {
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-        "TIB": 2**40,
-    }
-    for unit, scale in sorted(units.items(), key=lambda item: -len(item[0])):
-        if text.upper().endswith(unit) and text[: -len(unit)].strip().replace(".", "", 1).isdigit():
-            return int(float(text[: -len(unit)]) * scale)
-    if text.isdigit():
-        return int(text)
-    raise ValueError(f"{text!r} is no size: such as 5GB, 512MiB, or a number of bytes")
 
 
 def _parts(

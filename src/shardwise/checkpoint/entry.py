@@ -70,6 +70,10 @@ class Entry:
         """How many boxes it is stored in."""
         return self.boxes.count
 
+    def used(self) -> list[str]:
+        """The files that it lies in."""
+        return [self.paths[number] for number in np.unique(self.file).tolist()]
+
     def ranges(self) -> list[tuple[Box, Span]]:
         """Every box, with the bytes between its first and its last element."""
         places = self.locate(np.arange(self.boxes.count))

@@ -1,0 +1,98 @@
+"""What people type for conversions, as the values that functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.rules import Rules, read_rules
+from shardwise.state.links import Concat, Remap, Stack, Transposed
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(text: int | str) -> int:
+    """
+    >>> size_in_bytes("5GB"), size_in_bytes("0.5 MiB"), size_in_bytes(4096)
+    (5000000000, 524288, 4096)
+    """
+    said = str(text).strip().upper()
+    unit = next((unit for unit in UNITS if said.endswith(unit)), "")
+    try:
+        found = float(said.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < 2**62:
+        raise ValueError(f"{text!r} is no size: such as 5GB, 512MiB, or a number of bytes")
+    return int(found)
+
+
+def pairs(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """
+    >>> pairs(["model.*=*"], "--rename")
+    [('model.*', '*')]
+    """
+    found = [text.partition("=") for text in texts]
+    for text, (left, equals, right) in zip(texts, found, strict=True):
+        if not (left and equals and right):
+            raise ValueError(f"{option} {text!r} is no pair: write it as 'pattern=new'")
+    return [(left, right) for left, _, right in found]
+
+
+def casts(texts: Sequence[str]) -> Any:
+    """A dtype for all, or rules.
+
+    >>> casts(["*.norm.*=float32", "bfloat16"])
+    [('*.norm.*', torch.float32), ('*', torch.bfloat16)]
+    """
+    if len(texts) == 1 and "=" not in texts[0]:
+        return _dtype(texts[0])
+    return [(name, _dtype(to)) for name, to in pairs([t if "=" in t else f"*={t}" for t in texts], "--cast")] or None
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch: such as bfloat16")
+    return found
+
+
+def remaps(concat: Sequence[str], stack: Sequence[str], transpose: Sequence[str]) -> list[Remap]:
+    """
+    >>> remaps(["*.qkv=*.q,*.k,*.v@0:64,32,32"], ["*.w=*.{}.w@1"], ["*.t"])
+    [Concat(whole='*.qkv', parts=('*.q', '*.k', '*.v'), dim=0, sizes=(64, 32, 32)), Stack(whole='*.w', ...
+    """
+    found = list[Remap]()
+    for whole, rest in pairs(concat, "--concat"):
+        parts, dim, sizes = _along(rest, "--concat")
+        found.append(Concat(whole, tuple(parts.split(",")), dim, sizes))
+    for whole, rest in pairs(stack, "--stack"):
+        part, dim, _ = _along(rest, "--stack")
+        found.append(Stack(whole, part, dim))
+    return [*found, *map(Transposed, transpose)]
+
+
+def _along(text: str, option: str) -> tuple[str, int, tuple[int, ...] | None]:
+    """'a,b@1:4,2' as the names, the dim and the sizes."""
+    rest, _, sizes = text.partition(":")
+    names, _, dim = rest.partition("@")
+    try:
+        return names, int(dim or 0), tuple(map(int, sizes.split(","))) if sizes else None
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: a dim and sizes are whole numbers, as in 'a,b@1:4,2'") from None
+
+
+def rules_on(rules: str | None, mesh: Sequence[str]) -> Rules | None:
+    """Rules by name or file, on a mesh: ["tp=2"]."""
+    if rules is None:
+        if mesh:
+            raise ValueError("a mesh says nothing without rules: give --rules too")
+        return None
+    found = read_rules(rules)
+    try:
+        sizes = {axis: int(count) for axis, count in pairs(mesh, "--mesh")}
+    except ValueError as error:
+        raise ValueError(f"{error}: a mesh is written as tp=2") from None
+    return found.with_mesh(**sizes) if sizes else found
