@@ -14,7 +14,7 @@ import torch
 from shardwise.checkpoint.files import Bytes, Files, Span
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut, Places
-from shardwise.geometry import Box, Boxes, Ints, gaps, join
+from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -28,6 +28,11 @@ class Alike(NamedTuple):
     ndim: int
     lo: bytes
     hi: bytes
+
+    def corners(self) -> Boxes:
+        """As they were."""
+        lo, hi = (np.frombuffer(text, dtype=np.int64).reshape(self.boxes, self.ndim) for text in (self.lo, self.hi))
+        return Boxes(lo, hi)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +58,7 @@ class Entry:
         if not self.boxes.count:
             return Layout.replicated(self.shape, [0])
         pieces = zip(self.file.tolist(), self.boxes.lo.tolist(), self.boxes.hi.tolist(), strict=True)
-        return Layout.boxes(self.shape, list(pieces), overlap="replicas")
+        return Layout.boxes(self.shape, list(pieces), overlap="replicas").shortest()
 
     @cached_property
     def alike(self) -> Alike:
@@ -85,7 +90,9 @@ class Entry:
         return self.locate(np.unique(rows)).once(boxes)
 
     def check(self, boxes: Boxes) -> None:
-        """Refuse cells that no file has."""
+        """Refuse cells that no file has. Exact, also where boxes overlap."""
+        if _tiled(self.alike, self.shape):
+            return
         for row in range(boxes.count):
             _, held = join(boxes.take(np.array([row])), self.boxes)
             missing = gaps(self.boxes.take(held), boxes.box(row), np.zeros(len(held), dtype=np.bool_))
@@ -116,10 +123,10 @@ class Entry:
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
+        boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
+        self.check(boxes)
         found = torch.empty([b - a for a, b in zip(wanted.lo, wanted.hi, strict=True)], dtype=self.dtype)
-        if found.numel():
-            boxes = Boxes.of([wanted], len(self.shape))
-            self.check(boxes)
+        if boxes.count:
             fill(self, Places.packed(boxes), [found.view(-1)])
         return found
 
@@ -135,6 +142,12 @@ def whole_entry(
         return in_bytes(packed, dtype.itemsize, where, np.full(boxes.count, start, dtype=np.int64)).take(rows)
 
     return Entry(name, shape, dtype, boxes, where, locate, paths, files)
+
+
+@lru_cache(maxsize=4096)
+def _tiled(alike: Alike, shape: tuple[int, ...]) -> bool:
+    """True where boxes have every cell exactly once. Kept: most tensors are stored as others are."""
+    return tiles(alike.corners(), shape)
 
 
 @lru_cache(maxsize=4096)

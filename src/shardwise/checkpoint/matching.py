@@ -26,7 +26,7 @@ class Local(NamedTuple):
 class Match(NamedTuple):
     """Copy i takes the cells `boxes[i]`, from box `row[i]` of the `rows` that are needed, to `there[i]`.
 
-    `wanted` are all cells that are needed; `whole` is False where some of them are stored nowhere.
+    `wanted` are all cells that are needed.
     """
 
     rows: Ints
@@ -34,12 +34,10 @@ class Match(NamedTuple):
     boxes: Boxes
     there: list[Cut]
     wanted: Boxes
-    whole: bool
 
     def sources(self, entry: Entry, view: View) -> list[Cut]:
         """Where the cells are in the files of one of the tensors, in bytes."""
-        if not self.whole:
-            entry.check(self.wanted)
+        entry.check(self.wanted)
         places, order = entry.locate(self.rows).inside(self.row, self.boxes), list(view.order)
         boxes = Boxes(*(corner[:, order] for corner in self.boxes))
         return Places(boxes, places.tensor, places.offset, places.strides[:, order]).cuts()
@@ -53,13 +51,13 @@ def match(link: Link, entry: Entry, local: Local) -> Match:
 @lru_cache(maxsize=1024)
 def _match(alike: Alike, local: Local, source_view: View, target_view: View) -> Match:
     count, ndim = alike.boxes, alike.ndim
-    stored = Boxes(*(np.frombuffer(text, dtype=np.int64).reshape(count, ndim) for text in (alike.lo, alike.hi)))
     there = target_view.of_places(Places.of_owner(*local))
     wanted = source_view.back(there.boxes)
     # the number of its box stands for where a cell is: that differs from tensor to tensor
-    found = Places(stored, np.arange(count), np.zeros(count, np.int64), np.zeros((count, ndim), np.int64)).once(wanted)
-    whole = int(found.boxes.volumes().sum()) == int(wanted.volumes().sum())
+    found = Places(
+        alike.corners(), np.arange(count), np.zeros(count, np.int64), np.zeros((count, ndim), np.int64)
+    ).once(wanted)
     seen = source_view.of_places(found)
     row, placed = there.within(seen.boxes)
     rows, row = np.unique(seen.tensor[row], return_inverse=True)
-    return Match(ints(rows), ints(row), source_view.back(placed.boxes), placed.cuts(), wanted, whole)
+    return Match(ints(rows), ints(row), source_view.back(placed.boxes), placed.cuts(), wanted)

@@ -38,7 +38,7 @@ def _once(layout: Layout, itemsize: int, turn: int) -> Layout:
             pieces.append((owners[turn % len(owners)], box.lo, box.hi))
         else:
             pieces += slices(box, owners)
-    return Layout.boxes(layout.shape, pieces)
+    return Layout.boxes(layout.shape, pieces).shortest()
 
 
 def _rows(corners: Ints) -> list[list[int]]:

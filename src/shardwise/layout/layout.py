@@ -300,6 +300,20 @@ class Layout:
 
     # --- values ------------------------------------------------------------------------------------------------------
 
+    def shortest(self) -> Layout:
+        """The same layout under a shorter name, where it is the chunks of a dim.
+
+        >>> print(Layout.boxes((4, 6), [(1, (0, 0), (2, 6)), (0, (2, 0), (4, 6))]).shortest())
+        4x6/S0@2:1,0
+        """
+        held = [(owner, self.pieces(owner)) for owner in self.owners()]
+        if self.op is None and all(len(pieces) == 1 for _, pieces in held):
+            for dim in range(self.ndim):
+                owners = [owner for owner, _ in sorted(held, key=lambda one: one[1][0].box.lo[dim])]
+                if (chunks := Layout.chunk(self.shape, dim, owners)) == self:
+                    return chunks
+        return self
+
     def relabel(self, owners: Mapping[int, int]) -> Layout:
         """The same layout with owners renamed; those not named keep their number.
 
