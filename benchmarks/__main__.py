@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import activation, loading, model, planning, tensor, validation
+from benchmarks import activation, checkpoint, loading, model, planning, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, page, show
 
@@ -17,6 +17,7 @@ SUBJECTS = {
     "validation": validation,
     "tensor": tensor,
     "model": model,
+    "checkpoint": checkpoint,
     "activation": activation,
 }
 

@@ -84,8 +84,12 @@ def _parts(pairs: list[Pair]) -> list[Part]:
 
 
 def _load(source: Layout, target: Layout) -> peers.Load:
-    saved = [corners for owner in source.owners() for corners in _corners(source, owner)]
-    return peers.load(source.shape, saved, _corners(target, RANK))
+    return peers.load(source.shape, corners_of(source), _corners(target, RANK))
+
+
+def corners_of(layout: Layout) -> Corners:
+    """The boxes of all owners."""
+    return [corners for owner in layout.owners() for corners in _corners(layout, owner)]
 
 
 def _corners(layout: Layout, owner: int) -> Corners:

@@ -92,8 +92,8 @@ def _measured(shapes: Shapes, repeats: int) -> list[list[float]]:
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     mesh = DeviceMesh("cpu", list(range(RANKS)))
     torch.manual_seed(dist.get_rank())
-    source = {name: _tensor(shape, mesh, Shard(0)) for name, shape in shapes.items()}
-    target = {name: _tensor(shape, mesh, placement(name)) for name, shape in shapes.items()}
+    source = {name: tensor_of(shape, mesh, Shard(0)) for name, shape in shapes.items()}
+    target = {name: tensor_of(shape, mesh, placement(name)) for name, shape in shapes.items()}
     sync = sw.Resharder(source, target)
     jobs: list[Callable[[Any], Any]] = [
         lambda _: sync.run(),
@@ -112,7 +112,7 @@ def _measured(shapes: Shapes, repeats: int) -> list[list[float]]:
 def _unmoved(shapes: Shapes, repeats: int) -> list[list[float]]:
     """Wall time, and this rank's own time, of runs that send nothing."""
     mesh = DeviceMesh("cpu", list(range(RANKS)))
-    source, target = ({name: _tensor(shape, mesh, Shard(0)) for name, shape in shapes.items()} for _ in range(2))
+    source, target = ({name: tensor_of(shape, mesh, Shard(0)) for name, shape in shapes.items()} for _ in range(2))
     sync, found = sw.Resharder(source, target), [list[float](), list[float]()]
     for _ in range(repeats):
         dist.barrier()
@@ -123,7 +123,8 @@ def _unmoved(shapes: Shapes, repeats: int) -> list[list[float]]:
     return found
 
 
-def _tensor(shape: tuple[int, ...], mesh: DeviceMesh, place: Placement) -> DTensor:
+def tensor_of(shape: tuple[int, ...], mesh: DeviceMesh, place: Placement) -> DTensor:
+    """A tensor of the model, as one rank has it."""
     local = [size // RANKS if place.is_shard(dim) else size for dim, size in enumerate(shape)]
     values = torch.randn(local) if place.is_shard() else torch.ones(local)
     stride = torch.empty(shape, device="meta").stride()

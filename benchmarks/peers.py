@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,10 +15,13 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed._shard.sharded_tensor.utils import build_global_metadata
 from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -101,6 +107,24 @@ def model(tensors: Sequence[tuple[Load, Sequence[int], str]], mesh: Mesh, rank: 
         for n, (load, local, placement) in enumerate(tensors)
     }
     return Model(state, Metadata({name: load.saved for name, (load, *_) in zip(state, tensors, strict=True)}))
+
+
+def written(asked: Model, folder: Path, files: int) -> Model:
+    """The same, once its metadata is in a file, as if chunk n of every tensor lay in file n."""
+    places = {
+        MetadataIndex(name, chunk.offsets, n): _StorageInfo(f"__{n % files}_0.distcp", 1_000_000 * at, 1_000_000)
+        for at, (name, saved) in enumerate(asked.saved.state_dict_metadata.items())
+        for n, chunk in enumerate(saved.chunks)
+    }
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(replace(asked.saved, storage_data=places)))
+    return asked
+
+
+def read_and_plan(state: dict[str, DTensor], folder: Path) -> int:
+    """How many items torch's local load plan has, from the file on."""
+    metadata = FileSystemReader(folder).read_metadata()
+    return len(create_default_local_load_plan(state, metadata, True).items)
 
 
 def local_load_plan(asked: Model) -> int:

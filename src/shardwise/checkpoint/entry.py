@@ -18,7 +18,16 @@ from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-Locate = Callable[[Ints], Places]
+
+
+class Located(NamedTuple):
+    """Where boxes are in their files: the byte of the first element of each, and strides (in elements).
+
+    Without strides they lie row-major.
+    """
+
+    start: Ints
+    strides: Ints | None = None
 
 
 class Alike(NamedTuple):
@@ -39,8 +48,8 @@ class Alike(NamedTuple):
 class Entry:
     """A tensor in files: box i of it lies in file number `file[i]` of `paths`.
 
-    `locate` finds for some rows where they are: places whose tensors are numbers of files, and whose offsets and
-    strides are counted in bytes. Formats that have to look into a file for that do so when it is asked.
+    `locate` finds for some rows where they are in those files. Formats that have to look into a file for that do so
+    when it is asked. Cuts of files have their offset in bytes, but their strides in elements, as tensors have.
     """
 
     name: str
@@ -48,7 +57,7 @@ class Entry:
     dtype: torch.dtype
     boxes: Boxes
     file: Ints
-    locate: Locate = field(repr=False)
+    locate: Callable[[Ints], Located] = field(repr=False)
     paths: Sequence[str] = field(repr=False)
     files: Files = field(repr=False)
 
@@ -81,13 +90,23 @@ class Entry:
 
     def ranges(self) -> list[tuple[Box, Span]]:
         """Every box, with the bytes between its first and its last element."""
-        places = self.locate(np.arange(self.boxes.count))
-        return [(places.boxes.box(at), self._span(cut)) for at, cut in enumerate(places.cuts())]
+        places = self.places(np.arange(self.boxes.count))
+        return [(places.boxes.box(at), self._span(cut)) for at, cut in enumerate(self.cuts(places))]
+
+    def places(self, rows: Ints) -> Places:
+        """Where some of its boxes are: the tensors are numbers of files, offsets and strides are counted in bytes."""
+        at, boxes = self.locate(rows), self.boxes.take(rows)
+        strides = Places.packed(boxes).strides if at.strides is None else at.strides
+        return Places(boxes, self.file[rows], at.start, strides * self.dtype.itemsize)
+
+    def cuts(self, places: Places) -> list[Cut]:
+        """Places that are counted in bytes, as cuts of files."""
+        return Places(places.boxes, places.tensor, places.offset, places.strides // self.dtype.itemsize).cuts()
 
     def within(self, boxes: Boxes) -> Places:
         """What the files have of these boxes, no cell twice."""
         _, rows = join(boxes, self.boxes)
-        return self.locate(np.unique(rows)).once(boxes)
+        return self.places(np.unique(rows)).once(boxes)
 
     def check(self, boxes: Boxes) -> None:
         """Refuse cells that no file has. Exact, also where boxes overlap."""
@@ -103,12 +122,10 @@ class Entry:
                 )
 
     def views(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
-        """The elements of cuts in bytes, as tensors: of the mapped file, or of what was fetched."""
-        found, size = self.files.fetch([self._span(cut) for cut in cuts]), self.dtype.itemsize
+        """The elements of cuts of files, as tensors: of the mapped file, or of what was fetched."""
+        found, word = self.files.fetch([self._span(cut) for cut in cuts]), WORDS[self.dtype.itemsize]
         return [
-            torch.frombuffer(data, dtype=WORDS[size])
-            .as_strided(cut.shape, tuple(stride // size for stride in cut.strides))
-            .view(self.dtype)
+            torch.frombuffer(data, dtype=word).as_strided(cut.shape, cut.strides).view(self.dtype)
             for data, cut in zip(found, cuts, strict=True)
         ]
 
@@ -117,8 +134,8 @@ class Entry:
         return self.files.fetch([self._span(cut)])[0]
 
     def _span(self, cut: Cut) -> Span:
-        last = sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
-        return Span(self.paths[cut.tensor], cut.offset, cut.offset + last + self.dtype.itemsize)
+        count = 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
+        return Span(self.paths[cut.tensor], cut.offset, cut.offset + count * self.dtype.itemsize)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
@@ -135,13 +152,9 @@ def whole_entry(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, file: int, start: int, paths: Sequence[str], files: Files
 ) -> Entry:
     """A tensor that lies in one file, row-major from a byte on."""
-    boxes, packed = _whole(shape)
-    where = np.full(boxes.count, file, dtype=np.int64)
-
-    def locate(rows: Ints) -> Places:
-        return in_bytes(packed, dtype.itemsize, where, np.full(boxes.count, start, dtype=np.int64)).take(rows)
-
-    return Entry(name, shape, dtype, boxes, where, locate, paths, files)
+    boxes = whole_box(shape)
+    where, begins = np.full(boxes.count, file, dtype=np.int64), np.full(boxes.count, start, dtype=np.int64)
+    return Entry(name, shape, dtype, boxes, where, lambda rows: Located(begins[rows]), paths, files)
 
 
 @lru_cache(maxsize=4096)
@@ -151,29 +164,23 @@ def _tiled(alike: Alike, shape: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> tuple[Boxes, Places]:
-    """All cells as a box, and as they lie one after the other. Kept: a model has many tensors of few shapes."""
-    boxes = Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape))
-    return boxes, Places.packed(boxes)
-
-
-def in_bytes(places: Places, itemsize: int, file: Ints, start: Ints) -> Places:
-    """Places in elements as places in files: each begins at byte `start` of its file."""
-    return Places(places.boxes, file, start, places.strides * itemsize)
+def whole_box(shape: tuple[int, ...]) -> Boxes:
+    """All cells as a box, if there are any. Kept: a model has many tensors of few shapes."""
+    return Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape))
 
 
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     """Copy into tensors what belongs at these places of them."""
     here, there = placed(entry.within(target.boxes), target)
-    sources = entry.views(here)
+    sources = entry.views(entry.cuts(here))
     if sources:
         torch._foreach_copy_([cut.of(tensors) for cut in there], sources)
 
 
-def placed(source: Places, target: Places) -> tuple[list[Cut], list[Cut]]:
+def placed(source: Places, target: Places) -> tuple[Places, list[Cut]]:
     """The same cells on both sides."""
     row, there = target.within(source.boxes)
-    return source.inside(row, there.boxes).cuts(), there.cuts()
+    return source.inside(row, there.boxes), there.cuts()
 
 
 class Checkpoint(Mapping[str, Entry]):

@@ -26,21 +26,29 @@ class Local(NamedTuple):
 class Match(NamedTuple):
     """Copy i takes the cells `boxes[i]`, from box `row[i]` of the `rows` that are needed, to `there[i]`.
 
-    `wanted` are all cells that are needed.
+    `dense` are the same cells where boxes lie row-major, from the first element of their row on. `wanted` are all cells
+    that are needed.
     """
 
     rows: Ints
     row: Ints
     boxes: Boxes
+    dense: list[Cut]
     there: list[Cut]
     wanted: Boxes
 
     def sources(self, entry: Entry, view: View) -> list[Cut]:
-        """Where the cells are in the files of one of the tensors, in bytes."""
+        """Where the cells are in the files of one of the tensors."""
         entry.check(self.wanted)
-        places, order = entry.locate(self.rows).inside(self.row, self.boxes), list(view.order)
-        boxes = Boxes(*(corner[:, order] for corner in self.boxes))
-        return Places(boxes, places.tensor, places.offset, places.strides[:, order]).cuts()
+        at, size = entry.locate(self.rows), entry.dtype.itemsize
+        if at.strides is None:
+            files, starts, rows = entry.file[self.rows].tolist(), at.start.tolist(), self.row.tolist()
+            return [
+                Cut(files[row], cut.shape, cut.strides, starts[row] + cut.offset * size)
+                for row, cut in zip(rows, self.dense, strict=True)
+            ]
+        places = entry.places(self.rows).inside(self.row, self.boxes)
+        return entry.cuts(view.of_places(places))
 
 
 def match(link: Link, entry: Entry, local: Local) -> Match:
@@ -50,14 +58,13 @@ def match(link: Link, entry: Entry, local: Local) -> Match:
 
 @lru_cache(maxsize=1024)
 def _match(alike: Alike, local: Local, source_view: View, target_view: View) -> Match:
-    count, ndim = alike.boxes, alike.ndim
     there = target_view.of_places(Places.of_owner(*local))
     wanted = source_view.back(there.boxes)
-    # the number of its box stands for where a cell is: that differs from tensor to tensor
-    found = Places(
-        alike.corners(), np.arange(count), np.zeros(count, np.int64), np.zeros((count, ndim), np.int64)
-    ).once(wanted)
-    seen = source_view.of_places(found)
+    # the number of its box stands for its file: that differs from tensor to tensor
+    packed = Places.packed(alike.corners())
+    stored = Places(packed.boxes, np.arange(alike.boxes), np.zeros(alike.boxes, np.int64), packed.strides)
+    seen = source_view.of_places(stored.once(wanted))
     row, placed = there.within(seen.boxes)
-    rows, row = np.unique(seen.tensor[row], return_inverse=True)
-    return Match(ints(rows), ints(row), source_view.back(placed.boxes), placed.cuts(), wanted)
+    here = seen.inside(row, placed.boxes)
+    rows, row = np.unique(here.tensor, return_inverse=True)
+    return Match(ints(rows), ints(row), source_view.back(placed.boxes), here.cuts(), placed.cuts(), wanted)

@@ -88,4 +88,4 @@ def _mapped(entry: Entry, layout: Layout, me: int) -> list[torch.Tensor]:
         return []
     boxes = [piece.box for piece in sorted(layout.pieces(me), key=lambda piece: piece.buffer)]
     places = entry.within(Boxes.of(boxes, layout.ndim))
-    return entry.views(places.cuts())
+    return entry.views(entry.cuts(places))

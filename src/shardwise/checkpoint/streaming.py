@@ -48,7 +48,7 @@ class Stream:
             if there.boxes.count:
                 found = entry.within(link.source_view.back(there.boxes))
                 here, to = placed(link.source_view.of_places(found), there)
-                yield entry, here, to
+                yield entry, entry.cuts(here), to
 
     def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
         """The cells of a box, row-major, to a file: as they lie in the source where they can, else packed in chunks."""
@@ -68,12 +68,10 @@ class Stream:
         """The box as bytes of files one after the other; None where it has to be packed or cast."""
         found = list[tuple[int, Entry, Cut]]()
         for entry, here, there in self._cuts(Places.packed(boxes)):
-            size = entry.dtype.itemsize
             if entry.dtype != self.dtype:
                 return None
             for source, target in zip(here, there, strict=True):
-                strides = tuple(stride // size for stride in source.strides)
-                if not (target.contiguous and source._replace(strides=strides).contiguous):
+                if not (target.contiguous and source.contiguous):
                     return None
                 found.append((target.offset, entry, source))
         return [(entry, source) for _, entry, source in sorted(found, key=lambda run: run[0])]

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.entry import Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, Span, inside
 from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
 from shardwise.checkpoint.pickles import MOST, Call, Name, Record, SavedTensor, settled, sizes, unpickle
 from shardwise.checkpoint.zips import BEGIN, starts
 from shardwise.errors import CheckpointError
-from shardwise.exchange.cuts import Places
-from shardwise.geometry import Boxes, Ints, exact_sum, ints
+from shardwise.geometry import Boxes, Ints, exact_sum, ints, row_major
 
 METADATA = ".metadata"
 REMEMBERED = 4096  # bytes of a pickle that is likely to come again: that of another box with the same shape
@@ -233,10 +232,10 @@ def _entry(files: Files, name: str, said: TensorMetadata, table: Table, parsed: 
     boxes = _boxes(shape, [lo for lo, _ in chunks], [size for _, size in chunks])
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
-    def locate(some: Ints) -> Places:
+    def locate(some: Ints) -> Located:
         found = boxes.take(some)
         spans = table.spans(files, rows[some], [name] * len(some))
-        return _located(files, spans, found, (name, dtype), table.file[rows[some]], parsed)
+        return _located(files, spans, found, (name, dtype), parsed)
 
     return Entry(name, shape, dtype, boxes, table.file[rows], locate, table.paths, files)
 
@@ -259,9 +258,8 @@ def _located(
     spans: Sequence[Span],
     boxes: Boxes,
     expected: tuple[str, torch.dtype],
-    file: Ints,
     parsed: dict[bytes, Any],
-) -> Places:
+) -> Located:
     """Where the elements of boxes lie, by the archives that have one each."""
     archives, (name, dtype) = read_archives(files, spans), expected
     tensors = [_tensor(archive, parsed) for archive in archives]
@@ -273,9 +271,10 @@ def _located(
                 f"{archive.where}: {box} of {name!r} should be {dtype} of shape {box.shape}, but is {found}"
             )
     members = [archive.storage(tensor, repr(name)) for archive, tensor in zip(archives, tensors, strict=True)]
-    strides = ints([tensor.strides for tensor in tensors]).reshape(boxes.lo.shape)
+    plain = all(tensor.strides == row_major(tensor.shape) for tensor in tensors)
+    strides = None if plain else ints([tensor.strides for tensor in tensors]).reshape(boxes.lo.shape)
     start = ints(starts(files, members)) + ints([tensor.offset for tensor in tensors]) * dtype.itemsize
-    return Places(boxes, file, start, strides * dtype.itemsize)
+    return Located(start, strides)
 
 
 def _tensor(archive: Archive, parsed: dict[bytes, Any]) -> Any:

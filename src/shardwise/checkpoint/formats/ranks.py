@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.entry import Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats import safetensors, torch_save
 from shardwise.checkpoint.rules import Rules, Word, file_name, layout_on, places_of, read_rules
@@ -195,15 +195,16 @@ class Shards:
         local, boxes = Boxes.concat([p.local for p in parts]), Boxes.concat([p.boxes for p in parts])
         return Shards(parts[0].held, rank, row, local, boxes)
 
-    def locate(self, rows: Ints) -> Places:
+    def locate(self, rows: Ints) -> Located:
         """Where some of them are in the files, of which every rank has one."""
         ranks = np.unique(self.rank[rows]).tolist() or [0]
-        places = [np.flatnonzero(self.rank[rows] == rank) for rank in ranks]
-        found = [self._of_rank(rank, rows[place]) for rank, place in zip(ranks, places, strict=True)]
-        return Places.concat(found).take(np.argsort(np.concatenate(places)))
+        numbers = [np.flatnonzero(self.rank[rows] == rank) for rank in ranks]
+        found = [self._of_rank(rank, rows[number]) for rank, number in zip(ranks, numbers, strict=True)]
+        places = Places.concat(found).take(np.argsort(np.concatenate(numbers)))
+        return Located(places.offset, places.strides // self.held[0].dtype.itemsize)
 
     def _of_rank(self, rank: int, rows: Ints) -> Places:
-        found = self.held[rank].locate(self.row[rows]).inside(np.arange(len(rows)), self.local.take(rows))
+        found = self.held[rank].places(self.row[rows]).inside(np.arange(len(rows)), self.local.take(rows))
         return Places(self.boxes.take(rows), self.rank[rows], found.offset, found.strides)
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Entry, in_bytes
+from shardwise.checkpoint.entry import Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
@@ -31,7 +30,6 @@ from shardwise.checkpoint.formats.writers import Contents, Part
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
-from shardwise.exchange.cuts import Places
 from shardwise.geometry import Boxes, Ints, ints
 from shardwise.layout import parse
 
@@ -182,8 +180,8 @@ def _boxes(text: str, shape: tuple[int, ...], files: int) -> tuple[Boxes, Ints]:
     return Boxes.of([piece.box for _, piece in found], len(shape)), ints([owner for owner, _ in found])
 
 
-def _locator(name: str, dtype: torch.dtype, boxes: Boxes, file: Ints, headers: Headers) -> Callable[[Ints], Places]:
-    def locate(rows: Ints) -> Places:
+def _locator(name: str, dtype: torch.dtype, boxes: Boxes, file: Ints, headers: Headers) -> Callable[[Ints], Located]:
+    def locate(rows: Ints) -> Located:
         some, starts = boxes.take(rows), list[int]()
         for number, lo, hi in zip(file[rows].tolist(), some.lo.tolist(), some.hi.tolist(), strict=True):
             key, shape = key_of(name, lo), tuple(b - a for a, b in zip(lo, hi, strict=True))
@@ -195,6 +193,6 @@ def _locator(name: str, dtype: torch.dtype, boxes: Boxes, file: Ints, headers: H
                     f"{found}: it is not the file that the index was written for"
                 )
             starts.append(tensor.start)
-        return in_bytes(Places.packed(some), dtype.itemsize, file[rows], np.array(starts, dtype=np.int64))
+        return Located(ints(starts))
 
     return locate

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import WORDS, Checkpoint, Entry
+from shardwise.checkpoint.entry import WORDS, Checkpoint, Entry, Located, whole_box
 from shardwise.checkpoint.files import Files, Span
 from shardwise.checkpoint.formats.safetensors import read_index
 from shardwise.checkpoint.pickles import MOST, SavedTensor, check_tree, settled, unpickle
 from shardwise.checkpoint.zips import BEGIN, Directory, Member, contents, directories, starts
 from shardwise.errors import CheckpointError
-from shardwise.exchange.cuts import Places
-from shardwise.geometry import Box, Boxes, Ints, ints
+from shardwise.geometry import Ints, ints, row_major
 from shardwise.state.traverse import OBJ_PATH, flatten_state_dict
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how files began before torch 1.6
@@ -148,14 +147,14 @@ def _flat(archive: Archive) -> tuple[dict[str, Any], dict[str, OBJ_PATH]]:
 def _entry(name: str, tensor: SavedTensor, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
     shape, size = tensor.shape, tensor.dtype.itemsize
     member = archive.storage(tensor, repr(name))
-    boxes = Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape))
-    file, strides = np.full(boxes.count, number), ints([[step * size for step in tensor.strides]])[: boxes.count]
+    boxes = whole_box(shape)
 
-    def locate(rows: Ints) -> Places:
+    def locate(rows: Ints) -> Located:
         start = starts(files, [member])[0] + tensor.offset * size if len(rows) else 0
-        return Places(boxes.take(rows), file[rows], np.full(len(rows), start), strides[rows])
+        strides = None if tensor.strides == row_major(shape) else ints([tensor.strides])[: len(rows)]
+        return Located(np.full(len(rows), start), strides)
 
-    return Entry(name, shape, tensor.dtype, boxes, file, locate, names, files)
+    return Entry(name, shape, tensor.dtype, boxes, np.full(boxes.count, number), locate, names, files)
 
 
 def _settled(files: Files, values: Mapping[str, tuple[Archive, Any]]) -> dict[str, Any]:

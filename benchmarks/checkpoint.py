@@ -1,0 +1,227 @@
+"""Checkpoints: loaded into another sharding, saved, converted; against torch.distributed.checkpoint and cp."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks import peers
+from benchmarks.caches import forget
+from benchmarks.loading import COUNT, MODEL, RANK, SERVERS, corners_of
+from benchmarks.measure import Effort, Job, Row, Target, every_repeat, interleaved
+from benchmarks.model import RANKS, model, placement, tensor_of
+from shardwise import Layout, checkpoint
+from shardwise.checkpoint.formats.sharded import index_bytes
+from shardwise.checkpoint.formats.writers import Contents
+from shardwise.checkpoint.matching import Local, match
+from shardwise.geometry import row_major
+from shardwise.state.links import links
+from shardwise.tensor.output import local_shapes
+from shardwise.testing import on_ranks
+
+TITLE = "Checkpoints"
+ABOUT = """
+The model of the section before (289 tensors, 0.7 GiB in bfloat16), saved fully sharded by four ranks, loaded tensor
+parallel by four ranks, into tensors that are there. `dcp.load` reads the very files that we read ("from DCP"); ours are
+safetensors files with an index. The page cache is warm, and both sides were found equal before the clock started.
+`read="once"` reads every byte on one rank and sends it on, for files that are far away; here they are not.
+
+Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. Converting is one process, DCP
+to one safetensors file without reading it back; the peer is torch's `dcp_to_torch_save`, and `cp` copies as many bytes.
+Memory is the most that a process had beside mapped files (RssAnon), above what it had before.
+
+The large checkpoint has 100,000 shards: 1,000 tensors of 12 kinds, each in 100 files. One rank opens it and plans what
+it needs of each tensor: which boxes of which files go where in its memory. The peer reads its `.metadata` and makes
+DCP's local load plan.
+"""
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """All cases."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with TemporaryDirectory(dir=os.environ.get("SHARDWISE_BENCH", None)) as folder:
+        found = on_ranks(RANKS, lambda _: _measured(folder, effort.large), timeout=900)
+        ours, theirs, once, peer, saved, saves, safe, safes, as_dcp = (
+            median(map(max, zip(*ranks, strict=True))) for ranks in zip(*found, strict=True)
+        )
+        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6))
+        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4))
+        yield Row('load from our safetensors, read="once"', once, peer, "dcp.load")
+        yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5))
+        yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5))
+        yield Row("save as DCP, no fsync", as_dcp, saves, "dcp.save")
+        yield from _conversions(folder, effort)
+        yield from _openings(folder, effort)
+
+
+# --- on a rank -------------------------------------------------------------------------------------------------------
+
+
+def _measured(folder: str, repeats: int) -> list[list[float]]:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    mesh = DeviceMesh("cpu", list(range(RANKS)))
+    torch.manual_seed(dist.get_rank())
+    source = {name: tensor_of(shape, mesh, Shard(0)) for name, shape in model().items()}
+    target = {name: tensor_of(shape, mesh, placement(name)) for name, shape in model().items()}
+    _dcp_save(source, f"{folder}/dcp", sync=False)
+    checkpoint.save(source, f"{folder}/ours", durable=False)
+    everybody = dist.group.WORLD
+    jobs: list[Callable[[Any], Any]] = [
+        lambda _: checkpoint.load(f"{folder}/ours", target),
+        lambda _: checkpoint.load(f"{folder}/dcp", target),
+        lambda _: checkpoint.load(f"{folder}/ours", target, group=everybody),
+        lambda _: dcp.load(target, checkpoint_id=f"{folder}/dcp"),
+    ]
+    for job in jobs:
+        _check(job, source, target, mesh)
+    saving: list[Callable[[Any], Any]] = [
+        lambda _: checkpoint.save(source, f"{folder}/a", durable=False),
+        lambda _: _dcp_save(source, f"{folder}/b", sync=False),
+        lambda _: checkpoint.save(source, f"{folder}/c"),
+        lambda _: _dcp_save(source, f"{folder}/d", sync=True),
+        lambda _: checkpoint.save(source, f"{folder}/e", format="dcp", durable=False),
+    ]
+    for job in saving:
+        job(None)
+    found, _ = every_repeat(*(Job(job, lambda: dist.barrier(), repeats) for job in (*jobs, *saving)))
+    return found
+
+
+def _check(job: Callable[[Any], Any], source: dict[str, DTensor], target: dict[str, DTensor], mesh: DeviceMesh) -> None:
+    for tensor in target.values():
+        tensor.to_local().zero_()
+    job(None)
+    for name, tensor in target.items():
+        if not torch.equal(source[name].redistribute(mesh, [placement(name)]).to_local(), tensor.to_local()):
+            raise RuntimeError(f"{name} was not loaded as it was saved")
+
+
+def _dcp_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=sync))
+
+
+# --- converting ------------------------------------------------------------------------------------------------------
+
+OURS = "from shardwise import checkpoint; checkpoint.convert({0!r}, {1!r}, verify=False, durable=False)"
+TORCHS = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save; dcp_to_torch_save({0!r}, {1!r})"
+WATCHED = """
+import json, sys, threading, time, warnings
+warnings.simplefilter("ignore")
+import torch, shardwise.checkpoint, torch.distributed.checkpoint.format_utils
+def now():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
+before, most, done = now(), [0], []
+def watch():
+    while not done:
+        most[0] = max(most[0], now())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+started = time.perf_counter()
+{job}
+took = time.perf_counter() - started
+done.append(1); thread.join()
+print(json.dumps([took, max(0, most[0] - before)]))
+"""
+
+
+def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
+    source, ours, theirs = f"{folder}/dcp", f"{folder}/one.safetensors", f"{folder}/one.pt"
+    found = dict[str, list[tuple[float, float]]]()
+    for _ in range(effort.large):
+        for name, job in ("ours", OURS.format(source, ours)), ("torch", TORCHS.format(source, theirs)):
+            Path(ours).unlink(missing_ok=True)
+            Path(theirs).unlink(missing_ok=True)
+            found.setdefault(name, []).append(_watched(job))
+    mine, peer = (tuple(median(column) for column in zip(*found[name], strict=True)) for name in ("ours", "torch"))
+    memory = f"{mine[1] / 2**20:.0f} MiB of memory against {peer[1] / 2**20:.0f}: {100 * mine[1] / peer[1]:.1f} %"
+    yield Row("convert DCP to safetensors", mine[0], peer[0], "dcp_to_torch_save", Target(2), f"{memory} (10 % wanted)")
+    checkpoint.convert(source, ours, verify=False, durable=False)
+    copied, again = interleaved(
+        Job(lambda _: shutil.copyfile(ours, f"{folder}/copy"), lambda: _unlink(f"{folder}/copy"), effort.large),
+        Job(
+            lambda _: checkpoint.convert(source, ours, verify=False, durable=False),
+            lambda: _unlink(ours),
+            effort.large,
+        ),
+    )
+    yield Row("the same, in a process that runs already", again.seconds, copied.seconds, "cp", Target(0.6))
+    verified = interleaved(Job(lambda _: checkpoint.verify(source, ours), repeats=effort.large))[0]
+    yield Row("verify DCP against safetensors, bit by bit", verified.seconds)
+
+
+def _unlink(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
+
+
+def _watched(job: str) -> tuple[float, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED.replace("{job}", job)], capture_output=True, check=True, text=True
+    )
+    took, most = json.loads(done.stdout.splitlines()[-1])
+    return took, most
+
+
+# --- a large one -----------------------------------------------------------------------------------------------------
+
+SHARDS = 100
+
+
+def _openings(folder: str, effort: Effort) -> Iterator[Row]:
+    kinds = list(islice(cycle(MODEL), COUNT))
+    saved = [Layout.chunk(shape, 0, SHARDS) for shape, _ in kinds]
+    targets = [Layout.on_mesh(shape, SERVERS, ["S0", place]) for shape, place in kinds]
+    loads = {layout: peers.load(layout.shape, corners_of(layout), []) for layout in set(saved)}
+    asked = [
+        (loads[layout], target.local_shape(RANK), place)
+        for layout, target, (_, place) in zip(saved, targets, kinds, strict=True)
+    ]
+    theirs, ours = Path(folder, "large_dcp"), Path(folder, "large")
+    metadata = peers.written(peers.model(asked, SERVERS, RANK), theirs, SHARDS)
+    ours.mkdir()
+    contents = Contents(
+        {name: (torch.bfloat16, layout) for name, layout in zip(metadata.state, saved, strict=True)}, {}, {}
+    )
+    files = [f"shard-{n:05d}-of-{SHARDS:05d}-00000000.safetensors" for n in range(SHARDS)]
+    (ours / "shardwise.json").write_bytes(index_bytes(files, contents, {n: n for n in range(SHARDS)}))
+    wanted = dict(zip(metadata.state, targets, strict=True))
+    mine, from_dcp, peer = interleaved(
+        Job(lambda _: _planned(ours, wanted), forget, effort.peer),
+        Job(lambda _: _planned(theirs, wanted), forget, effort.slow_peer),
+        Job(lambda _: peers.read_and_plan(metadata.state, theirs), repeats=effort.slow_peer),
+    )
+    if not mine.result == from_dcp.result == peer.result:
+        raise RuntimeError(f"{mine.result} and {from_dcp.result} copies, but the peer finds {peer.result}")
+    sizes = " and ".join(f"{sum(f.stat().st_size for f in at.iterdir()) / 2**20:.1f} MiB" for at in (ours, theirs))
+    note = f"{mine.result:,} copies; our index and DCP's metadata have {sizes}"
+    yield Row("open 100,000 shards and plan a load", mine.seconds, peer.seconds, "DCP", Target(50), note)
+    yield Row("the same, from DCP's metadata", from_dcp.seconds, peer.seconds, "DCP")
+
+
+def _planned(path: Path, targets: dict[str, Layout]) -> int:
+    found = checkpoint.open(path)
+    shapes = {name: found[name].shape for name in found}
+    copies = 0
+    for link in links(shapes, shapes):
+        layout = targets[link.target]
+        strides = tuple(map(row_major, local_shapes(layout, RANK)))
+        copies += len(match(link, found[link.source], Local(layout, RANK, strides)).there)
+    return copies
