@@ -1,4 +1,4 @@
-"""What the tests of saving, loading and crashes share: state dicts of many kinds, outside judges, and what is in files."""
+"""What tests of saving, loading and crashes share: state dicts of many kinds, judges, and what is in files."""
 
 import json
 import math
@@ -8,13 +8,14 @@ from pathlib import Path
 import safetensors
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 sys.path.append(str(Path(__file__).parents[1] / "state"))  # where the small Llama is
 
-from models import held, numbers, same
+from models import full, held, numbers, same, sharded
 
-import shardwise as sw
 from shardwise import checkpoint
+from shardwise.state.traverse import flatten_state_dict
 
 INDEX = "shardwise.json"
 
@@ -110,7 +111,7 @@ def nested_values():
 
 def flat_values():
     """The same with one level of names."""
-    return {name: value for name, value in sw.state.traverse.flatten_state_dict(nested_values())[0].items()}
+    return flatten_state_dict(nested_values())[0]
 
 
 LAYOUTS = {
@@ -125,3 +126,35 @@ def own_shards(ranks, start=0):
     """Our ShardedTensors in many layouts, and the whole tensors."""
     wholes = {layout: numbers(9, 6, start=100 * at + start) for at, layout in enumerate(LAYOUTS[ranks])}
     return {layout: held(whole, layout) for layout, whole in wholes.items()}, wholes
+
+
+def trained(how, ranks):
+    """A model and its optimizer, after a step."""
+    model = sharded(how, 3, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    return model, optimizer
+
+
+def training(how, ranks):
+    """All that is saved of a training: a nested state dict."""
+    model, optimizer = trained(how, ranks)
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "step": 7}
+
+
+def split(state_dict):
+    """The whole tensors of a nested state dict, and its other values, with one level of names."""
+    flat, _ = flatten_state_dict(state_dict)
+    tensors = {name: full(value).detach() for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in flat.items() if name not in tensors}
+
+
+def emptied(state_dict):
+    """The same with zeros in place, and other values lost."""
+    flat, _ = flatten_state_dict(state_dict)
+    for value in flat.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    return state_dict

@@ -1,7 +1,6 @@
 """Saves that die or fail at any moment: a directory has the old checkpoint or the new one, whole, and no leftovers."""
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -10,15 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed as dist
-from checkpoints import INDEX, all_of, has, held, names_in, numbers, same, shards_in
+from checkpoints import INDEX, has, held, names_in, numbers, same
 from ranks import ranks  # noqa: F401
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import writing
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves

@@ -1,6 +1,7 @@
 """Conversions that are killed, fail or run onto what is there: nothing half-written, nothing lost, nothing stale."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -28,6 +29,10 @@ FORMATS = {
     "dcp-of-three": {"format": "dcp", "rules": ROWS},
     "one.pt": {},
 }
+
+
+class StopError(Exception):
+    """Raised by callbacks."""
 
 
 def model(count=12, size=16, seed=0):
@@ -166,10 +171,8 @@ def test_killed_after_some_tensors_the_rest_is_written(tmp_path, after):
     assert sorted(os.listdir(out)) == [*(f"model-{at:05d}-of-00006.safetensors" for at in range(1, 7)), INDEX]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_killed_on_the_way_every_format_is_no_checkpoint_or_the_old_one(tmp_path, kind):
-    if kind == "several":
-        pytest.skip("without an index its files open: see the test below")
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "several"])  # which has tests of its own
+def test_killed_on_the_way_there_is_no_checkpoint_or_the_old_one(tmp_path, kind):
     out, old, new = tmp_path / "out" / kind, model(seed=1), model(seed=2)
     (tmp_path / "out").mkdir()
     for tensors, there in (old, None), (new, old):
@@ -204,6 +207,24 @@ def test_some_files_of_an_interrupted_conversion_are_no_checkpoint(tmp_path, kin
     assert list(out.glob("*.safetensors"))
     with pytest.raises(CheckpointError, match=r"index|shardwise.json|missing"):
         checkpoint.open(out)
+
+
+@pytest.mark.xfail(reason="new files stand beside old ones under the old index: defect 1", raises=AssertionError)
+def test_an_interrupted_conversion_is_never_half_of_the_old_and_half_of_the_new(tmp_path):
+    out, old, new = tmp_path / "out", model(seed=1), model(seed=2)
+    checkpoint.convert(source(tmp_path, old), out, durable=False, **FORMATS["several"])
+
+    def stop(done, total):
+        if done > total // 2:
+            raise StopError
+
+    with pytest.raises(StopError):
+        checkpoint.convert(source(tmp_path, new), out, durable=False, progress=stop, **FORMATS["several"])
+    try:
+        found = {name: entry.read() for name, entry in checkpoint.open(out).items()}
+    except CheckpointError:
+        return  # it is none, and says so
+    assert_same(found, old)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "dcp-of-three"])
@@ -261,11 +282,6 @@ def test_only_files_that_are_gone_are_written_again(tmp_path):
     assert (tmp_path / "one.safetensors").stat().st_ino == inode
 
 
-def swapped(tensors):
-    names = list(tensors)
-    return dict(zip(names, [tensors[name] for name in [*names[1:], names[0]]], strict=True))
-
-
 CHANGES = {  # each makes files of the same names and sizes as before
     "other names for the same": (
         {"rename": lambda name: f"layers.{(int(name[7:-2]) - 1) % 12}.w"},
@@ -318,24 +334,29 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, kind, jo
     path, out = source(tmp_path, model()), tmp_path / "out"
     write, count = Stream.write, []
 
-    def full(self, box, file, chunk):
+    def full(self, box, file, *rest):
         count.append(1)
         if len(count) > 7:
             file.write(b"some")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, box, file, chunk)
+        write(self, box, file, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(Stream, "write", full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             checkpoint.convert(path, out / kind, durable=False, jobs=jobs, **FORMATS[kind])
-    assert len(left(out)) == {"several": 3, "sharded": 0, "dcp-of-three": 1}.get(kind, 0) or jobs > 1 or kind == "sharded"
+    assert len(left(out)) == 3 if (kind, jobs) == ("several", 1) else len(left(out)) < 6
     assert not any(name.endswith((INDEX, ".metadata", "shardwise.json", "one.pt")) for name in left(out))
     checkpoint.convert(path, out / kind, durable=False, **FORMATS[kind])
     assert_has(out / kind, model())
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+BLAMED = pytest.mark.xfail(reason="the source 'cannot be read: File too large': defect 11", raises=AssertionError)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("dcp", "dcp-of-three", "one.pt") else BLAMED) for kind in FORMATS]
+)
 def test_files_that_may_not_grow_are_an_error_that_names_them(tmp_path, kind):
     path, out = source(tmp_path, model(count=12, size=64)), tmp_path / "out"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -365,10 +386,6 @@ def test_an_index_that_cannot_be_written_leaves_none(tmp_path, monkeypatch):
     assert again(path, out) == set()
 
 
-class StopError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_callback_that_raises_stops_it(tmp_path, kind, jobs):
@@ -381,7 +398,7 @@ def test_a_callback_that_raises_stops_it(tmp_path, kind, jobs):
 
     with pytest.raises(StopError):
         checkpoint.convert(path, out / kind, durable=False, jobs=jobs, progress=stop, **FORMATS[kind])
-    assert len(told) < 12 or jobs > 1
+    assert jobs > 1 or sum(done > 6 * 1024 for done in told) == 1
     assert not any(name.endswith((INDEX, ".metadata", "shardwise.json", "one.pt")) for name in left(out))
     checkpoint.convert(path, out / kind, durable=False, **FORMATS[kind])
     assert_has(out / kind, model())
@@ -417,11 +434,12 @@ def test_sources_that_are_not_all_there_write_nothing(tmp_path):
 def test_a_result_that_is_not_what_was_to_be_written_is_noticed(tmp_path, monkeypatch):
     path, write = source(tmp_path, model()), Stream.write
 
-    def wrong(self, box, file, chunk):
-        write(self, box, file, chunk)
-        if self.name == "layers.3.w":
-            file.seek(-1, os.SEEK_CUR)
-            file.write(b"\xff")
+    def wrong(self, box, file, *rest):
+        room = io.BytesIO()
+        write(self, box, room, *rest)
+        data = bytearray(room.getvalue())
+        data[-1] ^= self.name == "layers.3.w"
+        file.write(data)
 
     monkeypatch.setattr(Stream, "write", wrong)
     with pytest.raises(CheckpointError, match=r"is not what was to be written: layers\.3\.w: 1 or more cells differ"):
@@ -472,9 +490,18 @@ def test_an_indexed_source_is_not_damaged_by_a_conversion_onto_itself_that_fails
     assert_has(hf, model())
 
 
+@pytest.mark.xfail(reason="bytes are copied from what lies at the path by now: defect 12", raises=AssertionError)
+def test_what_was_opened_is_converted_not_what_replaced_it(tmp_path):
+    opened = checkpoint.open(source(tmp_path, model(seed=1)))
+    os.replace(source(tmp_path, model(seed=2), "new.safetensors"), tmp_path / "in.safetensors")
+    assert_same({name: entry.read() for name, entry in opened.items()}, model(seed=1))
+    checkpoint.convert(opened, tmp_path / "out.safetensors", durable=False, verify=False)
+    assert_has(tmp_path / "out.safetensors", model(seed=1))
+
+
 INTO = {
     "its own directory, as one file": ({}, "hf"),
-    "its own directory, cast": ({"cast": torch.half}, "hf"),
+    "its own directory, in files of another size": ({"max_shard_size": "5KB"}, "hf"),
     "its own directory, as dcp": ({"format": "dcp"}, "hf"),
     "a directory with an index": ({}, "other"),
     "a directory of shardwise": ({"max_shard_size": "3KB"}, "ours"),
@@ -483,13 +510,13 @@ INTO = {
     "a directory with another file": ({}, "file"),
     "a directory within": ({}, "hf/within"),
 }
-STALE = {"its own directory, as dcp", "a directory of dcp, sharded", "a directory within"}
+RIGHT = {"its own directory, as dcp", "a directory of dcp, sharded", "a directory within"}
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(what, marks=[] if what in STALE else pytest.mark.xfail(reason="defect 2", strict=True))
+        pytest.param(what, marks=[] if what in RIGHT else pytest.mark.xfail(reason="defect 2", strict=True))
         for what in INTO
     ],
 )
@@ -503,14 +530,13 @@ def test_what_is_returned_is_what_was_written_or_it_is_refused(tmp_path, what):
     checkpoint.convert(tmp_path / "other", tmp_path / "file" / "old.safetensors", durable=False)
     listed = set(os.listdir(tmp_path / name)) if (tmp_path / name).exists() else set()
     try:
-        made = checkpoint.convert(hf, tmp_path / name, durable=False, **options)
-    except (CheckpointError, ValueError) as error:
-        assert "is not what was to be written" not in str(error)
+        made = checkpoint.convert(hf, tmp_path / name, cast=torch.half, durable=False, **options)
+    except (CheckpointError, ValueError):
         assert set(os.listdir(tmp_path / name)) == listed  # refused before anything was written
     else:
         assert_same(
             {key: entry.read() for key, entry in made.items()},
-            {key: tensor.to(options.get("cast", tensor.dtype)) for key, tensor in model().items()},
+            {key: tensor.half() for key, tensor in model().items()},
         )
         assert made.format == {"dcp": "dcp", "sharded": "shardwise"}.get(options.get("format"), "safetensors")
     assert_same(indexed(hf), model())

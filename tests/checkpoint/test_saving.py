@@ -1,6 +1,5 @@
 """save: what ranks write of any state dict, judged by the safetensors package and by torch.distributed.checkpoint."""
 
-import itertools
 import math
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import torch.distributed.checkpoint as judge
 from checkpoints import (
     INDEX,
     LAYOUTS,
-    all_of,
     data_bytes,
+    emptied,
     flat_values,
     has,
     names_in,
@@ -22,13 +21,14 @@ from checkpoints import (
     pasted,
     same_tensors,
     shards_in,
+    split,
+    training,
 )
-from models import Llama, dtensor, full, held, numbers, same, sharded, weights
+from models import Llama, dtensor, held, numbers, same, weights
 from ranks import ranks  # noqa: F401
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import writing
-from shardwise.state.traverse import flatten_state_dict
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it shards
@@ -45,29 +44,6 @@ DTYPES = (
     *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-
-
-def trained(how, ranks):
-    """A model and its optimizer, after a step."""
-    model = sharded(how, 3, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach() * 0.5
-    optimizer.step()
-    return model, optimizer
-
-
-def training(how, ranks):
-    """All that is saved of a training: a nested state dict."""
-    model, optimizer = trained(how, ranks)
-    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "step": 7}
-
-
-def split(state_dict):
-    """The whole tensors of a nested state dict, and its other values, with one level of names."""
-    flat, _ = flatten_state_dict(state_dict)
-    tensors = {name: full(value).detach() for name, value in flat.items() if isinstance(value, torch.Tensor)}
-    return tensors, {name: value for name, value in flat.items() if name not in tensors}
 
 
 TRAININGS = {1: ["plain"], 2: ["tp"], 3: ["fsdp"], 4: ["fsdp", "tp", "both"]}
@@ -215,7 +191,8 @@ def odd_tensors():
     for dtype in DTYPES:
         raw = bits[..., : 4 * dtype.itemsize] if dtype != torch.bool else bits[..., :4] % 2
         every[str(dtype)] = raw.contiguous().view(dtype)
-    shapes = {"scalar": torch.tensor(2.5), "none": torch.empty(0), "no.rows": torch.empty(0, 3), "deep": numbers(1, 1, 2, 1, 3)}
+    shapes = {"scalar": torch.tensor(2.5), "none": torch.empty(0), "no.rows": torch.empty(0, 3)}
+    shapes["deep"] = numbers(1, 1, 2, 1, 3)
     whole = numbers(6, 8)
     views = {
         "transposed": whole.t(),
@@ -246,29 +223,24 @@ def test_odd_tensors(tmp_path, count):
 
 def test_odd_tensors_as_dtensors(tmp_path):
     """Rows of 6 over 4 ranks; local tensors that are not contiguous."""
+    wholes = {name: value.detach().contiguous() for name, value in odd_tensors().items() if value.ndim}
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        wholes = {name: value.detach() for name, value in odd_tensors().items() if value.ndim}
-        rows = {name: [*value.contiguous().chunk(4), *[value[:0]] * 4][rank] for name, value in wholes.items()}
-        sizes = {name: (value.shape, value.contiguous().stride()) for name, value in wholes.items()}
-        state = {
-            name: DTensor.from_local(rows[name], mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-            for name, (shape, stride) in sizes.items()
-        }
+        mesh, state = init_device_mesh("cpu", (4,)), {}
+        for name, value in wholes.items():
+            rows, about = [*value.chunk(4), *[value[:0]] * 4][rank], {"shape": value.shape, "stride": value.stride()}
+            state[name] = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, **about)
         local = numbers(5, 3, start=100 * rank).t()
-        wholes["turned"] = torch.cat([numbers(5, 3, start=100 * at).t() for at in range(4)])
         state["turned"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         checkpoint.save(state, tmp_path)
-        return wholes
 
-    wholes = on_ranks(4, run)[0]
-    has(tmp_path, wholes)
+    on_ranks(4, run)
+    has(tmp_path, {**wholes, "turned": torch.cat([numbers(5, 3, start=100 * at).t() for at in range(4)])})
 
 
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path):
     def run(rank):
-        with pytest.raises(sw.CheckpointError, match=r"'z\S* is torch\.complex128, which safetensors cannot hold") as error:
+        with pytest.raises(sw.CheckpointError, match=r"'z\S* is torch\.complex128, which safetensors cannot") as error:
             checkpoint.save({"a": numbers(2), "z": numbers(2, dtype=torch.complex128)}, tmp_path / "no")
         return str(error.value)
 
@@ -340,33 +312,26 @@ def test_a_group_of_some_ranks_saves_alone(tmp_path):
 
 def test_large_views_are_packed_a_little_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "CHUNK", 64)
-    views = {"turned": numbers(30, 40).t(), "rows": numbers(3, 400)[:, ::2], "deep": numbers(4, 5, 6, 7).permute(3, 1, 0, 2)}
+    deep = numbers(4, 5, 6, 7).permute(3, 1, 0, 2)
+    views = {"turned": numbers(30, 40).t(), "rows": numbers(3, 400)[:, ::2], "deep": deep}
     checkpoint.save(views, tmp_path)
     has(tmp_path, views)
     same_tensors(pasted(tmp_path), views)
 
 
 def test_a_file_has_what_its_header_says_and_is_aligned(tmp_path):
-    checkpoint.save({"layer": {"a@1,2": numbers(3), "b": numbers(2, 2, dtype=torch.float64)}}, tmp_path)
+    three, four = numbers(3), numbers(2, 2, dtype=torch.float64)
+    checkpoint.save({"layer": {"a@1,2": three, "b": four}}, tmp_path)
     (name,) = shards_in(tmp_path)
     with safetensors.safe_open(tmp_path / name, "pt") as file:
         assert file.metadata()["format"] == "pt"
         assert sorted(file.keys()) == ["layer.a@1,2@0", "layer.b@0,0"]
     assert int.from_bytes((tmp_path / name).read_bytes()[:8], "little") % 8 == 0
-    same_tensors(load_file(tmp_path / name), {"layer.a@1,2@0": numbers(3), "layer.b@0,0": numbers(2, 2, dtype=torch.float64)})
-    has(tmp_path, {"layer.a@1,2": numbers(3), "layer.b": numbers(2, 2, dtype=torch.float64)})
+    same_tensors(load_file(tmp_path / name), {"layer.a@1,2@0": three, "layer.b@0,0": four})
+    has(tmp_path, {"layer.a@1,2": three, "layer.b": four})
 
 
-# --- dcp -----------------------------------------------------------------------------------------------------------------
-
-
-def emptied(state_dict):
-    """The same with zeros in place, and other values lost."""
-    flat, _ = flatten_state_dict(state_dict)
-    for value in flat.values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-    return state_dict
+# --- dcp --------------------------------------------------------------------------------------------------------------
 
 
 def test_torch_loads_what_we_write_into_another_sharding(tmp_path):
@@ -433,7 +398,7 @@ def test_torch_saves_over_ours_and_we_over_torchs(tmp_path):
     same(into["w"], numbers(3, start=9))
 
 
-# --- elsewhere -----------------------------------------------------------------------------------------------------------
+# --- elsewhere --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
+import numpy as np
 
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.opening import open
@@ -17,6 +17,9 @@ from shardwise.state.links import Link
 from shardwise.state.names import missing
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.view import View
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,14 @@ def compared(
     return found
 
 
-def ordered(names: Mapping[str, Any], work: Callable[[str], Any], jobs: int) -> Iterator[tuple[str, Any]]:
-    """The results of work on every name, by several threads, in the order of the names."""
+def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
+    """The results of work on every item, by several threads, in the order of the items."""
     if jobs <= 1:
-        yield from ((name, work(name)) for name in names)
+        yield from ((item, work(item)) for item in items)
         return
+    listed = list(items)
     with ThreadPoolExecutor(jobs) as pool:
-        yield from zip(names, pool.map(work, names), strict=True)
+        yield from zip(listed, pool.map(work, listed), strict=True)
 
 
 def _difference(name: str, a: Stream, b: Stream, chunk: int) -> Difference | None:
@@ -88,14 +92,12 @@ def _difference(name: str, a: Stream, b: Stream, chunk: int) -> Difference | Non
         b.fill(part, other_room)
         wrong = differing(room, other_room)
         if len(wrong):
-            return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong.tolist(), room))
+            return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong.tolist()))
     return None
 
 
-def _around(boxes: Boxes, numbers: Sequence[int], room: torch.Tensor) -> Box:
+def _around(boxes: Boxes, numbers: Sequence[int]) -> Box:
     """The smallest box that has the cells of these numbers, of the first of the boxes that has any."""
-    import numpy as np
-
     start = 0
     for at, volume in enumerate(boxes.volumes().tolist()):
         inside = [number - start for number in numbers if start <= number < start + volume]

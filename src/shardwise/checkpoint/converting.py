@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from pathlib import PurePath
@@ -30,7 +31,7 @@ from shardwise.layout import Layout
 from shardwise.state.links import Remap, links, shapes_after
 from shardwise.state.names import Rename, matched, renamed
 from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.tensor.casting import travels_as
+from shardwise.tensor.casting import check_cast
 
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
 Cast = torch.dtype | Sequence[tuple[str, torch.dtype | None]] | None
@@ -78,18 +79,42 @@ def convert(
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
     )
     writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
-    total = sum(stream.size for stream in streams.values())
-    with shown(progress, total, "convert", here=True) as tell:
-        count = _Count(tell, total)
-        parts = _parts(streams, layouts, chunk, count)
-        told = dict(
-            ordered({str(o): o for o in owners}, lambda o: writer.write(int(o), parts.get(int(o), []), contents), jobs)
-        )
-    writer.finish({int(owner): one for owner, one in told.items()}, contents)
+    told = _written(writer, owners, streams, contents, chunk, jobs, progress)
+    writer.finish(told, contents)
     made = open(folder.shown(name) if name is not None else folder.path)
     if verify:
         _verify(streams, made, chunk, jobs, progress)
     return made
+
+
+def _written(
+    writer: Writer,
+    owners: Sequence[int],
+    streams: Mapping[str, Stream],
+    contents: Contents,
+    chunk: int,
+    jobs: int,
+    progress: Progress,
+) -> dict[int, Any]:
+    """Write all files; what the writer says of each."""
+    boxes = _boxes(streams, contents)
+    ahead = Ahead([one for owner in owners for one in boxes[owner]])
+    total, numbers = sum(stream.size for stream in streams.values()), count()
+    try:
+        with shown(progress, total, "convert", here=True) as tell:
+            done = _Count(tell, total)
+            parts = {
+                owner: [
+                    Part(
+                        stream.name, box, stream.dtype, partial(_write, ahead, next(numbers), stream, box, chunk, done)
+                    )
+                    for stream, box in boxes[owner]
+                ]
+                for owner in owners
+            }
+            return dict(ordered(owners, lambda owner: writer.write(owner, parts[owner], contents), jobs))
+    finally:
+        ahead.close()
 
 
 class _Count:
@@ -129,8 +154,7 @@ def _streams(
             raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast them alike first")
         dtype = stored.pop()
         made[name] = Stream(name, shape, _cast(name, dtype, cast), sources)
-        layout = Layout.replicated(shape, [0])
-        travels_as(layout, layout, dtype, made[name].dtype)
+        check_cast(dtype, made[name].dtype)
         made[name].check()
     return made
 
@@ -192,31 +216,32 @@ def _layouts(
     for name, stream in streams.items():
         if limit is not None and room and room + stream.size > limit:
             file, room = file + 1, 0
-        layouts[name] = Layout.replicated(stream.shape, [file])
+        layouts[name] = _whole(stream.shape, file)
         room += stream.size
     return layouts
 
 
-def _parts(
-    streams: Mapping[str, Stream], layouts: Mapping[str, Layout], chunk: int, count: _Count
-) -> dict[int, list[Part]]:
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...], file: int) -> Layout:
+    """All of a tensor in a file. Kept: a model has many tensors of few shapes."""
+    return Layout.replicated(shape, [file])
+
+
+def _parts(streams: Mapping[str, Stream], contents: Contents, chunk: int, done: _Count) -> Mapping[int, list[Part]]:
     """What every file is to have."""
-    found = dict[int, list[Part]]()
+    found = defaultdict[int, list[Part]](list)
     for name, stream in streams.items():
-        for owner in layouts[name].owners():
-            boxes = [piece.box for piece in layouts[name].pieces(owner)]
-            if not prod(stream.shape):
-                boxes = [Box((0,) * len(stream.shape), stream.shape)]
-            for box in boxes:
-                found.setdefault(owner, []).append(
-                    Part(name, box, stream.dtype, partial(_write, stream, box, chunk, count))
-                )
+        empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
+        _, layout = contents.tensors[name]
+        for owner in layout.owners():
+            for box in [piece.box for piece in layout.pieces(owner)] or empty:
+                found[owner].append(Part(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
     return found
 
 
-def _write(stream: Stream, box: Box, chunk: int, count: _Count, file: IO[bytes]) -> None:
+def _write(stream: Stream, box: Box, chunk: int, done: _Count, file: IO[bytes]) -> None:
     stream.write(box, file, chunk)
-    count.add(box.volume * stream.dtype.itemsize)
+    done.add(box.volume * stream.dtype.itemsize)
 
 
 def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name: str | None) -> Writer:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import Bytes, Files, Span
+from shardwise.checkpoint.files import Files, Span
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
@@ -129,9 +129,9 @@ class Entry:
             for data, cut in zip(found, cuts, strict=True)
         ]
 
-    def bytes_of(self, cut: Cut) -> Bytes:
-        """The bytes between the first and the last element of a cut."""
-        return self.files.fetch([self._span(cut)])[0]
+    def copy(self, cut: Cut, file: Any) -> None:
+        """Append the bytes between the first and the last element of a cut to a file."""
+        self.files.copy(self._span(cut), file)
 
     def _span(self, cut: Cut) -> Span:
         count = 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))

@@ -50,6 +50,10 @@ class Files(ABC):
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """The bytes of each, not to be written."""
 
+    def copy(self, span: Span, file: Any) -> None:
+        """Append the bytes to a file that is being written."""
+        file.write(self.fetch([span])[0].data)
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some bytes, copied: for headers and the like."""
         return self.fetch([Span(name, start, self.size(name) if stop is None else stop)])[0].tobytes()
@@ -99,6 +103,14 @@ class LocalFiles(Files):
         for span in spans:
             self.check(span)
         return [self._map(span.file)[span.start : span.stop] for span in spans]
+
+    def copy(self, span: Span, file: Any) -> None:
+        """Inside of the system where it can: the bytes are never in our memory."""
+        self.check(span)
+        if not hasattr(file, "take"):
+            return super().copy(span, file)
+        with readable(self.shown(span.file)), (self._path / span.file).open("rb", buffering=0) as source:
+            file.take(source.fileno(), span.start, span.stop - span.start)
 
     def _map(self, name: str) -> Bytes:
         with self._lock:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwise.checkpoint.entry import Alike, Entry
 from shardwise.exchange.cuts import Cut, Places, Strides
-from shardwise.geometry import Boxes, Ints, ints
+from shardwise.geometry import Box, Boxes, Ints, ints
 from shardwise.layout import Layout
 from shardwise.state.links import Link
 from shardwise.state.view import View
@@ -21,6 +21,20 @@ class Local(NamedTuple):
     layout: Layout
     owner: int
     strides: tuple[Strides, ...]
+
+    def places(self) -> Places:
+        """Where its cells are in them."""
+        return Places.of_owner(self.layout, self.owner, self.strides)
+
+
+class Packed(NamedTuple):
+    """The cells of a box one after the other, in one tensor without dims of its own."""
+
+    box: Box
+
+    def places(self) -> Places:
+        """Where its cells are in it."""
+        return Places.packed(Boxes.of([self.box], len(self.box.lo)))
 
 
 class Match(NamedTuple):
@@ -51,14 +65,14 @@ class Match(NamedTuple):
         return entry.cuts(view.of_places(places))
 
 
-def match(link: Link, entry: Entry, local: Local) -> Match:
-    """What is to be copied of an entry to an owner's tensors."""
-    return _match(entry.alike, local, link.source_view, link.target_view)
+def match(link: Link, entry: Entry, room: Local | Packed) -> Match:
+    """What is to be copied of an entry to tensors of ours."""
+    return _match(entry.alike, room, link.source_view, link.target_view)
 
 
 @lru_cache(maxsize=1024)
-def _match(alike: Alike, local: Local, source_view: View, target_view: View) -> Match:
-    there = target_view.of_places(Places.of_owner(*local))
+def _match(alike: Alike, room: Local | Packed, source_view: View, target_view: View) -> Match:
+    there = target_view.of_places(room.places())
     wanted = source_view.back(there.boxes)
     # the number of its box stands for its file: that differs from tensor to tensor
     packed = Places.packed(alike.corners())

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import WORDS, Entry, placed
+from shardwise.checkpoint.matching import Packed, match
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, cut, ints
 from shardwise.state.links import Link
@@ -52,29 +53,27 @@ class Stream:
 
     def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
         """The cells of a box, row-major, to a file: as they lie in the source where they can, else packed in chunks."""
-        if not box.volume:
-            return
-        boxes = Boxes.of([box], len(self.shape))
-        runs = self._runs(boxes)
-        if runs is not None:
-            for entry, run in runs:
-                file.write(entry.bytes_of(run).data)
-            return
-        for part, room in self.chunks(box, chunk):
+        runs = self._runs(box)
+        for entry, run in runs or ():
+            entry.copy(run, file)
+        for part, room in self.chunks(box, chunk) if runs is None else ():
             self.fill(part, room)
             file.write(room.view(WORDS[self.dtype.itemsize]).numpy().data)
 
-    def _runs(self, boxes: Boxes) -> list[tuple[Entry, Cut]] | None:
+    def _runs(self, box: Box) -> list[tuple[Entry, Cut]] | None:
         """The box as bytes of files one after the other; None where it has to be packed or cast."""
+        if not box.volume:
+            return []
         found = list[tuple[int, Entry, Cut]]()
-        for entry, here, there in self._cuts(Places.packed(boxes)):
+        for link, entry in self.sources:
             if entry.dtype != self.dtype:
                 return None
-            for source, target in zip(here, there, strict=True):
-                if not (target.contiguous and source.contiguous):
-                    return None
-                found.append((target.offset, entry, source))
-        return [(entry, source) for _, entry, source in sorted(found, key=lambda run: run[0])]
+            matched = match(link, entry, Packed(box))
+            sources = matched.sources(entry, link.source_view)
+            if not all(cut.contiguous for cut in (*sources, *matched.there)):
+                return None
+            found += [(to.offset, entry, run) for run, to in zip(sources, matched.there, strict=True)]
+        return [(entry, run) for _, entry, run in sorted(found, key=lambda run: run[0])]
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same room for its cells."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,11 +50,10 @@ class Folder:
         try:
             with writable(target):
                 aside.parent.mkdir(parents=True, exist_ok=True)
-                with aside.open("wb") as file:
-                    yield file
-                    file.flush()
+                with aside.open("wb", buffering=0) as raw:
+                    yield Appended(raw)  # type: ignore[misc]
                     if self._durable:
-                        os.fsync(file.fileno())
+                        os.fsync(raw.fileno())
                 os.replace(aside, target)
         except BaseException:
             with suppress(OSError):
@@ -98,6 +98,34 @@ class Folder:
                 os.unlink(self.shown(name))
             else:
                 self._system.rm_file(self.shown(name))
+
+
+class Appended:
+    """A file that is written from its start to its end."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def write(self, data: Any) -> int:
+        """All of it: the system may take less at a time."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while len(left):
+            left = left[self._raw.write(left) :]
+        return size
+
+    def take(self, source: int, start: int, count: int) -> None:
+        """Bytes of another file, by the system alone where it can."""
+        while count:
+            try:
+                done = os.copy_file_range(source, self._raw.fileno(), count, start)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                    raise
+                done = self.write(os.pread(source, min(count, CHUNK), start))
+            if not done:
+                raise OSError(errno.EIO, "the source became shorter")
+            start, count = start + done, count - done
 
 
 @contextmanager

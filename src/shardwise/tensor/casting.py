@@ -15,7 +15,7 @@ from shardwise.planning import plan
 def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torch.dtype) -> torch.dtype:
     """The dtype of messages: cast before they travel where that is shorter, unless they are terms to be reduced."""
     check_dtype(becomes)
-    _check_cast(dtype, becomes)
+    check_cast(dtype, becomes)
     if plan(source, target).reducing:
         check_reduction(source.op or "", dtype)
         return dtype
@@ -29,7 +29,7 @@ def check_dtype(dtype: object) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
+def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
     """Refuse casts that lose more than digits."""
     if dtype == becomes:
         return
