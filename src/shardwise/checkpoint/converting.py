@@ -97,24 +97,10 @@ def _written(
     progress: Progress,
 ) -> dict[int, Any]:
     """Write all files; what the writer says of each."""
-    boxes = _boxes(streams, contents)
-    ahead = Ahead([one for owner in owners for one in boxes[owner]])
-    total, numbers = sum(stream.size for stream in streams.values()), count()
-    try:
-        with shown(progress, total, "convert", here=True) as tell:
-            done = _Count(tell, total)
-            parts = {
-                owner: [
-                    Part(
-                        stream.name, box, stream.dtype, partial(_write, ahead, next(numbers), stream, box, chunk, done)
-                    )
-                    for stream, box in boxes[owner]
-                ]
-                for owner in owners
-            }
-            return dict(ordered(owners, lambda owner: writer.write(owner, parts[owner], contents), jobs))
-    finally:
-        ahead.close()
+    total = sum(stream.size for stream in streams.values())
+    with shown(progress, total, "convert", here=True) as tell:
+        parts = _parts(streams, contents, chunk, _Count(tell, total))
+        return dict(ordered(owners, lambda owner: writer.write(owner, parts[owner], contents), jobs))
 
 
 class _Count:
