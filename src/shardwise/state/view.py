@@ -25,7 +25,7 @@ class View:
     @staticmethod
     def whole(shape: Sequence[int]) -> View:
         """All cells, as they are."""
-        return View(Box((0,) * len(shape), tuple(shape)), tuple(range(len(shape))))
+        return _whole(tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +87,11 @@ class View:
         start = self.region.lo
         lo, hi = (tuple(corner[dim] - start[dim] for dim in self.order) for corner in (shared.lo, shared.hi))
         return Box(lo, hi)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> View:
+    return View(Box((0,) * len(shape), shape), tuple(range(len(shape))))
 
 
 @lru_cache(maxsize=4096)

@@ -31,7 +31,7 @@ from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
-from shardwise.layout import parse
+from shardwise.layout import Grid, parse
 
 INDEX = "shardwise.json"
 VERSION = 1
@@ -176,6 +176,11 @@ def _boxes(text: str, shape: tuple[int, ...], files: int) -> tuple[Boxes, Ints]:
     layout = parse(text)
     if layout.shape != shape or layout.op is not None or any(not 0 <= owner < files for owner in layout.owners()):
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
+    if isinstance(layout.form, Grid):  # the same, for all owners at once
+        row, owner = layout.form.holders.expand(layout.form.cells.block)
+        boxes = layout.form.cells.boxes.take(row)
+        some = boxes.volumes() > 0
+        return boxes.take(some), owner[some]
     found = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
     return Boxes.of([piece.box for _, piece in found], len(shape)), ints([owner for owner, _ in found])
 
