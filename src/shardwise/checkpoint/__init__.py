@@ -7,5 +7,20 @@ from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.saving import save
+from shardwise.state.links import Concat, Stack, Transposed
 
-__all__ = ["Checkpoint", "Difference", "Entry", "Rules", "convert", "load", "open", "read_rules", "save", "verify"]
+__all__ = [
+    "Checkpoint",
+    "Concat",
+    "Difference",
+    "Entry",
+    "Rules",
+    "Stack",
+    "Transposed",
+    "convert",
+    "load",
+    "open",
+    "read_rules",
+    "save",
+    "verify",
+]
