@@ -1,4 +1,4 @@
-"""Saves that die or fail at any moment: a directory has the old checkpoint or the new one, whole, and no leftovers."""
+"""Saves that die or fail at any moment leave the old checkpoint or the new one, whole; damaged files are refused."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from checkpoints import INDEX, has, held, names_in, numbers, same
-from ranks import ranks  # noqa: F401
+from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -106,37 +106,29 @@ def reaped(count, path, format, watched, victims, moment=None):
     return on_ranks(count, run, dying=range(count), patience=10)
 
 
-@pytest.fixture(scope="module")
-def moments(old, tmp_path_factory):
-    """For each of three ranks how many calls a save has, and which of them have to do with files."""
-    format, path, _ = old
+def worth_dying_at(count, path, format, watched, most):
+    """Moments of a save of so many ranks to a path: calls that have to do with files, and some after the last of them.
 
-    def one(rank):
-        copy = shutil.copytree(path, tmp_path_factory.mktemp("moments") / "copy")
-        return reaped(3, copy, format, rank, [])[rank]
-
-    return [one(rank) for rank in range(3)]
-
-
-def worth_dying_at(moments, draw, most):
-    """Calls that have to do with files, and some of those that come after the last of them."""
-    calls, file_calls = moments
-    late = draw.sample(range(file_calls[-1], calls), 4)
-    return sorted({*draw.sample(file_calls, min(most, len(file_calls))), *file_calls[-4:], *late})
+    The path is saved to.
+    """
+    calls, file_calls = reaped(count, path, format, watched, [])[watched]
+    draw = random.Random(f"{format}{count}{watched}")
+    late = draw.sample(range(file_calls[-1], calls), 3)
+    return sorted({*draw.sample(file_calls, min(most, len(file_calls))), *file_calls[-3:], *late})
 
 
 @pytest.mark.parametrize(("count", "watched", "victims"), [(2, 0, [0]), (2, 0, [1]), (2, 0, [0, 1]), (3, 1, [1])])
-def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old, moments, tmp_path, count, watched, victims):
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old, tmp_path, count, watched, victims):
     format, path, theirs = old
     found = []
-    for moment in worth_dying_at(moments[watched], random.Random(f"{format}{watched}{victims}"), 12):
+    for moment in worth_dying_at(count, shutil.copytree(path, tmp_path / "all"), format, watched, 12):
         copy = shutil.copytree(path, tmp_path / str(moment))
         said = reaped(count, copy, format, watched, victims, moment)
         assert all(isinstance(one, sw.ExchangeError | tuple | None) for one in said)
         try:
             found.append(which(copy))
         except sw.CheckpointError as error:
-            pytest.fail(f"killed at call {moment} of {moments[watched][0]}, it is no checkpoint any more: {error}")
+            pytest.fail(f"killed at call {moment}, it is no checkpoint any more: {error}")
         checkpoint.save(state(3, 1), copy, format=format)
         is_checkpoint(copy, 3)
         only_one_file(copy, format, theirs)
@@ -153,11 +145,9 @@ def only_one_file(path, format, theirs):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
-def test_a_first_save_that_is_killed_does_not_look_like_a_checkpoint(moments, old, tmp_path, victims, format):
-    if old[0] != format:
-        pytest.skip("the moments are those of the other format")
+def test_a_first_save_that_is_killed_does_not_look_like_a_checkpoint(tmp_path, victims, format):
     unfinished = 0
-    for moment in worth_dying_at(moments[victims[0]], random.Random(f"{format}{victims}"), 8):
+    for moment in worth_dying_at(2, tmp_path / "all", format, victims[0], 4):
         path = tmp_path / str(moment)
         reaped(2, path, format, victims[0], victims, moment)
         if INDEXES[format] in (names_in(path) if path.exists() else ()):
@@ -174,7 +164,11 @@ def test_a_first_save_that_is_killed_does_not_look_like_a_checkpoint(moments, ol
 @pytest.mark.parametrize("format", FORMATS)
 def test_saves_over_others_of_more_and_of_fewer_ranks_leave_nothing_of_them(tmp_path, format):
     for start, count in enumerate((4, 1, 3, 2)):
-        on_ranks(count, lambda rank, start=start, count=count: checkpoint.save(state(start, count), tmp_path, format=format))
+
+        def run(rank, start=start, count=count):
+            checkpoint.save(state(start, count), tmp_path, format=format)
+
+        on_ranks(count, run)
         is_checkpoint(tmp_path, start)
         assert len(names_in(tmp_path)) == count + 1
 
@@ -338,3 +332,297 @@ def test_one_that_was_opened_before_another_was_saved_says_which_file_is_gone(tm
     same(seen["w"].read(), whole(1)["w"])  # it is mapped
     with pytest.raises(sw.CheckpointError, match=r"shard-00000-of-00001-\w+\.safetensors is missing"):
         unseen["w"].read()
+
+
+# --- damaged files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ours(tmp_path):
+    """A checkpoint of two ranks, and a secret beside it."""
+    (tmp_path / "secret.safetensors").write_bytes(b"secret")
+    on_ranks(2, lambda rank: checkpoint.save(state(1, 2), tmp_path / "ours", durable=False))
+    return tmp_path / "ours"
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """Two safetensors files with an index, as Hugging Face has them."""
+    path = tmp_path / "theirs"
+    path.mkdir()
+    (tmp_path / "secret.safetensors").write_bytes(b"secret")
+    where = {"w": "a.safetensors", "deep.r": "b.safetensors", "deep.s": "b.safetensors"}
+    for file in set(where.values()):
+        save_file({name: value for name, value in whole(1).items() if where[name] == file}, path / file, {"a": "b"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return path
+
+
+def refused(path, *words):
+    """Reading all of it is refused with one kind of error, that has these words."""
+    with pytest.raises(sw.CheckpointError) as error:
+        all_of(path)
+    for word in (str(path), *words):
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+
+
+def tensor(**fields):
+    """Changes fields of the first tensor that a header describes."""
+
+    def change(said):
+        name = next(name for name in said if name != "__metadata__")
+        said[name].update(fields)
+
+    return change
+
+
+def overlapping(said):
+    first, second = [one for name, one in said.items() if name != "__metadata__"][:2]
+    second["data_offsets"] = [at - second["data_offsets"][0] for at in second["data_offsets"]]
+    assert first["data_offsets"][0] == 0
+
+
+HEADERS = {
+    "dtype": (tensor(dtype="F4"), ["'F4'"]),
+    "a list as dtype": (tensor(dtype=[]), []),
+    "another dtype": (tensor(dtype="F64"), ["bytes"]),
+    "shape": (tensor(shape=[10**6]), ["bytes"]),
+    "negative": (tensor(shape=[-1, -5]), ["shape"]),
+    "absurd": (tensor(shape=[2**62, 2**62]), []),
+    "huge": (tensor(shape=[2**40, 2**40]), []),
+    "true": (tensor(shape=[True]), []),
+    "offsets": (tensor(data_offsets=[0, 10**9]), ["truncated"]),
+    "backwards": (tensor(data_offsets=[4, 0]), []),
+    "three offsets": (tensor(data_offsets=[0, 4, 8]), []),
+    "texts": (tensor(data_offsets=["0", "4"]), []),
+    "overlapping": (overlapping, ["bytes"]),
+    "no fields": (lambda said: said.update(extra={}), ["extra"]),
+    "no object": (lambda said: said.update(extra=3), ["extra"]),
+    "metadata": (lambda said: said.update(__metadata__={"a": 1}), ["__metadata__"]),
+    "more": (lambda said: said.update(extra={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}), ["extra"]),
+}
+
+
+@pytest.mark.parametrize("case", list(HEADERS))
+def test_a_header_that_cannot_be_is_refused(ours, theirs, case):
+    change, words = HEADERS[case]
+    for path, file in (ours, shards_in(ours)[0]), (theirs, "b.safetensors"):
+        rewritten(path / file, change)
+        refused(path, file, *words)
+
+
+TEXTS = {
+    "empty": b"",
+    "short": b"\x01\x00",
+    "huge length": (2**63).to_bytes(8, "little") + b"{}",
+    "most of all": b"\xff" * 8 + b"{}",
+    "length beyond the end": (1000).to_bytes(8, "little") + b"{}" + b" " * 20,
+    "no JSON": (2).to_bytes(8, "little") + b"{]",
+    "no object": (2).to_bytes(8, "little") + b"[]",
+    "no text": (2).to_bytes(8, "little") + b"\xff\xfe",
+    "deep": (200_000).to_bytes(8, "little") + b'{"a":' * 40_000,
+    "deep lists": (100_005).to_bytes(8, "little") + b'{"a":' + b"[" * 100_000,
+    "digits": (10_020).to_bytes(8, "little") + b'{"a":{"shape":' + b"9" * 10_006,
+    "twice": (16).to_bytes(8, "little") + b'{"a":{}, "a":{}}',
+    "zeros": b"\0" * 100,
+}
+
+
+@pytest.mark.parametrize("case", list(TEXTS))
+def test_a_file_that_is_something_else_is_refused(ours, theirs, case):
+    for path, file in (ours, shards_in(ours)[1]), (theirs, "b.safetensors"):
+        (path / file).write_bytes(TEXTS[case])
+        refused(path, file)
+
+
+@pytest.mark.parametrize("case", [name for name in TEXTS if name not in ("huge length", "most of all")])
+def test_an_index_that_is_something_else_is_refused(ours, theirs, case):
+    for path, file in (ours, INDEX), (theirs, "model.safetensors.index.json"):
+        (path / file).write_bytes(TEXTS[case][8:])
+        refused(path, file)
+
+
+def at(*keys):
+    """Sets something along keys."""
+
+    def change(value):
+        def set_it(said):
+            for key in keys[:-1]:
+                said = said[key]
+            said[keys[-1]] = value
+
+        return set_it
+
+    return change
+
+
+INDEX_CASES = {
+    "version": (at("shardwise")(2), ["version 2"]),
+    "no version": (at("shardwise")(None), ["version"]),
+    "files": (at("files")({}), ["files"]),
+    "tensors": (at("tensors")([]), ["tensors"]),
+    "values": (at("values")(None), ["values"]),
+    "up": (at("files", 0)("../secret.safetensors"), ["'../secret.safetensors'", "not inside"]),
+    "down and up": (at("files", 0)("a/../../secret.safetensors"), ["not inside"]),
+    "root": (at("files", 0)("/etc/passwd"), ["not inside"]),
+    "backslash": (at("files", 0)("..\\secret.safetensors"), ["not inside"]),
+    "a number": (at("files", 0)(0), ["not inside"]),
+    "itself": (at("files", 0)("."), ["not inside"]),
+    "nothing": (at("files", 0)(""), ["not inside"]),
+    "zero byte": (at("files", 0)("a\0b"), ["not inside"]),
+    "no text": (at("files", 0)("\ud800"), []),
+    "long name": (at("files", 0)("x" * 5000), []),
+    "a gone file": (at("files", 0)("gone.safetensors"), ["gone.safetensors is missing"]),
+    "fewer files": (lambda said: said["files"].pop(), ["'w'"]),
+    "swapped": (lambda said: said["files"].reverse(), ["w@", "not the file"]),
+    "tensor": (at("tensors", "w")(3), ["'w'"]),
+    "no layout": (lambda said: said["tensors"]["w"].pop("layout"), ["'w'"]),
+    "dtype": (at("tensors", "w", "dtype")("F4"), ["'w'", "F4"]),
+    "dtype of a list": (at("tensors", "w", "dtype")(["F32"]), ["'w'"]),
+    "another dtype": (at("tensors", "w", "dtype")("I32"), ["w@"]),
+    "shape": (at("tensors", "w", "shape")([12, 5]), ["'w'"]),
+    "huge shape": (lambda said: said["tensors"]["w"].update(shape=[2**40], layout=f"{2**40}/R@1"), ["w"]),
+    "layout": (at("tensors", "w", "layout")("12x4/Q"), ["'w'"]),
+    "layout of others": (at("tensors", "w", "layout")("12x4/S0@3"), ["'w'"]),
+    "another layout": (at("tensors", "w", "layout")("12x4/S1@2"), ["w@"]),
+    "partial": (at("tensors", "w", "layout")("12x4/P@2"), ["'w'"]),
+    "many owners": (at("tensors", "w", "layout")("12x4/S0@1000000"), ["'w'"]),
+    "very many": (at("tensors", "w", "layout")("12x4/S0@99999999999999999999"), ["'w'"]),
+    "brackets": (at("tensors", "w", "layout")("(" * 10**5), ["'w'"]),
+    "boxes": (at("tensors", "w", "layout")("12x4/boxes=0:6,0:4+6:99,0:4@2"), ["'w'"]),
+    "a new name": (lambda said: said["tensors"].update(v=said["tensors"]["w"]), ["v@"]),
+    "path": (at("paths", "deep.r")(5), ["deep.r"]),
+    "path of a text": (at("paths", "deep.r")("deep"), ["deep.r"]),
+    "path of lists": (at("paths", "deep.r")([[1]]), ["deep.r"]),
+    "path of nothing": (at("paths", "deep.r")([]), ["deep.r"]),
+    **{
+        f"value {value!r:.30}": (at("values", "start")(value), ["start"])
+        for value in (
+            {"float": 3},
+            {"float": "x"},
+            {"float": "0x1p99999"},
+            {"complex": 3},
+            {"complex": ["1"]},
+            {"complex": ["1", "2", "3"]},
+            {"bytes": "é"},
+            {"bytes": "!"},
+            {"bytes": 3},
+            {"tuple": 3},
+            {"tuple": "ab"},
+            {"set": [[1]]},
+            {"size": ["a"]},
+            {"size": [-1]},
+            {"dtype": "nn"},
+            {"dtype": 5},
+            {"device": "toaster"},
+            {"device": 5},
+            {"key": "x"},
+            {"place": None},
+            {"dict": 5},
+            {"dict": [1]},
+            {"dict": [[[1], 2]]},
+            {"dict": [[1, 2, 3]]},
+            {"what": 1},
+            {"dict": [], "tuple": []},
+            {},
+            json.loads("[" * 900 + "]" * 900),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", list(INDEX_CASES))
+def test_an_index_that_does_not_make_sense_is_refused(ours, case):
+    change, words = INDEX_CASES[case]
+    rewritten(ours / INDEX, change)
+    refused(ours, *words)
+
+
+WEIGHT_MAPS = {
+    "none": (lambda said: said.pop("weight_map"), ["weight_map"]),
+    "a list": (at("weight_map")([]), ["weight_map"]),
+    "up": (at("weight_map", "w")("../secret.safetensors"), ["../secret.safetensors", "not inside"]),
+    "root": (at("weight_map", "w")("/etc/passwd"), ["not inside"]),
+    "a number": (at("weight_map", "w")(3), ["not inside"]),
+    "no text": (at("weight_map", "w")("\ud800"), []),
+    "gone": (at("weight_map", "w")("c.safetensors"), ["c.safetensors is missing"]),
+    "the other": (at("weight_map", "w")("b.safetensors"), ["b.safetensors", "'w'"]),
+    "more": (at("weight_map", "v")("a.safetensors"), ["a.safetensors", "'v'"]),
+}
+
+
+@pytest.mark.parametrize("case", list(WEIGHT_MAPS))
+def test_a_weight_map_that_does_not_make_sense_is_refused(theirs, case):
+    change, words = WEIGHT_MAPS[case]
+    rewritten(theirs / "model.safetensors.index.json", change)
+    refused(theirs, *words)
+
+
+def test_files_that_are_swapped_missing_or_of_another_save_are_refused(ours, tmp_path):
+    first, second = (ours / name for name in shards_in(ours))
+    texts = first.read_bytes(), second.read_bytes()
+    first.write_bytes(texts[1])
+    second.write_bytes(texts[0])
+    refused(ours, "not the file that the index was written for")
+    first.write_bytes(texts[0])
+    second.unlink()
+    refused(ours, f"{second.name} is missing")
+    second.mkdir()
+    refused(ours, second.name)
+
+
+def test_a_directory_that_is_nothing_says_what_is_in_it(tmp_path):
+    refused(tmp_path, "it is empty")
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(tmp_path, "notes.txt")
+    refused(tmp_path / "notes.txt")
+    refused(tmp_path / "nowhere", "nothing at")
+    refused(f"memory:/{tmp_path}", "nothing at")
+    refused("gopher://a/b")
+
+
+def damaged(text, draw):
+    """Other bytes: some flipped, cut off, doubled, or taken out."""
+    text, kind = bytearray(text), draw.randrange(6)
+    where = draw.randrange(len(text))
+    if kind == 0:
+        del text[where:]
+    elif kind == 1:
+        del text[where : where + draw.randrange(1, 9)]
+    elif kind == 2:
+        text[where:where] = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
+    else:
+        for _ in range(kind - 2):
+            where = draw.randrange(len(text))
+            text[where] = draw.choice([text[where] ^ 1 << draw.randrange(8), draw.choice(b'0129-,:"[]{}@x/. ')])
+    return bytes(text)
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_random_damage_gives_values_or_one_kind_of_error(request, tmp_path, kind):
+    """Never another error; never other shapes or dtypes; nothing outside of the directory is looked at or touched."""
+    path, draw, outcomes = request.getfixturevalue(kind), random.Random(1), {"same": 0, "other": 0, "refused": 0}
+    files = {name: (path / name).read_bytes() for name in names_in(path)}
+    expected = whole(1)
+    before = names_in(tmp_path)
+    for at in range(250):
+        name = draw.choice(list(files))
+        (path / name).write_bytes(damaged(files[name], draw))
+        try:
+            found, _ = all_of(path)
+            into = {name: torch.zeros_like(value) for name, value in expected.items()}
+            checkpoint.load(path, into)
+        except sw.CheckpointError as error:
+            outcomes["refused"] += 1
+            assert str(path) in str(error)
+        except Exception as error:
+            raise AssertionError(f"damage {at}, to {name}: {error!r}: {(path / name).read_bytes()[:2000]!r}") from error
+        else:
+            equal = all(name in found and torch.equal(found[name], value) for name, value in expected.items())
+            outcomes["same" if equal else "other"] += 1
+        (path / name).write_bytes(files[name])
+    assert outcomes["refused"] > 60
+    assert outcomes["same"] + outcomes["other"] > 20, outcomes
+    assert names_in(tmp_path) == before
+    assert names_in(path) == sorted(files)
+    assert (tmp_path / "secret.safetensors").read_bytes() == b"secret"

@@ -82,7 +82,7 @@ def test_a_training_goes_on_in_any_sharding(trainings, how, count):
 
     def run(rank):
         into = training(how, range(count))
-        for path, (tensors, values) in trainings.items():
+        for path, (tensors, values) in list(trainings.items())[count % 2 :: 2]:
             into["step"] = None
             found, others = both_ways(path, into)
             same_tensors(found, tensors)
@@ -202,7 +202,7 @@ def test_values_are_set_in_their_places(tmp_path):
     assert repr(flat) == repr(flat_values())
 
 
-# --- what is read ------------------------------------------------------------------------------------------------------
+# --- what is read -----------------------------------------------------------------------------------------------------
 
 
 def reading(into, path, **options):
@@ -275,7 +275,7 @@ def test_without_a_group_a_rank_reads_what_it_needs_and_no_more(tmp_path):
         assert set(times.values()) == {1}
 
 
-# --- names, shapes, dtypes ---------------------------------------------------------------------------------------------
+# --- names, shapes, dtypes --------------------------------------------------------------------------------------------
 
 
 def llama(size=2):
@@ -384,7 +384,7 @@ WRONG = {
     "value": ({"stepp": 3}, {}, ["stepp", "nearest: 'step'", "strict=False"]),
     "shape": ({"embed.weight": torch.zeros(3, 4)}, {}, ["embed.weight", "(4, 3)", "(3, 4)"]),
     "dims": ({"head.bias": torch.zeros(2, 1)}, {}, ["head.bias", "(2,)", "(2, 1)"]),
-    "dtype": ({"head.bias": torch.zeros(2).double()}, {"cast": False}, ["head.bias", "float32", "float64", "cast=True"]),
+    "dtype": ({"head.bias": torch.zeros(2).double()}, {"cast": False}, ["head.bias", "float64", "cast=True"]),
     "tensor": ({"step": torch.zeros(())}, {}, ["step"]),
     "expanded": ({"head.bias": torch.zeros(1).expand(2)}, {}, ["head.bias"]),
     "rule": ({}, {"remap": [sw.Concat("x", ["head.weight"])], "rename": {"head.bias": "y"}}, ["head.bias"]),
@@ -457,6 +457,7 @@ def test_ranks_that_disagree_all_raise_the_same(small, tmp_path):
 
     def run(rank):
         mesh, whole = init_device_mesh("cpu", (2,)), filled_like_small()
+        rows = dtensor(torch.zeros(2), mesh, Shard(0))
         partial = {**whole, "head.bias": DTensor.from_local(torch.zeros(2), mesh, [Partial()])}
         cases = {
             "names": (small, {**whole, f"only{rank}": torch.zeros(1)}),
@@ -464,7 +465,7 @@ def test_ranks_that_disagree_all_raise_the_same(small, tmp_path):
             "partial": (small, partial),
             "gone": (small if rank else tmp_path / "nowhere", whole),
             "other": (small if rank else tmp_path / "other", whole),
-            "kinds": (small, {**whole, "head.bias": dtensor(torch.zeros(2), mesh, Shard(0))} if rank else whole),
+            "kinds": (small, {**whole, "head.bias": rows} if rank else whole),
         }
         said = {}
         for name, (path, into) in cases.items():
@@ -474,9 +475,9 @@ def test_ranks_that_disagree_all_raise_the_same(small, tmp_path):
 
     said, other = on_ranks(2, run)
     assert said == other
+    words = {"names": "only", "shapes": "head.bias", "partial": "partial", "gone": "nowhere", "other": "head", "kinds": "rank"}
     for (name, _), text in said.items():
-        word = {"names": "only", "shapes": "head.bias", "partial": "partial", "gone": "nowhere", "other": "", "kinds": "rank"}
-        assert word[name] in text
+        assert words[name] in text
 
 
 def test_a_value_that_only_one_rank_asks_for_in_vain_raises_on_all(small):
@@ -493,14 +494,14 @@ def test_cells_that_no_file_has_are_named(tmp_path):
     whole = numbers(12, 4)
     on_ranks(3, lambda rank: checkpoint.save({"w": held(whole, "12x4/S0@3")}, tmp_path))
     rewritten(tmp_path / INDEX, lambda said: said["tensors"]["w"].update(layout="12x4/boxes=0:4,0:4+8:12,0:4@2:0,2"))
-    with pytest.raises(sw.CheckpointError, match=r"'w'.*(\[4:8|4:8|lo=\(4, 0\)|\(4, 0\))") as error:
+    with pytest.raises(sw.CheckpointError, match=r"no file has \[4:8, 0:4\] of 'w'") as error:
         checkpoint.load(tmp_path, {"w": torch.zeros(12, 4)})
     assert str(tmp_path) in str(error.value)
 
 
 def test_a_file_that_is_missing_is_named_on_all_ranks(tmp_path):
     whole = numbers(12, 4)
-    on_ranks(3, lambda rank: checkpoint.save({"w": held(whole, "12x4/S0@3"), "r": numbers(2)}, tmp_path))
+    on_ranks(3, lambda rank: checkpoint.save({"w": held(whole, "12x4/S0@3"), "r": held(numbers(2), "2/R@1")}, tmp_path))
     lost = shards_in(tmp_path)[1]
     (tmp_path / lost).unlink()
 

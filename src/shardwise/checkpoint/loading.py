@@ -69,23 +69,26 @@ def load(
     targets = callers.together(say, lambda told: tensors_of(told, "state dict"))
     checkpoint = found[0]
 
+    others = list[str]()
+
     def prepare() -> list[tuple[Link, Entry, Tensor]]:
-        return _links(checkpoint, targets, flat, rename, list(remap), cast, strict)
+        others.extend(_others(checkpoint, flat, strict))
+        return _links(checkpoint, targets, rename, remap, cast, strict)
 
     with torch.no_grad():
         if together and read != "each":
             load_once(callers, targets, flat, prepare, max_bytes, progress)
         else:
             callers.together(lambda: _load_each(prepare(), flat, callers, progress), lambda _: None)
-    _set_values(checkpoint, flat, paths, into, strict)
+    for name in others:
+        set_element(into, paths[name], checkpoint.objects[name])
 
 
 def _links(
     checkpoint: Checkpoint,
     targets: Mapping[str, Tensor],
-    flat: Mapping[str, Any],
     rename: Rename,
-    remap: Sequence[Remap],
+    remap: Iterable[Remap],
     cast: bool,
     strict: bool,
 ) -> list[tuple[Link, Entry, Tensor]]:
@@ -131,18 +134,15 @@ def _load_each(
                 tell(done, total)
 
 
-def _set_values(
-    checkpoint: Checkpoint, flat: Mapping[str, Any], paths: Mapping[str, Any], into: dict[Any, Any], strict: bool
-) -> None:
-    """What is no tensor, in its place."""
+def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> list[str]:
+    """The names of values that are no tensors and are to be set."""
     names = [name for name, value in flat.items() if not is_tensor(value) and name not in checkpoint]
-    if not names:
-        return
-    lacking = [name for name in names if name not in checkpoint.objects and flat[name] not in (None, {}, [], ())]
+    lacking = [name for name in names if name not in checkpoint.objects and not _is_empty(flat[name])]
     if lacking and strict:
-        raise CheckpointError(
-            missing(f"{checkpoint.path} has no", lacking, checkpoint.objects) + "; strict=False leaves them"
-        )
-    for name in names:
-        if name in checkpoint.objects:
-            set_element(into, paths[name], checkpoint.objects[name])
+        said = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
+        raise CheckpointError(f"{said}; strict=False leaves them as they are")
+    return [name for name in names if name in checkpoint.objects]
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, dict | list | tuple) and not value)
