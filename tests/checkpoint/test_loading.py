@@ -440,9 +440,11 @@ def test_a_tensor_of_the_checkpoint_is_not_passed_over_where_a_number_is_expecte
     try:
         checkpoint.load(small, into)
     except sw.ShardwiseError as error:
-        assert "head.bias" in str(error)
+        said = str(error)
     else:
-        assert into["head.bias"] != 0.5
+        said = "head.bias was passed over" if into["head.bias"] == 0.5 else "head.bias was set"
+    assert "head.bias" in said
+    assert "passed over" not in said
 
 
 def test_options_that_are_nothing_are_refused(small):
@@ -475,9 +477,9 @@ def test_ranks_that_disagree_all_raise_the_same(small, tmp_path):
 
     said, other = on_ranks(2, run)
     assert said == other
-    words = {"names": "only", "shapes": "head.bias", "partial": "partial", "gone": "nowhere", "other": "head", "kinds": "rank"}
+    words = {"names": "only", "shapes": "head.bias", "partial": "partial", "gone": "nowhere", "other": "head"}
     for (name, _), text in said.items():
-        assert words[name] in text
+        assert words.get(name, "rank") in text
 
 
 def test_a_value_that_only_one_rank_asks_for_in_vain_raises_on_all(small):

@@ -1,0 +1,123 @@
+"""inspect, convert and verify from the shell: what is printed, and how it ends."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from shardwise import checkpoint, cli
+
+WEIGHTS = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "layers.0.k": torch.ones(2, 6), "norm": torch.zeros(6)}
+
+
+@pytest.fixture
+def shell(monkeypatch, capsys, tmp_path):
+    """Runs a command in a directory of its own: the exit code, and all that was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["shardwise", *words])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path):
+    checkpoint.save({**WEIGHTS, "step": 7}, tmp_path / "saved")
+    return "saved"
+
+
+def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
+    code, table = shell("inspect", saved)
+    assert code == 0
+    assert [line.split() for line in table.splitlines()][1] == "layers.0.q float32 4 x 6 1 whole 96 B".split()
+    assert "step        int" in table
+    assert table.endswith("saved: shardwise, 3 tensors (168 B float32) in 1 files, 1 other values\n")
+    code, tree = shell("inspect", saved, "--tree")
+    assert code == 0
+    assert "├── layers  144 B" in tree
+    assert "k  float32 [2, 6]  48 B" in tree
+    code, text = shell("inspect", saved, "--json")
+    said = json.loads(text)
+    assert (code, said["format"], said["bytes"], said["objects"]) == (0, "shardwise", 168, {"step": "7"})
+    (shard,) = said["tensors"]["layers.0.k"]["shards"]
+    assert shard["box"] == [[0, 0], [2, 6]]
+    assert shard["stop"] - shard["start"] == 48
+
+
+def test_everything_can_be_asked_for_in_a_conversion(shell, saved):
+    code, text = shell(
+        *("convert", saved, "out", "--max-shard-size", "100", "--no-bar", "--rename", "layers.*=blocks.*"),
+        *("--concat", "*.qk=*.q,*.k", "--cast", "norm=bfloat16", "--jobs", "2", "--max-bytes", "1MiB"),
+    )
+    assert code == 0
+    assert "every cell is right" in text
+    found = checkpoint.open("out")
+    assert torch.equal(found["blocks.0.qk"].read(), torch.cat([WEIGHTS["layers.0.q"], WEIGHTS["layers.0.k"]]))
+    assert found["norm"].dtype == torch.bfloat16
+    assert len({file for entry in found.values() for file in entry.used()}) == 2
+    code, _ = shell(
+        *("convert", "out", "back.pt", "--no-bar", "--concat", "*.qk=*.q,*.k:4,2", "--rename", "blocks.*=layers.*")
+    )
+    assert code == 0
+    back = torch.load("back.pt", weights_only=True)
+    assert torch.equal(back["layers.0.k"], WEIGHTS["layers.0.k"])
+    code, text = shell("convert", saved, "picked", "--no-bar", "--no-verify", "--select", "norm")
+    assert (code, list(checkpoint.open("picked"))) == (0, ["norm"])
+    assert "every cell" not in text
+
+
+def test_parts_by_rules(shell, saved, tmp_path):
+    (tmp_path / "rules.toml").write_text(
+        '[[rule]]\nname = "*.[qk]"\nplacements = "S0"\n[[rule]]\nname = "*"\nplacements = "R"\n'
+    )
+    code, _ = shell(
+        "convert", saved, "tp2", "--format", "sharded", "--rules", "rules.toml", "--mesh", "tp=2", "--no-bar"
+    )
+    assert code == 0
+    assert str(checkpoint.open("tp2")["layers.0.q"].layout) == "4x6/S0@2"
+    assert shell("verify", saved, "tp2", "--no-bar")[0] == 0
+
+
+def test_what_differs_is_listed_and_ends_with_one(shell, saved):
+    torch.save({**WEIGHTS, "norm": torch.tensor([0.0, 0, 0, 0, 1, 0])}, "other.pt")
+    code, text = shell("verify", saved, "other.pt", "--no-bar", "--jobs", "2")
+    assert (code, text) == (1, "norm: 1 or more cells differ in [4:5]\n")
+    torch.save(WEIGHTS, "same.pt")
+    code, text = shell("verify", saved, "same.pt")
+    assert code == 0
+    assert "equal, bit by bit" in text
+    assert "168/168 bytes" in text  # the bar
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["inspect", "nothing"], "there is nothing at nothing"),
+        (["verify", "saved", "nothing"], "there is nothing at nothing"),
+        (["convert", "saved", "x", "--format", "zip"], "format= must be one of"),
+        (["convert", "saved", "x", "--cast", "float31"], "'float31' is no dtype of torch"),
+        (["convert", "saved", "x", "--rename", "a"], "--rename 'a' is no pair"),
+        (["convert", "saved", "x", "--concat", "a=b@one"], "a dim and sizes are whole numbers"),
+        (["convert", "saved", "x", "--max-shard-size", "big"], "'big' is no size"),
+        (["convert", "saved", "x", "--mesh", "tp=2"], "give --rules too"),
+        (["convert", "saved", "x", "--format", "sharded", "--rules", "llamas", "--mesh", "tp=2"], "llama"),
+        (["convert", "saved", "x", "--select", "y*"], "no tensor fits"),
+    ],
+)
+def test_bad_input_ends_with_two_and_one_message(shell, saved, words, said, tmp_path):
+    code, text = shell(*words)
+    assert code == 2
+    assert text.startswith("error: ")
+    assert said in text
+    assert not (tmp_path / "x").exists() or not list((tmp_path / "x").iterdir())
