@@ -505,7 +505,12 @@ INTO = {
     "a directory with another file": ({}, "file"),
     "a directory within": ({}, "hf/within"),
 }
-RIGHT = {"its own directory, as dcp", "a directory of dcp, sharded", "a directory within"}
+RIGHT = {
+    "its own directory, in files of another size",
+    "its own directory, as dcp",
+    "a directory of dcp, sharded",
+    "a directory within",
+}
 
 
 @pytest.mark.parametrize(
@@ -516,7 +521,7 @@ RIGHT = {"its own directory, as dcp", "a directory of dcp, sharded", "a director
     ],
 )
 def test_what_is_returned_is_what_was_written_or_it_is_refused(tmp_path, what):
-    """Whatever else the directory has; and the source stays whole."""
+    """Whatever else the directory has; and the source stays whole, but where it is what was to be replaced."""
     options, name = INTO[what]
     hf, tensors = write_indexed(tmp_path / "hf", model(), 2), model(seed=9)
     write_indexed(tmp_path / "other", {f"old.{key}": tensor for key, tensor in tensors.items()}, 2)
@@ -534,7 +539,8 @@ def test_what_is_returned_is_what_was_written_or_it_is_refused(tmp_path, what):
             {key: tensor.half() for key, tensor in model().items()},
         )
         assert made.format == {"dcp": "dcp", "sharded": "shardwise"}.get(options.get("format"), "safetensors")
-    assert_same(indexed(hf), model())
+    if what != "its own directory, in files of another size":
+        assert_same(indexed(hf), model())
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")

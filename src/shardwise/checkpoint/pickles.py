@@ -1,7 +1,7 @@
 """Pickles from files that nobody vouches for: only what checkpoints are made of comes out, and nothing else runs.
 
 A pickle is a small program. Before it is run, its instructions are checked against a list; what it may name is a table
-of stand-ins below, so that nothing is ever imported for it; and no stand-in can be changed by it, or calls anything.
+of stand-ins, so that nothing is ever imported for it; and no stand-in can be changed by it, or calls anything.
 """
 
 from __future__ import annotations
@@ -10,275 +10,27 @@ import io
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import lru_cache
-from math import prod
-from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
-
+from shardwise.checkpoint.standins import (
+    COPIES,
+    KNOWN,
+    Call,
+    Holder,
+    Names,
+    Ordered,
+    Record,
+    SavedTensor,
+    Sealed,
+    Storage,
+    StorageKind,
+    sizes,
+)
 from shardwise.errors import CheckpointError
 
 DEEPEST = 100  # levels of containers
-MOST = 2**62  # of any number that is a size, an offset or a stride
-
-
-class Sealed:
-    """A stand-in that a pickle cannot change: what it says of its state is refused."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError(f"{type(self).__name__} has no state")
-
-
-class Call(Sealed):
-    """A function that a pickle may call."""
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work = work
-
-    def __call__(self, *args: Any) -> Any:
-        return self._work(*args)
-
-
-class Name(Sealed):
-    """Something that a pickle may name, and no more."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class Holder(Sealed):
-    """A value that a pickle could change, kept from it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class Record:
-    """An object of a known class: its state is kept as it was written, for others to check."""
-
-    __slots__ = ("state",)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, field: str) -> Any:
-        """A field of its state, or None."""
-        state = getattr(self, "state", None)
-        return state.get(field) if isinstance(state, dict) else None
-
-
-class StorageKind(Sealed):
-    """A class of storages: what their elements are."""
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
-class Storage(Sealed):
-    """Bytes beside the pickle, by a key."""
-
-    __slots__ = ("bytes", "dtype", "key")
-
-    def __init__(self, key: str, dtype: torch.dtype, bytes: int) -> None:
-        self.key, self.dtype, self.bytes = key, dtype, bytes
-
-
-class SavedTensor(Sealed):
-    """A tensor in a storage: offset and strides are counted in elements."""
-
-    __slots__ = ("dtype", "offset", "shape", "storage", "strides")
-    shards = ()  # lets traverse_state_dict see that it is a tensor, in lists, too
-
-    def __init__(
-        self, storage: Storage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> None:
-        self.storage, self.dtype, self.offset, self.shape, self.strides = storage, dtype, offset, shape, strides
-
-    @property
-    def elements(self) -> int:
-        """How many of its storage lie before its last one and with it."""
-        steps = zip(self.shape, self.strides, strict=True)
-        return self.offset + sum((size - 1) * step for size, step in steps) + 1 if prod(self.shape) else 0
-
-
-class Ordered(OrderedDict[Any, Any]):
-    """A dict in order; the attributes that torch hangs on it are left out."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class NumpyType(Sealed):
-    """A dtype of numpy; its state can only say that it is little."""
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, code: Any, *_: Any) -> None:
-        if not isinstance(code, str) or not re.fullmatch("[biufc][0-9]{1,2}", code):
-            raise pickle.UnpicklingError(f"numpy's dtype {code!r} is not one of plain numbers")
-        self.dtype = np.dtype("<" + code)
-
-    def __setstate__(self, state: Any) -> None:
-        if state[1] not in ("<", "|", "="):
-            raise pickle.UnpicklingError(f"numpy's byte order {state[1]!r} is not little")
-
-
-class NumpyArray(Holder):
-    """An array of numpy, not to be written."""
-
-    __slots__ = ()
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__(None)
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, kind, fortran, data = state
-        if not isinstance(kind, NumpyType) or type(data) is not bytes:
-            raise pickle.UnpicklingError("an array of numpy is not one of plain numbers")
-        if len(data) != prod(sizes(shape)) * kind.dtype.itemsize:
-            raise pickle.UnpicklingError(f"an array of shape {shape} has {len(data)} bytes")
-        self.value = np.frombuffer(data, kind.dtype).reshape(shape, order="F" if fortran else "C")
-
-
-def sizes(values: Any) -> tuple[int, ...]:
-    """A tuple of whole numbers, none of them negative or absurd."""
-    if type(values) is tuple:
-        for value in values:
-            if type(value) is not int or not 0 <= value < MOST:
-                break
-        else:
-            return values
-    raise pickle.UnpicklingError("sizes, offsets and strides must be tuples of whole numbers")
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> SavedTensor:
-    """_rebuild_tensor, and _rebuild_tensor_v2 with whether it requires grad, hooks and metadata."""
-    if not isinstance(storage, Storage):
-        raise pickle.UnpicklingError("a tensor has no storage")
-    return _typed_tensor(storage, offset, shape, strides, None, None, storage.dtype, *rest[2:])
-
-
-def _typed_tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> SavedTensor:
-    """_rebuild_tensor_v3."""
-    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype) or len(sizes(shape)) != len(strides):
-        raise pickle.UnpicklingError("a tensor has no storage, or no dtype, or other strides than sizes")
-    if metadata:
-        raise pickle.UnpicklingError("a tensor is a conjugate or negative view: call resolve_conj() before saving")
-    return SavedTensor(storage, dtype, sizes((offset,))[0], sizes(shape), sizes(strides))
-
-
-def _parameter(data: Any, *_: Any) -> SavedTensor:
-    if not isinstance(data, SavedTensor):
-        raise pickle.UnpicklingError("a parameter has no data")
-    return data
-
-
-def _of_type(rebuild: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """Tensors with attributes, which are left out."""
-    if not isinstance(rebuild, Call) or not isinstance(kind, Name) or type(args) is not tuple:
-        raise pickle.UnpicklingError("a tensor is of an unknown type")
-    return _parameter(rebuild(*args))
-
-
-def _scalar(kind: Any, data: Any) -> Any:
-    if not isinstance(kind, NumpyType) or type(data) is not bytes or len(data) != kind.dtype.itemsize:
-        raise pickle.UnpicklingError("a scalar of numpy is not a plain number")
-    return np.frombuffer(data, kind.dtype)[0]
-
-
-def _path(*parts: Any) -> Holder:
-    return Holder(PurePosixPath(*parts))
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    return complex(float(real), float(imaginary))
-
-
-def _device(kind: Any, index: Any = None) -> torch.device:
-    return torch.device(kind) if index is None else torch.device(kind, index)
-
-
-def _latin(text: Any = b"", encoding: Any = None) -> bytes:
-    """How old protocols write bytes."""
-    if type(text) is bytes:
-        return text
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"text as {encoding!r} is not how bytes are written")
-    return text.encode("latin1")
-
-
-KINDS = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-}
-Names = Mapping[tuple[str, str], Any]
-KNOWN: Names = {
-    **{("torch", name): StorageKind(dtype) for name, dtype in KINDS.items()},
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
-    ("torch", "UntypedStorage"): StorageKind(torch.uint8),
-    ("torch._utils", "_rebuild_tensor"): Call(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): Call(_typed_tensor),
-    ("torch._utils", "_rebuild_parameter"): Call(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Call(_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): Call(_of_type),
-    ("torch", "Tensor"): Name("torch.Tensor"),
-    ("torch.nn.parameter", "Parameter"): Name("torch.nn.Parameter"),
-    ("torch", "device"): Call(_device),
-    ("torch.serialization", "_get_layout"): Call(Name),
-    ("collections", "defaultdict"): Call(lambda *_: {}),
-    ("numpy", "dtype"): Call(NumpyType),
-    ("numpy", "ndarray"): Name("numpy.ndarray"),
-    **{
-        (f"numpy.{core}.multiarray", name): Call(make)
-        for core in ("core", "_core")
-        for name, make in (("scalar", _scalar), ("_reconstruct", NumpyArray))
-    },
-    **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},
-    **{(module, "PurePosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},
-    **{(module, "complex"): Call(_complex) for module in ("builtins", "__builtin__")},
-    **{
-        (module, name): Name(name)
-        for module in ("builtins", "__builtin__")
-        for name in ("dict", "list", "tuple", "int", "float", "bool", "str")
-    },
-}
-COPIES: Names = {  # what makes a copy of something that the pickle has
-    **{(module, "set"): set for module in ("builtins", "__builtin__")},
-    **{(module, "frozenset"): frozenset for module in ("builtins", "__builtin__")},
-    **{(module, "bytearray"): lambda *args: bytearray(_latin(*args)) for module in ("builtins", "__builtin__")},
-    **{(module, "bytes"): _latin for module in ("builtins", "__builtin__")},
-    ("_codecs", "encode"): _latin,
-    ("collections", "OrderedDict"): Ordered,
-    ("collections", "Counter"): dict,
-    ("torch", "Size"): torch.Size,
-}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -19,7 +19,8 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, Span, inside
 from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
-from shardwise.checkpoint.pickles import MOST, Call, Name, Record, SavedTensor, settled, sizes, unpickle
+from shardwise.checkpoint.pickles import settled, unpickle
+from shardwise.checkpoint.standins import MOST, Call, Name, Record, SavedTensor, sizes
 from shardwise.checkpoint.zips import BEGIN, starts
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints, row_major

@@ -12,7 +12,8 @@ import torch
 from shardwise.checkpoint.entry import WORDS, Checkpoint, Entry, Located, whole_box
 from shardwise.checkpoint.files import Files, Span
 from shardwise.checkpoint.formats.safetensors import read_index
-from shardwise.checkpoint.pickles import MOST, SavedTensor, check_tree, settled, unpickle
+from shardwise.checkpoint.pickles import check_tree, settled, unpickle
+from shardwise.checkpoint.standins import MOST, SavedTensor
 from shardwise.checkpoint.zips import BEGIN, Directory, Member, contents, directories, starts
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
