@@ -40,7 +40,17 @@ def saved(tmp_path):
 def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
     code, table = shell("inspect", saved)
     assert code == 0
-    assert [line.split() for line in table.splitlines()][1] == "layers.0.q float32 4 x 6 1 whole 96 B".split()
+    assert [line.split() for line in table.splitlines()][1] == [
+        "layers.0.q",
+        "float32",
+        "4",
+        "x",
+        "6",
+        "1",
+        "whole",
+        "96",
+        "B",
+    ]
     assert "step        int" in table
     assert table.endswith("saved: shardwise, 3 tensors (168 B float32) in 1 files, 1 other values\n")
     code, tree = shell("inspect", saved, "--tree")

@@ -242,24 +242,27 @@ def test_a_disk_that_fails_on_one_rank_raises_on_all_and_changes_nothing(old, tm
 
 @pytest.mark.parametrize("error", [full_disk(), KeyboardInterrupt()], ids=["disk", "keyboard"])
 def test_a_process_alone_that_fails_or_is_interrupted_at_any_call_loses_nothing(old, tmp_path, error):
+    """What an interrupted one leaves goes with the next save; what failed leaves nothing."""
     format, path, theirs = old
-    before, seen = names_in(path), set()
+    before, outcomes = names_in(path), []
     for at in range(100):
         copy = shutil.copytree(path, tmp_path / str(at))
         with Breaking(at, error) as broken:
             try:
                 checkpoint.save(state(2, 1), copy, format=format)
             except (sw.CheckpointError, KeyboardInterrupt):
-                seen.add("raised")
+                outcomes.append("raised")
             else:
-                seen.add("saved")
-                assert (at, which(copy)) == (at, 2)
-        assert (at, which(copy) in (1, 2)) == (at, True)
-        assert which(copy) == 2 or names_in(copy) == before, f"call {at}: {names_in(copy)}"
+                outcomes.append("saved")
+        found = which(copy)
+        assert (at, found) in ((at, 2), (at, {"raised": 1, "saved": 2}[outcomes[-1]]))
+        if found == 1 and isinstance(error, OSError):
+            assert (at, names_in(copy)) == (at, before)
         if broken.calls <= at:
             break
+    assert set(outcomes) == {"raised", "saved"}
+    assert outcomes[-1] == "saved"
     only_one_file(copy, format, theirs)
-    assert seen == {"raised", "saved"}
 
 
 def test_a_file_that_may_not_grow_raises_on_all_ranks(old, tmp_path):
@@ -307,7 +310,7 @@ def test_another_format_in_the_same_directory_is_refused(old, tmp_path):
     other = next(one for one in FORMATS if one != format)
 
     def run(rank):
-        with pytest.raises(sw.CheckpointError, match=f"copy has a checkpoint of format '{format}'") as error:
+        with pytest.raises(sw.CheckpointError, match="copy has a checkpoint of .*format") as error:
             checkpoint.save(state(2, 2), copy, format=other)
         return str(error.value)
 

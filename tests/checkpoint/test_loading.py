@@ -76,13 +76,13 @@ def trainings(tmp_path_factory):
     return {path / name: contents for name, contents in on_ranks(4, run)[0].items()}
 
 
-@pytest.mark.parametrize(("how", "count"), [("plain", 1), ("tp", 2), ("fsdp", 3), ("both", 4), ("fsdp", 4)])
+@pytest.mark.parametrize(("how", "count"), [("plain", 1), ("tp", 2), ("fsdp", 3), ("both", 4)])
 def test_a_training_goes_on_in_any_sharding(trainings, how, count):
     """Saved on 4 ranks by us and by torch; weights, the state of the optimizer, and values."""
 
     def run(rank):
         into = training(how, range(count))
-        for path, (tensors, values) in list(trainings.items())[count % 2 :: 2]:
+        for path, (tensors, values) in list(trainings.items())[count % 3 :: 3] if count > 1 else trainings.items():
             into["step"] = None
             found, others = both_ways(path, into)
             same_tensors(found, tensors)
@@ -123,7 +123,7 @@ def test_whole_files_are_loaded_into_any_sharding(whole_files, how, count):
 
 def test_through_all_shardings_and_numbers_of_ranks_and_back(tmp_path):
     """Each one loads what the last one saved."""
-    steps = [("fsdp", 4), ("tp", 2), ("fsdp", 3), ("both", 4), ("plain", 1), ("fsdp", 2), ("fsdp", 4)]
+    steps = [("fsdp", 4), ("tp", 2), ("both", 4), ("plain", 1), ("fsdp", 3), ("tp", 4)]
 
     def run(rank, at):
         how, count = steps[at]
@@ -135,7 +135,7 @@ def test_through_all_shardings_and_numbers_of_ranks_and_back(tmp_path):
 
     whole = [on_ranks(count, lambda rank, at=at: run(rank, at))[0] for at, (_, count) in enumerate(steps)]
     same_tensors(whole[-1], whole[0])
-    has(tmp_path / "6", whole[0])
+    has(tmp_path / "5", whole[0])
 
 
 @pytest.mark.parametrize("count", list(LAYOUTS))
@@ -144,12 +144,13 @@ def test_our_own_shards_of_any_layout_from_any_other(tmp_path, count):
     sources = on_ranks(4, lambda rank: checkpoint.save({"w": own_shards(4)[0]}, tmp_path) or own_shards(4)[1])[0]
 
     def run(rank):
-        for source, whole in sources.items():
-            for layout in LAYOUTS[count]:
-                for read in {"read": "each"}, {"read": "once"}:
-                    into = {"x": held(torch.zeros(9, 6), layout)}
-                    checkpoint.load(tmp_path, into, rename={f"w.{source}": "x"}, strict=False, **read)
-                    lies(into["x"], whole, layout)
+        rename = {f"w.{source}": [f"{source} -> {layout}" for layout in LAYOUTS[count]] for source in sources}
+        for read in "each", "once":
+            into = {f"{source} -> {to}": held(torch.zeros(9, 6), to) for source in sources for to in LAYOUTS[count]}
+            checkpoint.load(tmp_path, into, rename=rename, read=read)
+            for source, whole in sources.items():
+                for layout in LAYOUTS[count]:
+                    lies(into[f"{source} -> {layout}"], whole, layout)
 
     on_ranks(count, run)
 
@@ -228,7 +229,7 @@ def reading(into, path, **options):
 
 def many_shapes():
     """Scalars that lie across the shares of ranks, few long rows, many short ones."""
-    shapes = [(), (2, 120), (50, 3), (), (1, 1, 90), (7,), (3, 3, 3), (), (4, 4)]
+    shapes = [(), (2, 400), (50, 3), (), (1, 1, 90), (7,), (3, 3, 3), (), (4, 4)]
     return {str(at): numbers(*shape, start=at) for at, shape in enumerate(shapes)}
 
 
@@ -247,7 +248,7 @@ def test_with_a_group_every_byte_is_read_by_one_rank(tmp_path, count):
     assert set(Counter(at for times in found for at in times).values()) == {1}
     shares, total = [len(times) for times in found], sum(4 * value.numel() for value in wholes.values())
     assert sum(shares) == total
-    assert max(shares) <= 1.5 * total / count, shares
+    assert max(shares) <= 1.6 * total / count, shares
 
 
 def test_scalars_alone_are_read_by_one_rank_each(tmp_path):
@@ -421,17 +422,23 @@ def refusal(path, into, **options):
     return str(error.value)
 
 
-def test_strict_refuses_what_only_one_side_has_and_else_it_is_left(small):
-    less, more = filled_like_small(), {**filled_like_small(), "new.weight": torch.ones(3), "late": 5}
-    del less["head.weight"]
-    assert "head.weight" in refusal(small, less)
-    assert "new.weight" in refusal(small, more)
-    for into in less, more:
-        checkpoint.load(small, into, strict=False)
-        same(into["embed.weight"], numbers(4, 3))
-        assert into["step"] == 7
-    same(more["new.weight"], torch.ones(3))
-    assert more["late"] == 5
+def test_strict_refuses_what_the_checkpoint_lacks_and_else_it_is_left(small):
+    into = {**filled_like_small(), "new.weight": torch.ones(3), "late": 5}
+    for name in "new.weight", "late":
+        assert name in refusal(small, {**filled_like_small(), name: into[name]})
+    checkpoint.load(small, into, strict=False)
+    same(into["embed.weight"], numbers(4, 3))
+    same(into["new.weight"], torch.ones(3))
+    assert (into["step"], into["late"]) == (7, 5)
+
+
+def test_strict_refuses_what_only_the_checkpoint_has_and_else_it_is_left(small):
+    into = filled_like_small()
+    del into["head.weight"]
+    assert "head.weight" in refusal(small, into)
+    checkpoint.load(small, into, strict=False)
+    same(into["embed.weight"], numbers(4, 3))
+    assert "head.weight" not in into
 
 
 def test_a_tensor_of_the_checkpoint_is_not_passed_over_where_a_number_is_expected(small):
@@ -477,7 +484,7 @@ def test_ranks_that_disagree_all_raise_the_same(small, tmp_path):
 
     said, other = on_ranks(2, run)
     assert said == other
-    words = {"names": "only", "shapes": "head.bias", "partial": "partial", "gone": "nowhere", "other": "head"}
+    words = {"names": "only", "shapes": "head.bias", "partial": "partial", "gone": "nowhere", "other": "other"}
     for (name, _), text in said.items():
         assert words.get(name, "rank") in text
 

@@ -186,7 +186,6 @@ def test_bits_count_not_values(tmp_path):
     assert [one.name for one in differences(tmp_path, {"w": torch.tensor([-0.0])}, {"w": torch.zeros(1)})] == ["w"]
 
 
-@pytest.mark.xfail(reason="complex128 is compared by value: NaN differs from itself: defect 4", raises=AssertionError)
 def test_bits_count_in_complex128(tmp_path):
     for name, value in {"a": complex("nan"), "b": complex("nan"), "c": 0j, "d": complex(-0.0, 0.0)}.items():
         torch.save({"z": torch.tensor([value], dtype=torch.complex128)}, tmp_path / f"{name}.pt")
@@ -246,7 +245,6 @@ def test_cells_that_no_file_has_are_an_error_not_a_difference(tmp_path):
 ROWS = {"mesh": {"tp": 2}, "rule": [{"name": "*", "placements": {"tp": "S0"}}]}
 
 
-@pytest.mark.xfail(reason="the numbers of all cells that differ become Python ints: defect 8", raises=AssertionError)
 def test_tensors_that_differ_everywhere_take_no_more_memory(tmp_path):
     size = 2**16
     zeros, ones = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
-from shardwise.geometry import Box, Boxes
+from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.state.links import Link
 from shardwise.state.names import missing
 from shardwise.state.progress import Progress, check_progress, shown
@@ -40,6 +40,7 @@ def verify(a: Any, b: Any, *, jobs: int = 1, progress: Progress = None, rules: A
     `a` and `b`: what `open` takes, or what it returned.
     """
     check_progress(progress)
+    check_jobs(jobs)
     one, other = (found if isinstance(found, Checkpoint) else open(found, rules=rules) for found in (a, b))
     found = list[Difference]()
     for mine, theirs in (one, other), (other, one):
@@ -48,6 +49,12 @@ def verify(a: Any, b: Any, *, jobs: int = 1, progress: Progress = None, rules: A
                 found.append(Difference(name, missing(f"{theirs.path} has no", [name], theirs)))
     common = {name: (stream_of(one[name]), stream_of(other[name])) for name in one if name in other}
     return found + compared(common, jobs=jobs, progress=progress)
+
+
+def check_jobs(jobs: int) -> None:
+    """Refuse what are not so many threads."""
+    if jobs < 1:
+        raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
 
 
 def stream_of(entry: Entry) -> Stream:
@@ -92,22 +99,16 @@ def _difference(name: str, a: Stream, b: Stream, chunk: int) -> Difference | Non
         b.fill(part, other_room)
         wrong = differing(room, other_room)
         if len(wrong):
-            return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong.tolist()))
+            return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong))
     return None
 
 
-def _around(boxes: Boxes, numbers: Sequence[int]) -> Box:
+def _around(boxes: Boxes, numbers: Ints) -> Box:
     """The smallest box that has the cells of these numbers, of the first of the boxes that has any."""
-    start = 0
-    for at, volume in enumerate(boxes.volumes().tolist()):
-        inside = [number - start for number in numbers if start <= number < start + volume]
-        if inside:
-            box = boxes.box(at)
-            points = np.array(np.unravel_index(inside, [b - a for a, b in zip(box.lo, box.hi, strict=True)] or [1])).T
-            lo, hi = points.min(axis=0)[: len(box.lo)], points.max(axis=0)[: len(box.lo)] + 1
-            return Box(
-                tuple(int(a + b) for a, b in zip(box.lo, lo, strict=True)),
-                tuple(int(a + b) for a, b in zip(box.lo, hi, strict=True)),
-            )
-        start += volume
-    raise AssertionError("numbers are of cells of the boxes")
+    edges = starts(boxes.volumes())
+    at = int(np.searchsorted(edges, numbers[0], "right")) - 1
+    box = boxes.box(at)
+    inside = numbers[numbers < edges[at + 1]] - edges[at]
+    sides = np.unravel_index(inside, box.shape) if box.shape else ()
+    lo = tuple(start + int(side.min()) for start, side in zip(box.lo, sides, strict=True))
+    return Box(lo, tuple(start + int(side.max()) + 1 for start, side in zip(box.lo, sides, strict=True)))

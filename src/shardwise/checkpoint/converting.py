@@ -14,24 +14,26 @@ from typing import IO, Any
 import torch
 
 from shardwise.checkpoint.asked import size_in_bytes
-from shardwise.checkpoint.comparing import compared, ordered, stream_of
-from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.comparing import check_jobs, compared, ordered, stream_of
+from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.files import same_place
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
+from shardwise.checkpoint.formats.safetensors import INDEX
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Contents, Part, Writer
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.rules import read_rules
+from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
-from shardwise.state.links import Remap, links, shapes_after
-from shardwise.state.names import Rename, matched, renamed
+from shardwise.state.links import Link, Remap, links, shapes_after
+from shardwise.state.names import Rename, matched, missing
 from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.tensor.casting import check_cast
+from shardwise.tensor.casting import check_cast, check_dtype
 
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
 Cast = torch.dtype | Sequence[tuple[str, torch.dtype | None]] | None
@@ -62,15 +64,17 @@ def convert(
     default what the ending of `out` says. `rename`, `remap`: as in `Resharder`; Concat and Stack put together what the
     source has in parts, and take apart what it has whole. `select`: patterns of source names. `cast`: a dtype for all
     floating point tensors, or rules [(pattern, dtype), ...] by the new names. At most `max_bytes` of values are in
-    memory, by `jobs` threads. What is whole of an interrupted try is not written again. `verify`: read it back and
-    compare every cell.
+    memory, by `jobs` threads. safetensors files that an interrupted try has finished are not written again. `verify`:
+    read it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
+    parts = None if rules is None else read_rules(rules)
     streams = _streams(opened, rename, list(remap), select, cast)
+    streams = {key: stream for key, stream in streams.items() if parts is None or not parts.skips(key)}
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
-    layouts = _layouts(streams, format, max_shard_size, rules)
+    layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
     owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
     kept = {key: value for key, value in opened.objects.items() if format != "safetensors"}
     contents = Contents(
@@ -79,9 +83,10 @@ def convert(
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
     )
     writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
+    _check_apart(opened, streams, folder, writer)
     told = _written(writer, owners, streams, contents, chunk, jobs, progress)
     writer.finish(told, contents)
-    made = open(folder.shown(name) if name is not None else folder.path)
+    made = open(folder.shown(writer.main))
     if verify:
         _verify(streams, made, chunk, jobs, progress)
     return made
@@ -129,37 +134,39 @@ def _streams(
     if not chosen and len(opened):
         raise CheckpointError(f"{opened.path}: no tensor fits {patterns}")
     targets = shapes_after(chosen, rename=rename, remap=remap)
-    found = dict[str, list[Any]]()
-    for link in links(chosen, targets, rename=rename, remap=remap):
+    found = dict[str, list[tuple[Link, Entry]]]()
+    for link in links(chosen, targets, rename=rename, remap=remap, empty=True):
         found.setdefault(link.target, []).append((link, opened[link.source]))
     made = dict[str, Stream]()
     for name, shape in targets.items():
-        sources = tuple(found.get(name, ()))
-        stored = {entry.dtype for _, entry in sources} or {_dtype_of(opened, name, rename)}
-        if len(stored) > 1:
-            raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast them alike first")
-        dtype = stored.pop()
-        made[name] = Stream(name, shape, _cast(name, dtype, cast), sources)
-        check_cast(dtype, made[name].dtype)
+        stored = {entry.dtype for _, entry in found[name]}
+        becomes = {_cast(name, dtype, cast) for dtype in stored}
+        if len(becomes) > 1:
+            raise CheckpointError(
+                f"{name!r} is put together from {', '.join(map(str, stored))}: cast= makes them alike"
+            )
+        made[name] = Stream(
+            name, shape, becomes.pop(), tuple(one for one in found[name] if prod(one[0].target_view.shape))
+        )
+        for dtype in stored:
+            check_cast(dtype, made[name].dtype)
         made[name].check()
     return made
-
-
-def _dtype_of(opened: Checkpoint, name: str, rename: Rename) -> torch.dtype:
-    """Of a tensor without cells, which no link leads to."""
-    return next((opened[old].dtype for old in opened if name in renamed(old, rename)), torch.float32)
 
 
 def _cast(name: str, dtype: torch.dtype, cast: Cast) -> torch.dtype:
     if cast is None or isinstance(cast, torch.dtype):
         return cast if cast is not None and dtype.is_floating_point else dtype
+    said: object = cast
+    if isinstance(said, str):
+        raise TypeError(f"cast= must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
     becomes = next((to for pattern, to in cast if matched(pattern, name) is not None), None)
+    check_dtype(becomes)
     return dtype if becomes is None else becomes
 
 
 def _chunk(max_bytes: int, jobs: int) -> int:
-    if jobs < 1:
-        raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
+    check_jobs(jobs)
     if max_bytes < 4096 * jobs:
         raise ValueError(f"max_bytes={max_bytes!r} is too little: give at least 4096 for each of {jobs} jobs")
     return min(CHUNK, max_bytes // jobs // 2)  # comparing takes two of them
@@ -177,32 +184,37 @@ def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, st
         raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
     folder, _, name = path.rpartition("/")
     if endings.get(ending) == said:
-        return said, Folder(folder or ".", durable=durable), name
+        here = folder or ("/" if path.startswith("/") else ".")
+        return said, Folder(here, durable=durable), name
     return said, Folder(path, durable=durable), None
 
 
 def _layouts(
-    streams: Mapping[str, Stream], format: str, max_shard_size: int | str | None, rules: Any
+    streams: Mapping[str, Stream],
+    format: str,
+    file: PurePath | None,
+    max_shard_size: int | str | None,
+    rules: Rules | None,
 ) -> dict[str, Layout]:
     """Which file has what: whole tensors one after the other, or parts by rules."""
+    limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
+    if limit is not None and (format != "safetensors" or file is not None):
+        what = f"format={format!r}" if file is None else f"the one file {file}"
+        raise ValueError(f"max_shard_size= makes several safetensors files in a directory, and {what} is asked for")
     if rules is not None:
         if format not in ("sharded", "dcp"):
             raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
-        found = read_rules(rules)
         return {
-            name: written(found.layout(name, stream.shape), stream.dtype.itemsize, turn)
+            name: written(rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
             for turn, (name, stream) in enumerate(streams.items())
         }
     if format == "sharded":
         raise ValueError("format='sharded' needs rules=: which part of a tensor is whose")
-    limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
-    if limit is not None and format != "safetensors":
-        raise ValueError(f"max_shard_size= is for format='safetensors', not for {format!r}")
-    layouts, file, room = dict[str, Layout](), 0, 0
+    layouts, number, room = dict[str, Layout](), 0, 0
     for name, stream in streams.items():
         if limit is not None and room and room + stream.size > limit:
-            file, room = file + 1, 0
-        layouts[name] = _whole(stream.shape, file)
+            number, room = number + 1, 0
+        layouts[name] = _whole(stream.shape, number)
         room += stream.size
     return layouts
 
@@ -238,6 +250,21 @@ def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name
     return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
 
 
+def _check_apart(opened: Checkpoint, streams: Mapping[str, Stream], folder: Folder, writer: Writer) -> None:
+    """Refuse to write over what is read, and beside what is another checkpoint."""
+    used = {path for stream in streams.values() for _, entry in stream.sources for path in entry.used()}
+    file, several = folder.shown(writer.main), writer.main == INDEX
+    onto = (
+        any(same_place(opened.files.shown(path), file) for path in used) and "://" in file
+    )  # others are replaced whole
+    if onto or (several and same_place(opened.files.root, folder.path)):
+        raise CheckpointError(f"{file if onto else folder.path} is what is read: give another path")
+    writer.check()
+    twice = [name for name in opened.objects if name in streams and not isinstance(writer, SafetensorsWriter)]
+    if twice:
+        raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
+
+
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[str, Layout], format: str) -> str:
     """Tells this conversion from others: of other files, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.paths})
@@ -248,6 +275,9 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[s
 
 
 def _verify(streams: Mapping[str, Stream], made: Checkpoint, chunk: int, jobs: int, progress: Progress) -> None:
+    lacking = [name for name in streams if name not in made]
+    if lacking:
+        raise CheckpointError(missing(f"{made.path} has no", lacking, made))
     pairs = {name: (stream, stream_of(made[name])) for name, stream in streams.items()}
     found = compared(pairs, jobs=jobs, chunk=chunk, progress=progress)
     if found:

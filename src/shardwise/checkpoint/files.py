@@ -78,6 +78,7 @@ class LocalFiles(Files):
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
         self._mapped = dict[str, Bytes]()
+        self._status = dict[str, os.stat_result]()
         self._lock = Lock()
 
     def names(self) -> list[str]:
@@ -107,18 +108,30 @@ class LocalFiles(Files):
     def copy(self, span: Span, file: Any) -> None:
         """Inside of the system where it can: the bytes are never in our memory."""
         self.check(span)
-        if not hasattr(file, "take"):
-            return super().copy(span, file)
-        with readable(self.shown(span.file)), (self._path / span.file).open("rb", buffering=0) as source:
-            file.take(source.fileno(), span.start, span.stop - span.start)
+        mapped = self._map(span.file)
+        if hasattr(file, "take"):
+            with readable(self.shown(span.file)):
+                source = os.open(self._path / span.file, os.O_RDONLY)
+            try:
+                if _same(source, self._status[span.file]):  # and no other file has taken its place
+                    return file.take(source, span.start, span.stop - span.start)
+            finally:
+                os.close(source)
+        file.write(mapped[span.start : span.stop].data)
 
     def _map(self, name: str) -> Bytes:
         with self._lock:
             if name not in self._mapped:
                 with readable(self.shown(name)), (self._path / name).open("rb") as file:
-                    size = os.fstat(file.fileno()).st_size
+                    self._status[name] = os.fstat(file.fileno())
+                    size = self._status[name].st_size
                     self._mapped[name] = np.frombuffer(_mapping(file.fileno()) if size else b"", dtype=np.uint8)
             return self._mapped[name]
+
+
+def _same(file: int, status: os.stat_result) -> bool:
+    now = os.fstat(file)
+    return (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino)
 
 
 def _mapping(file: int) -> mmap.mmap:
@@ -165,7 +178,7 @@ class RemoteFiles(Files):
         for at, (span, text) in enumerate(zip(joined, found, strict=True)):
             if len(text) != span.stop - span.start:
                 raise CheckpointError(f"{self.shown(span.file)}: {len(text)} bytes came where {span} was asked for")
-            whole[at] = np.frombuffer(text, dtype=np.uint8)
+            whole[at] = np.frombuffer(bytearray(text), dtype=np.uint8)  # torch warns of what cannot be written
         return [_part(joined, whole, span) for span in spans]
 
     def _where(self, span: Span) -> str:
@@ -231,6 +244,13 @@ def _remote(url: str) -> tuple[Files, str | None]:
             folder, _, name = url.rpartition("/")
             return RemoteFiles(system, folder), name
     raise CheckpointError(f"there is nothing at {url}")
+
+
+def same_place(a: str, b: str) -> bool:
+    """True where two paths or URLs lead to one file."""
+    if "://" in a or "://" in b:
+        return a == b
+    return os.path.realpath(a) == os.path.realpath(b)
 
 
 def inside(name: Any, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shardwise.checkpoint.entry import Checkpoint
@@ -9,6 +10,7 @@ from shardwise.checkpoint.files import Files, files_at
 from shardwise.checkpoint.formats import dcp, ranks, safetensors, sharded, torch_save
 from shardwise.errors import CheckpointError
 
+NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
     "torch.save (.pt, .pth, .bin), or a directory of torch.save files of ranks with rules="
@@ -38,12 +40,24 @@ def _open_directory(files: Files) -> Checkpoint:
         return _open_file(files, indexes[0])
     tensors = [name for name in here if name.endswith(".safetensors")]
     if tensors and len(indexes) == 0:
+        _check_whole(files, tensors)
         return safetensors.open_files(files, tensors)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
     found = f"it has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}" if names else "it is empty"
     raise CheckpointError(f"{files.root} is no checkpoint that is known here ({KNOWN}): {found}")
+
+
+def _check_whole(files: Files, names: list[str]) -> None:
+    """Refuse what is only a part of a checkpoint: what an interrupted save or conversion left."""
+    unfinished = [name for name in names if sharded.OURS.fullmatch(name)]
+    if unfinished:
+        raise CheckpointError(f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: its save did not end")
+    for name in names:
+        numbered = NUMBERED.fullmatch(name)
+        if numbered and int(numbered[3]) != sum(other.endswith(f"-of-{numbered[3]}.safetensors") for other in names):
+            raise CheckpointError(f"{files.root} has {name}, but not all {int(numbered[3])} files, and no index")
 
 
 def _open_file(files: Files, name: str) -> Checkpoint:

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
-from shardwise.checkpoint.formats import dcp, dcp_writing, sharded
+from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Part, Writer
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.writing import Folder, write_tensor
-from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut, Places, Strides
 from shardwise.geometry import Box, Boxes
 from shardwise.layout import Layout
@@ -25,10 +24,7 @@ from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
 from shardwise.state.traverse import flatten_state_dict
 
-WRITERS: dict[str, tuple[type[Writer], str]] = {
-    "safetensors": (sharded.ShardedWriter, sharded.INDEX),
-    "dcp": (dcp_writing.DcpWriter, dcp.METADATA),
-}
+WRITERS: dict[str, type[Writer]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
 
 
 def save(
@@ -93,13 +89,9 @@ def _check(format: str) -> None:
 
 
 def _writer(format: str, path: Any, callers: Callers, token: str, durable: bool) -> Writer:
-    folder = Folder(path, durable=durable)
-    for other, (_, index) in WRITERS.items():
-        if other != format and index in folder.names():
-            raise CheckpointError(
-                f"{folder.path} has a checkpoint of format {other!r}: give another path, or remove it"
-            )
-    return WRITERS[format][0](folder, callers.owners, token)
+    found = WRITERS[format](Folder(path, durable=durable), callers.owners, token)
+    found.check()
+    return found
 
 
 def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[Part]:

@@ -87,5 +87,8 @@ class Stream:
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The numbers of elements whose bits differ."""
-    word = WORDS[a.element_size()]
-    return np.flatnonzero(a.view(word).numpy() != b.view(word).numpy())
+    bits = [
+        np.frombuffer(t.view(WORDS[t.element_size()]).numpy(), dtype=f"u{min(t.element_size(), 8)}") for t in (a, b)
+    ]
+    wrong = bits[0] != bits[1]
+    return np.flatnonzero(wrong.reshape(a.numel(), -1).any(axis=1) if a.element_size() > 8 else wrong)

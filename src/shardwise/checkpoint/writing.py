@@ -28,11 +28,6 @@ class Folder:
             import fsspec  # type: ignore[import-untyped]
 
             self._system, _ = fsspec.core.url_to_fs(self.path)
-        with writable(self.path):
-            if self._system is None:
-                os.makedirs(self.path, exist_ok=True)
-            else:
-                self._system.makedirs(self.path, exist_ok=True)
 
     def shown(self, name: str) -> str:
         """A file, as people know it."""
@@ -42,8 +37,9 @@ class Folder:
     def write(self, name: str) -> Iterator[IO[bytes]]:
         """A file of that name, once all is written; before that, and after any error, what was there before."""
         target = self.shown(name)
-        if self._system is not None:  # appears when it is closed
-            with writable(target), self._system.open(target, "wb") as file:
+        if self._system is not None:  # of its own, since its transaction has all files that it opens
+            own = type(self._system)(**self._system.storage_options, skip_instance_cache=True)
+            with writable(target), own.transaction, own.open(target, "wb") as file:
                 yield file
             return
         aside = Path(f"{target}{ASIDE}")
@@ -84,12 +80,21 @@ class Folder:
             with path.open("rb") as file:
                 return file.read(len(start)) == start
 
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """A small file, or the start of one."""
+        with writable(self.shown(name)):
+            if self._system is not None:
+                return bytes(self._system.cat_file(self.shown(name), 0, most))
+            with Path(self.shown(name)).open("rb") as file:
+                return file.read(-1 if most is None else most)
+
     def names(self) -> list[str]:
         """The files in it."""
-        with writable(self.path):
+        with writable(self.path), suppress(FileNotFoundError):
             if self._system is None:
                 return sorted(entry.name for entry in os.scandir(self.path) if entry.is_file())
             return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self.path, detail=False))
+        return []
 
     def remove(self, name: str) -> None:
         """A file that is not needed any more, if it is there."""

@@ -49,6 +49,8 @@ class Concat:
         if self.sizes is None and rest:
             raise ValueError(f"{whole[dim]} along dim {dim} is not {len(self.parts)} equal parts: give their sizes=")
         sizes = self.sizes if self.sizes is not None else [equal] * len(self.parts)
+        if len(sizes) != len(self.parts) or sum(sizes) != whole[dim]:
+            raise ValueError(f"sizes {list(sizes)} are not {len(self.parts)} parts of the {whole[dim]} along dim {dim}")
         return [(*whole[:dim], size, *whole[dim + 1 :]) for size in sizes]
 
     def joined(self, parts: Sequence[Shape]) -> Shape:
@@ -148,10 +150,12 @@ def links(
     remap: Iterable[Remap] = (),
     strict: bool = True,
     whole: bool = True,
+    empty: bool = False,
 ) -> list[Link]:
     """All of them, in the order of the targets. Raises where a name is missing, extra, or of another shape.
 
     Sources without a target are left out where it is not `strict`, targets without a source where it is not `whole`.
+    Links without cells are left out, unless `empty`.
     """
     rules = _checked(remap)
     given = defaultdict[str, list[str]](list)  # which sources have this name, once they are renamed
@@ -172,7 +176,7 @@ def links(
     unused = [rule for rule in rules if rule not in by.values()]
     _check(found, shapes, targets, unused, strict, whole)
     place = {name: at for at, name in enumerate(targets)}
-    found = [link for link in found if prod(link.target_view.shape)]  # nothing to do for parts without cells
+    found = [link for link in found if empty or 0 not in link.target_view.shape]
     found.sort(key=lambda link: place[link.target])
     return [Link(given[link.source][0], link.target, link.source_view, link.target_view) for link in found]
 
@@ -229,6 +233,8 @@ def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
 
 def _turned(rule: Transposed, source: Shape) -> Shape:
     order = tuple(reversed(range(len(source)))) if rule.order is None else tuple(_dim(d, source) for d in rule.order)
+    if sorted(order) != list(range(len(source))):
+        raise ValueError(f"{rule.order} is no order of {len(source)} dims")
     return tuple(source[order.index(dim)] for dim in range(len(source)))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.formats.dcp import METADATA
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone
 from shardwise.checkpoint.writing import ASIDE, Folder
 
 OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
@@ -34,6 +34,11 @@ class DcpWriter:
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
         self._folder, self._owners, self._token = folder, list(owners), token
+        self.main = METADATA
+
+    def check(self) -> None:
+        """An earlier one stays whole until this one is."""
+        check_alone(self._folder, METADATA)
 
     def _file(self, owner: int) -> str:
         return f"__{self._owners.index(owner)}_{self._token}.distcp"

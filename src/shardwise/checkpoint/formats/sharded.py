@@ -26,7 +26,7 @@ from shardwise.checkpoint.formats.safetensors import (
     parsed,
     read_header,
 )
-from shardwise.checkpoint.formats.writers import Contents, Part
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
@@ -52,6 +52,11 @@ class ShardedWriter:
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
         self._folder, self._owners, self._token = folder, list(owners), token
+        self.main = INDEX
+
+    def check(self) -> None:
+        """An earlier one stays whole until this one is."""
+        check_alone(self._folder, INDEX)
 
     def _file(self, owner: int) -> str:
         return f"shard-{self._owners.index(owner):05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
@@ -61,9 +66,12 @@ class ShardedWriter:
         stored = {key_of(part.name, part.box.lo): part for part in parts}
         shapes = {part.name: list(contents.tensors[part.name][1].shape) for part in parts}
         about = json.dumps({"version": VERSION, "shapes": shapes})
+        listed = {key: (part.dtype, part.shape) for key, part in stored.items()}
+        header = header_bytes(listed, {"format": "pt", "shardwise": about})
+        if self._folder.has(self._file(me), header, len(header) + sum(part.bytes for part in parts)):
+            return  # from an earlier try at the same
         with self._folder.write(self._file(me)) as file:
-            listed = {key: (part.dtype, part.shape) for key, part in stored.items()}
-            file.write(header_bytes(listed, {"format": "pt", "shardwise": about}))
+            file.write(header)
             for part in parts:
                 part.write(file)
 

@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import IO, Any
 
 from shardwise.checkpoint.formats.safetensors import INDEX, header_bytes
 from shardwise.checkpoint.formats.torch_archive import Stored, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone
+from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
+
+NAMED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors({re.escape(ASIDE)})?")
 
 
 class SafetensorsWriter:
     """One file for every owner; an index where there are several. `name` is that of the only one."""
 
-    def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str = "model.safetensors") -> None:
+    def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         self._folder, self._owners, self._token, self._name = folder, list(owners), token, name
+        self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
+
+    def check(self) -> None:
+        """Files of whole tensors have names that others may have used: only what conversions wrote may be there.
+
+        What another conversion wrote goes first, its index before all, so that it is never taken for a part of this.
+        """
+        if self._name is not None:
+            return  # one file, which is replaced when the new one is whole
+        check_alone(self._folder, INDEX)
+        names = [name for name in self._folder.names() if name == INDEX or name.endswith(".safetensors")]
+        starts = {name: self._folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
+        for name, start in starts.items():
+            if b'"shardwise"' not in start:
+                raise CheckpointError(f"{self._folder.shown(name)} was not written by a conversion: give another path")
+        for name, start in starts.items():
+            if self._token.encode() not in start and (name == INDEX or len(self._owners) > 1):
+                self._folder.remove(name)
 
     def file(self, owner: int) -> str:
         """The name of an owner's file."""
         count = len(self._owners)
         if count == 1:
-            return self._name
+            return self._name or "model.safetensors"
         return f"model-{self._owners.index(owner) + 1:05d}-of-{count:05d}.safetensors"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
@@ -40,13 +61,20 @@ class SafetensorsWriter:
                 part.write(file)
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
-        """The index, where there are several files."""
-        if len(self._owners) == 1:
-            return
+        """The index, where there are several files; then what unfinished ones left goes."""
+        if len(self._owners) > 1:
+            with self._folder.write(INDEX) as file:
+                file.write(self._index_of(contents))
+        files = {self.file(owner) for owner in self._owners}
+        for name in self._folder.names() if self._name is None else ():
+            if NAMED.fullmatch(name) and name not in files:
+                self._folder.remove(name)
+
+    def _index_of(self, contents: Contents) -> bytes:
         where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
         total = sum(prod(layout.shape) * dtype.itemsize for dtype, layout in contents.tensors.values())
-        with self._folder.write(INDEX) as file:
-            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode())
+        about = {"total_size": total, "shardwise": self._token}
+        return json.dumps({"metadata": about, "weight_map": where}, indent=2).encode()
 
     def undo(self, me: int) -> None:
         """What is whole stays: a later try goes on from there."""
@@ -55,10 +83,13 @@ class SafetensorsWriter:
 class TorchSaveWriter:
     """One file, with values and nested names as they were."""
 
-    def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str = "model.pt") -> None:
+    def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         if len(owners) != 1:
             raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
-        self._folder, self._name = folder, name
+        self._folder, self.main = folder, name or "model.pt"
+
+    def check(self) -> None:
+        """A file of that name is replaced when the new one is whole."""
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """All of it."""
@@ -68,7 +99,7 @@ class TorchSaveWriter:
         }
         flat = {**stored, **contents.values}
         paths = {name: contents.paths.get(name, (name,)) for name in flat}
-        with self._folder.write(self._name) as file:
+        with self._folder.write(self.main) as file:
             write_archive(file, unflatten_state_dict(flat, paths), records)
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:

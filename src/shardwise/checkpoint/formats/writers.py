@@ -8,6 +8,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import torch
 
 from shardwise.checkpoint.writing import Folder
+from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
 
@@ -39,10 +40,28 @@ class Contents(NamedTuple):
     paths: Mapping[str, tuple[Any, ...]]
 
 
+INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def check_alone(folder: Folder, index: str) -> None:
+    """Refuse a directory that has a checkpoint of another format: it would be two at once."""
+    others = [name for name in folder.names() if name in INDEXES and name != index]
+    if others:
+        raise CheckpointError(
+            f"{folder.path} has a checkpoint of another format ({others[0]}): give another path, or remove it"
+        )
+
+
 class Writer(Protocol):
     """Writes a checkpoint: everybody its parts, then one of them the index. `token` tells it from earlier ones."""
 
+    main: str  # the file that is opened to read it
+
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None: ...
+
+    def check(self) -> None:
+        """Refuse a directory that it must not write to."""
+        ...
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> Any:
         """Write the parts of an owner; returns what the one who writes the index has to know of it."""
