@@ -116,7 +116,7 @@ def worth_dying_at(count, path, format, watched, most):
     """
     calls, file_calls = reaped(count, path, format, watched, [])[watched]
     draw = random.Random(f"{format}{count}{watched}")
-    late = draw.sample(range(file_calls[-1], calls), 3)
+    late = draw.sample(range(file_calls[-1], calls), 2)
     return sorted({*draw.sample(file_calls, min(most, len(file_calls))), *file_calls[-3:], *late})
 
 
@@ -124,7 +124,7 @@ def worth_dying_at(count, path, format, watched, most):
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old, tmp_path, count, watched, victims):
     format, path, theirs = old
     found = []
-    for moment in worth_dying_at(count, shutil.copytree(path, tmp_path / "all"), format, watched, 12):
+    for moment in worth_dying_at(count, shutil.copytree(path, tmp_path / "all"), format, watched, 8):
         copy = shutil.copytree(path, tmp_path / str(moment))
         said = reaped(count, copy, format, watched, victims, moment)
         assert all(isinstance(one, sw.ExchangeError | tuple | None) for one in said)
@@ -147,7 +147,7 @@ def only_one_file(path, format, theirs):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("victims", [[1], [0, 1]])
 def test_a_first_save_that_is_killed_does_not_look_like_a_checkpoint(tmp_path, victims, format):
     unfinished = 0
     for moment in worth_dying_at(2, tmp_path / "all", format, victims[0], 4):
@@ -310,7 +310,7 @@ def test_another_format_in_the_same_directory_is_refused(old, tmp_path):
     other = next(one for one in FORMATS if one != format)
 
     def run(rank):
-        with pytest.raises(sw.CheckpointError, match="copy has a checkpoint of .*format") as error:
+        with pytest.raises(sw.CheckpointError, match=r"copy has a checkpoint of .*format") as error:
             checkpoint.save(state(2, 2), copy, format=other)
         return str(error.value)
 

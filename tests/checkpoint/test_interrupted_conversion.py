@@ -437,30 +437,23 @@ def test_a_result_that_is_not_what_was_to_be_written_is_noticed(tmp_path, monkey
 
 
 @pytest.mark.parametrize("kind", ["in.safetensors", "in.pt"])
-def test_a_file_can_be_converted_onto_itself_and_is_whole_if_that_fails(tmp_path, kind):
+def test_a_file_is_not_converted_onto_itself(tmp_path, kind):
     path = tmp_path / kind
     (save_file if kind == "in.safetensors" else torch.save)(model(), path)
     before = path.read_bytes()
-
-    def stop(done, total):
-        if done > total // 2:
-            raise StopError
-
-    with pytest.raises(StopError):
-        checkpoint.convert(path, path, cast=torch.bfloat16, durable=False, progress=stop)
+    with pytest.raises(CheckpointError, match="is what is read: give another path"):
+        checkpoint.convert(path, tmp_path / "." / kind, cast=torch.bfloat16, durable=False)
     assert path.read_bytes() == before
-    checkpoint.convert(path, path, cast=torch.bfloat16, durable=False)
-    assert_has(path, {name: tensor.bfloat16() for name, tensor in model().items()})
     assert os.listdir(tmp_path) == [kind]
 
 
-def test_a_sharded_checkpoint_can_be_converted_onto_itself(tmp_path):
+def test_a_sharded_checkpoint_is_not_converted_onto_itself(tmp_path):
     out = tmp_path / "ours"
     checkpoint.convert(source(tmp_path, model()), out, durable=False, **FORMATS["sharded"])
     said = {"mesh": {"tp": 2}, "rule": [{"name": "*", "placements": {"tp": "S1"}}]}
-    checkpoint.convert(out, out, format="sharded", rules=said, cast=torch.half, durable=False)
-    assert_has(out, {name: tensor.half() for name, tensor in model().items()})
-    assert len(os.listdir(out)) == 3
+    with pytest.raises(CheckpointError, match="is what is read: give another path"):
+        checkpoint.convert(out, out, format="sharded", rules=said, cast=torch.half, durable=False)
+    assert_has(out, model())
 
 
 def test_an_indexed_source_is_not_damaged_by_a_conversion_onto_itself_that_fails(tmp_path):
@@ -475,12 +468,14 @@ def test_an_indexed_source_is_not_damaged_by_a_conversion_onto_itself_that_fails
     assert_has(hf, model())
 
 
-def test_what_was_opened_is_converted_not_what_replaced_it(tmp_path):
+def test_what_replaced_a_file_that_was_opened_is_not_taken_for_it(tmp_path):
     opened = checkpoint.open(source(tmp_path, model(seed=1)))
     os.replace(source(tmp_path, model(seed=2), "new.safetensors"), tmp_path / "in.safetensors")
-    assert_same({name: entry.read() for name, entry in opened.items()}, model(seed=1))
-    checkpoint.convert(opened, tmp_path / "out.safetensors", durable=False, verify=False)
-    assert_has(tmp_path / "out.safetensors", model(seed=1))
+    with pytest.raises(CheckpointError, match=r"in\.safetensors was replaced or changed since it was opened"):
+        next(iter(opened.values())).read()
+    with pytest.raises(CheckpointError, match="was replaced or changed"):
+        checkpoint.convert(opened, tmp_path / "out.safetensors", durable=False, verify=False)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 INTO = {

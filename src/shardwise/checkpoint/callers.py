@@ -17,11 +17,12 @@ T = TypeVar("T")
 class Callers:
     """Everybody who calls an operation together."""
 
-    def __init__(self, operation: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, operation: str, group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
+        ranks = dist.is_available() and dist.is_initialized()
         self.operation, self.group = operation, group
-        self.alone = group is None and not (dist.is_available() and dist.is_initialized())
-        self.me = 0 if self.alone else dist.get_rank()
-        self.owners: tuple[int, ...] = (0,) if self.alone else group_wire(group).owners
+        self.alone = alone or (group is None and not ranks)
+        self.me = dist.get_rank() if ranks else 0
+        self.owners: tuple[int, ...] = (self.me,) if self.alone else group_wire(group).owners
 
     @property
     def first(self) -> bool:
@@ -31,5 +32,5 @@ class Callers:
     def together(self, say: Callable[[], S], conclude: Callable[[Mapping[int, S]], T], **same: Any) -> T:
         """What follows from what all of them say. What goes wrong for one is raised for all."""
         if self.alone:
-            return conclude({0: say()})
+            return conclude({self.me: say()})
         return together(self.operation, say, conclude, group=self.group, **same)

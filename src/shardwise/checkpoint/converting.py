@@ -18,7 +18,6 @@ from shardwise.checkpoint.comparing import check_jobs, compared, ordered, stream
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.files import same_place
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
-from shardwise.checkpoint.formats.safetensors import INDEX
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Contents, Part, Writer
@@ -83,7 +82,7 @@ def convert(
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
     )
     writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
-    _check_apart(opened, streams, folder, writer)
+    _check_apart(opened, streams, folder, name, writer)
     told = _written(writer, owners, streams, contents, chunk, jobs, progress)
     writer.finish(told, contents)
     made = open(folder.shown(writer.main))
@@ -182,10 +181,11 @@ def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, st
     said = format or endings.get(ending, "safetensors")
     if said not in FORMATS:
         raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
-    folder, _, name = path.rpartition("/")
+    scheme, separator, rest = path.rpartition("://")
+    folder, _, name = rest.rpartition("/")
     if endings.get(ending) == said:
-        here = folder or ("/" if path.startswith("/") else ".")
-        return said, Folder(here, durable=durable), name
+        here = folder or ("/" if path.startswith("/") else "" if separator else ".")
+        return said, Folder(f"{scheme}{separator}{here}", durable=durable), name
     return said, Folder(path, durable=durable), None
 
 
@@ -250,15 +250,19 @@ def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name
     return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
 
 
-def _check_apart(opened: Checkpoint, streams: Mapping[str, Stream], folder: Folder, writer: Writer) -> None:
+def _check_apart(
+    opened: Checkpoint, streams: Mapping[str, Stream], folder: Folder, name: str | None, writer: Writer
+) -> None:
     """Refuse to write over what is read, and beside what is another checkpoint."""
     used = {path for stream in streams.values() for _, entry in stream.sources for path in entry.used()}
-    file, several = folder.shown(writer.main), writer.main == INDEX
-    onto = (
-        any(same_place(opened.files.shown(path), file) for path in used) and "://" in file
-    )  # others are replaced whole
-    if onto or (several and same_place(opened.files.root, folder.path)):
-        raise CheckpointError(f"{file if onto else folder.path} is what is read: give another path")
+    if name is None:
+        onto = same_place(opened.files.root, folder.path)
+    else:
+        onto = any(same_place(opened.files.shown(path), folder.shown(name)) for path in used)
+    if onto:
+        raise CheckpointError(
+            f"{folder.path if name is None else folder.shown(name)} is what is read: give another path"
+        )
     writer.check()
     twice = [name for name in opened.objects if name in streams and not isinstance(writer, SafetensorsWriter)]
     if twice:
@@ -267,7 +271,7 @@ def _check_apart(opened: Checkpoint, streams: Mapping[str, Stream], folder: Fold
 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[str, Layout], format: str) -> str:
     """Tells this conversion from others: of other files, or to something else."""
-    files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.paths})
+    files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
     said: list[Any] = [format, opened.path, [(path, opened.files.stamp(path)) for path in files]]
     said += [(name, str(stream.dtype), stream.shape, str(layouts[name])) for name, stream in streams.items()]
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]

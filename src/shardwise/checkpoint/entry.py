@@ -139,7 +139,10 @@ class Entry:
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
-        wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
+        whole = Box((0,) * len(self.shape), self.shape)
+        wanted = whole if box is None else box
+        if wanted.volume and wanted & whole != wanted:
+            raise ValueError(f"{wanted} is not inside of {self.name!r}, which has shape {self.shape}")
         boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
         self.check(boxes)
         found = torch.empty([b - a for a, b in zip(wanted.lo, wanted.hi, strict=True)], dtype=self.dtype)

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from shardwise.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
+MAPPED = 512  # files that stay mapped: each takes a descriptor
+PIECE = 2**22  # bytes of a range that are fetched at a time where they are only passed on
 GAP = 2**18  # bytes between two ranges that are fetched along with them: another request costs more
 
 
@@ -39,6 +41,10 @@ class Files(ABC):
         """All of them, sorted."""
 
     @abstractmethod
+    def has(self, name: str) -> bool:
+        """True for a file that is there."""
+
+    @abstractmethod
     def size(self, name: str) -> int:
         """In bytes; a CheckpointError where there is no such file."""
 
@@ -51,8 +57,9 @@ class Files(ABC):
         """The bytes of each, not to be written."""
 
     def copy(self, span: Span, file: Any) -> None:
-        """Append the bytes to a file that is being written."""
-        file.write(self.fetch([span])[0].data)
+        """Append the bytes to a file that is being written, a little at a time."""
+        for start in range(span.start, span.stop, PIECE):
+            file.write(self.fetch([Span(span.file, start, min(start + PIECE, span.stop))])[0].data)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some bytes, copied: for headers and the like."""
@@ -78,7 +85,7 @@ class LocalFiles(Files):
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
         self._mapped = dict[str, Bytes]()
-        self._status = dict[str, os.stat_result]()
+        self._seen = dict[str, tuple[int, ...]]()  # what tells a file from another at its place
         self._lock = Lock()
 
     def names(self) -> list[str]:
@@ -86,52 +93,67 @@ class LocalFiles(Files):
         found = [Path(at, name) for at, _, names in os.walk(self._path) for name in names]
         return sorted(path.relative_to(self._path).as_posix() for path in found)
 
-    def size(self, name: str) -> int:
+    def has(self, name: str) -> bool:
         """By its status."""
-        if name in self._mapped:
-            return len(self._mapped[name])
-        with readable(self.shown(name)):
-            return (self._path / name).stat().st_size
+        return (self._path / name).is_file()
+
+    def size(self, name: str) -> int:
+        """When it was first looked at."""
+        with self._opened(name) as file:
+            return os.fstat(file).st_size
 
     def stamp(self, name: str) -> str:
         """By its size, and when it was written."""
-        with readable(self.shown(name)):
-            status = (self._path / name).stat()
-        return f"{status.st_size} {status.st_mtime_ns}"
+        with self._opened(name) as file:
+            return f"{os.fstat(file).st_size} {os.fstat(file).st_mtime_ns}"
 
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """Parts of the mapped files."""
-        for span in spans:
-            self.check(span)
-        return [self._map(span.file)[span.start : span.stop] for span in spans]
+        found = [self._map(span.file)[span.start : span.stop] for span in spans]
+        for span, part in zip(spans, found, strict=True):
+            if len(part) != span.stop - span.start or span.start < 0:
+                self.check(span)
+        return found
 
     def copy(self, span: Span, file: Any) -> None:
         """Inside of the system where it can: the bytes are never in our memory."""
         self.check(span)
-        mapped = self._map(span.file)
-        if hasattr(file, "take"):
-            with readable(self.shown(span.file)):
-                source = os.open(self._path / span.file, os.O_RDONLY)
-            try:
-                if _same(source, self._status[span.file]):  # and no other file has taken its place
-                    return file.take(source, span.start, span.stop - span.start)
-            finally:
-                os.close(source)
-        file.write(mapped[span.start : span.stop].data)
+        if not hasattr(file, "take"):
+            return super().copy(span, file)
+        with self._opened(span.file) as source:
+            file.take(source, span.start, span.stop - span.start)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Without mapping it: headers of very many files may be read."""
+        span = Span(name, start, self.size(name) if stop is None else stop)
+        self.check(span)
+        with self._opened(name) as file, readable(self.shown(name)):
+            return os.pread(file, span.stop - span.start, start)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """A descriptor; refused where the file is not the one that was looked at before."""
+        with readable(self.shown(name)):
+            file = os.open(self._path / name, os.O_RDONLY)
+        try:
+            now = os.fstat(file)
+            seen = self._seen.setdefault(name, (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns))
+            if seen != (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns):
+                raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
+            yield file
+        finally:
+            os.close(file)
 
     def _map(self, name: str) -> Bytes:
-        with self._lock:
-            if name not in self._mapped:
-                with readable(self.shown(name)), (self._path / name).open("rb") as file:
-                    self._status[name] = os.fstat(file.fileno())
-                    size = self._status[name].st_size
-                    self._mapped[name] = np.frombuffer(_mapping(file.fileno()) if size else b"", dtype=np.uint8)
-            return self._mapped[name]
-
-
-def _same(file: int, status: os.stat_result) -> bool:
-    now = os.fstat(file)
-    return (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino)
+        found = self._mapped.get(name)
+        if found is not None:
+            return found
+        with self._lock, self._opened(name) as file, readable(self.shown(name)):
+            while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
+                self._mapped.pop(next(iter(self._mapped)))
+            found = np.frombuffer(_mapping(file) if os.fstat(file).st_size else b"", dtype=np.uint8)
+            self._mapped[name] = found
+            return found
 
 
 def _mapping(file: int) -> mmap.mmap:
@@ -153,6 +175,11 @@ class RemoteFiles(Files):
             found = self._system.find(self.root)
         start = self._system._strip_protocol(self.root).rstrip("/")
         return sorted(str(path)[len(start) :].lstrip("/") for path in found)
+
+    def has(self, name: str) -> bool:
+        """As the driver says."""
+        with readable(self.shown(name)):
+            return bool(self._system.isfile(self.shown(name)))
 
     def size(self, name: str) -> int:
         """Asked for once."""
@@ -228,19 +255,26 @@ def files_at(path: Any) -> tuple[Files, str | None]:
     raise CheckpointError(f"there is nothing at {text}")
 
 
-def _remote(url: str) -> tuple[Files, str | None]:
+def remote_system(url: str) -> tuple[Any, str | None]:
+    """The driver for a URL; or the path, where it is a file of this machine."""
     import fsspec  # type: ignore[import-untyped]
 
     try:
         system, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{url}: {error}") from error
-    if "local" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
-        return files_at(path)
+    protocols = system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)
+    return (None, path) if "local" in protocols else (system, None)
+
+
+def _remote(url: str) -> tuple[Files, str | None]:
+    system, local = remote_system(url)
+    if local is not None:
+        return files_at(local)
     with readable(url):
-        if system.isdir(path):
+        if system.isdir(url):
             return RemoteFiles(system, url), None
-        if system.isfile(path):
+        if system.isfile(url):
             folder, _, name = url.rpartition("/")
             return RemoteFiles(system, folder), name
     raise CheckpointError(f"there is nothing at {url}")

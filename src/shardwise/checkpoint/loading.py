@@ -49,10 +49,7 @@ def load(
     every rank reads what it needs; "once": every byte is read by one rank and sent to all who need it, the better way
     where files are far away (the default with `group=`). All ranks of the group call; without one each is for itself.
     """
-    together = group is not None or read == "once"
-    callers = Callers("load", group)
-    if not together:
-        callers.alone = True
+    callers = Callers("load", group, alone=group is None and read != "once")
     flat, paths = dict[str, Any](), dict[str, Any]()
     found = list[Checkpoint]()
 
@@ -76,7 +73,7 @@ def load(
         return _links(checkpoint, targets, rename, remap, cast, strict)
 
     with torch.no_grad():
-        if together and read != "each":
+        if not callers.alone and read != "each":
             load_once(callers, targets, flat, prepare, max_bytes, progress)
         else:
             callers.together(lambda: _load_each(prepare(), flat, callers, progress), lambda _: None)
@@ -94,7 +91,11 @@ def _links(
 ) -> list[tuple[Link, Entry, Tensor]]:
     """Which entry fills which tensor."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
-    have = {name: checkpoint[name].shape for name in checkpoint}
+    lacking = [name for name in wanted if name not in checkpoint]
+    several = (
+        lacking or rename is not None or remap
+    )  # else only what is asked for is looked at, of what may be very many
+    have = {name: checkpoint[name].shape for name in (checkpoint if several else wanted)}
     try:
         found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
     except ValueError as error:

@@ -29,11 +29,10 @@ def open(path: Any, *, rules: Any = None) -> Checkpoint:
 
 
 def _open_directory(files: Files) -> Checkpoint:
+    for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # before a large directory is listed
+        if files.has(index):
+            return _open_file(files, index)
     names = files.names()
-    if sharded.INDEX in names:
-        return sharded.open_sharded(files)
-    if dcp.METADATA in names:
-        return dcp.open_dcp(files)
     here = [name for name in names if "/" not in name]
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
     if len(indexes) == 1:

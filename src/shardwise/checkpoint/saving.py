@@ -15,6 +15,7 @@ from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Part, Writer
 from shardwise.checkpoint.shares import written
+from shardwise.checkpoint.values import encoded
 from shardwise.checkpoint.writing import Folder, write_tensor
 from shardwise.exchange.cuts import Cut, Places, Strides
 from shardwise.geometry import Box, Boxes
@@ -39,22 +40,31 @@ def save(
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
     Replicas are written once, in equal shares. A checkpoint that was at the path stays whole until the new one is, and
-    is removed then. `durable`: wait until the disk has it.
+    is removed then. Values that are no tensors are those of the first rank. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
     flat, paths = dict[str, Any](), dict[str, Any]()
 
-    def say() -> tuple[Said, str]:
+    def say() -> tuple[Said, list[str]]:
         _check(format)
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
         paths.update(found[1])
-        return said(flat), token_hex(4)
+        others = {name: value for name, value in flat.items() if not is_tensor(value)}
+        for name, value in others.items() if format == "safetensors" else ():
+            encoded(value, name)  # refused now, not when all the rest is written
+        return said(flat), list(others)
 
-    def conclude(told: Mapping[int, tuple[Said, str]]) -> tuple[dict[str, Tensor], str]:
-        return tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict"), next(iter(told.values()))[1]
+    def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
+        (first, (_, names)), *others = told.items()
+        for rank, (_, other) in others:
+            if other != names:
+                strange = sorted(set(names) ^ set(other)) or names
+                raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
+        return tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
 
-    tensors, token = callers.together(say, conclude, format=format, path=str(path))
+    tensors = callers.together(say, conclude, format=format, path=str(path))
+    token = callers.together(lambda: token_hex(4) if callers.first else "", lambda told: told[callers.owners[0]])
     opened, contents = list[Writer](), list[Contents]()
 
     def write() -> Any:
@@ -76,11 +86,11 @@ def save(
 
     try:
         told = callers.together(write, dict)
-        callers.together(lambda: finish(told), lambda _: None)
     except BaseException:
         with suppress(Exception):
             opened[0].undo(callers.me)
         raise
+    callers.together(lambda: finish(told), lambda _: None)  # what is written now may be the checkpoint already
 
 
 def _check(format: str) -> None:

@@ -7,8 +7,9 @@ from functools import lru_cache
 from math import prod
 
 from shardwise.errors import CheckpointError
-from shardwise.geometry import Box, Ints
-from shardwise.layout import Layout
+from shardwise.exchange.cuts import Places
+from shardwise.geometry import Box, row_major
+from shardwise.layout import Grid, Layout
 from shardwise.planning import plan
 
 Owned = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corners of a box
@@ -19,7 +20,8 @@ def written(layout: Layout, itemsize: int, turn: int) -> Layout:
     """The boxes that every owner writes. `turn` moves small ones on to the next replica, so that all write as much."""
     if layout.op is not None:
         raise CheckpointError(f"{layout!r} is partial: its terms are no values; reduce it first")
-    return layout if layout.form.holders.single else _once(layout, itemsize, turn % layout.form.holders.most)
+    most = max(layout.form.holders.most, 1)
+    return layout if most == 1 and isinstance(layout.form, Grid) else _once(layout, itemsize, turn % most)
 
 
 @lru_cache(maxsize=4096)
@@ -28,10 +30,10 @@ def _once(layout: Layout, itemsize: int, turn: int) -> Layout:
     for owner in layout.owners():
         for piece in layout.pieces(owner):
             holders.setdefault(piece.box, []).append(owner)
-    if sum(box.volume for box in holders) != prod(layout.shape):  # boxes that overlap in part: as plans choose
-        somebody = max(layout.owners()) + 1
-        copies = plan(layout, Layout.replicated(layout.shape, [somebody]), itemsize=itemsize).copies
-        return Layout.boxes(layout.shape, list(zip(copies.source.tolist(), *map(_rows, copies.boxes), strict=True)))
+    if sum(box.volume for box in holders) != prod(layout.shape):  # boxes that overlap in part
+        return _as_planned(layout, itemsize)
+    if all(len(owners) == 1 for owners in holders.values()):
+        return layout
     pieces = list[Owned]()
     for box, owners in holders.items():
         if box.volume * itemsize <= WHOLE:
@@ -41,8 +43,15 @@ def _once(layout: Layout, itemsize: int, turn: int) -> Layout:
     return Layout.boxes(layout.shape, pieces).shortest()
 
 
-def _rows(corners: Ints) -> list[list[int]]:
-    return corners.tolist()
+def _as_planned(layout: Layout, itemsize: int) -> Layout:
+    """As a plan would choose who sends a cell to somebody who has none, in boxes that lie inside of pieces."""
+    copies = plan(layout, Layout.replicated(layout.shape, [max(layout.owners()) + 1]), itemsize=itemsize).copies
+    found = list[Owned]()
+    for owner in layout.owners():
+        held = Places.of_owner(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
+        boxes = held.once(copies.boxes.take(copies.source == owner)).boxes
+        found += [(owner, boxes.box(at).lo, boxes.box(at).hi) for at in range(boxes.count)]
+    return Layout.boxes(layout.shape, found)
 
 
 def slices(box: Box, owners: Sequence[int]) -> list[Owned]:

@@ -12,9 +12,11 @@ from typing import IO, Any
 import torch
 
 from shardwise.checkpoint.entry import WORDS
+from shardwise.checkpoint.files import remote_system
 from shardwise.errors import CheckpointError
 
 CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other
+ELSEWHERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)  # then it has to be done here
 ASIDE = ".part"  # what ends so is of a write that is under way, or was interrupted
 
 
@@ -22,12 +24,11 @@ class Folder:
     """A directory that is written to, here or where fsspec reaches."""
 
     def __init__(self, path: Any, *, durable: bool = True) -> None:
-        self.path, self._durable = os.fspath(path), durable
+        self.path, self._durable = str(path), durable
         self._system: Any = None
         if "://" in self.path:
-            import fsspec  # type: ignore[import-untyped]
-
-            self._system, _ = fsspec.core.url_to_fs(self.path)
+            self._system, local = remote_system(self.path)
+            self.path = local or self.path
 
     def shown(self, name: str) -> str:
         """A file, as people know it."""
@@ -124,8 +125,8 @@ class Appended:
         while count:
             try:
                 done = os.copy_file_range(source, self._raw.fileno(), count, start)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            except (OSError, AttributeError) as error:  # not every system has it, for all its files
+                if isinstance(error, OSError) and error.errno not in ELSEWHERE:
                     raise
                 done = self.write(os.pread(source, min(count, CHUNK), start))
             if not done:

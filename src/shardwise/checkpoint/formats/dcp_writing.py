@@ -34,6 +34,7 @@ class DcpWriter:
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
         self._folder, self._owners, self._token = folder, list(owners), token
+        self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = METADATA
 
     def check(self) -> None:
@@ -41,7 +42,7 @@ class DcpWriter:
         check_alone(self._folder, METADATA)
 
     def _file(self, owner: int) -> str:
-        return f"__{self._owners.index(owner)}_{self._token}.distcp"
+        return f"__{self._numbers[owner]}_{self._token}.distcp"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
         """Its archives, one after the other."""

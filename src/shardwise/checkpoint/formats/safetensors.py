@@ -146,6 +146,8 @@ def header_bytes(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metad
         said[name] = {"dtype": name_of(dtype, name), "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(said, separators=(",", ":")).encode()
+    if len(text) > MOST_HEADER:
+        raise CheckpointError(f"a header of {len(text)} bytes is more than the format allows: write more files")
     text += b" " * (-(8 + len(text)) % 64)  # so that the elements of all dtypes are aligned
     return len(text).to_bytes(8, "little") + text
 

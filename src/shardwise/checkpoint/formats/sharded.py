@@ -52,6 +52,7 @@ class ShardedWriter:
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
         self._folder, self._owners, self._token = folder, list(owners), token
+        self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = INDEX
 
     def check(self) -> None:
@@ -59,15 +60,13 @@ class ShardedWriter:
         check_alone(self._folder, INDEX)
 
     def _file(self, owner: int) -> str:
-        return f"shard-{self._owners.index(owner):05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
+        return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """The file of an owner, also where it has nothing: the index names one for each."""
         stored = {key_of(part.name, part.box.lo): part for part in parts}
-        shapes = {part.name: list(contents.tensors[part.name][1].shape) for part in parts}
-        about = json.dumps({"version": VERSION, "shapes": shapes})
         listed = {key: (part.dtype, part.shape) for key, part in stored.items()}
-        header = header_bytes(listed, {"format": "pt", "shardwise": about})
+        header = header_bytes(listed, {"format": "pt", "shardwise": self._token})
         if self._folder.has(self._file(me), header, len(header) + sum(part.bytes for part in parts)):
             return  # from an earlier try at the same
         with self._folder.write(self._file(me)) as file:
@@ -78,11 +77,11 @@ class ShardedWriter:
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """The index; then files of earlier checkpoints at this place, and of interrupted ones, go."""
         files = [self._file(owner) for owner in self._owners]
-        numbers = {owner: number for number, owner in enumerate(self._owners)}
+        index, known = index_bytes(files, contents, self._numbers), set(files)
         with self._folder.write(INDEX) as file:
-            file.write(index_bytes(files, contents, numbers))
+            file.write(index)
         for name in self._folder.names():
-            if OURS.fullmatch(name) and name not in files:
+            if OURS.fullmatch(name) and name not in known:
                 self._folder.remove(name)
 
     def undo(self, me: int) -> None:
@@ -122,9 +121,16 @@ def open_sharded(files: Files) -> Checkpoint:
         files,
         "shardwise",
         entries,
-        paths={name: tuple(decoded(path)) for name, path in paths.items()},
-        objects=lambda: {name: decoded(value) for name, value in values.items()},
+        paths={name: tuple(_decoded(path, name, where)) for name, path in paths.items()},
+        objects=lambda: {name: _decoded(value, name, where) for name, value in values.items()},
     )
+
+
+def _decoded(said: Any, name: str, where: str) -> Any:
+    try:
+        return decoded(said)
+    except Exception as error:  # whatever a damaged index leads to
+        raise CheckpointError(f"{name!r} in {where} is no value that is known here: {error}") from error
 
 
 class Lazy(Mapping[str, Entry]):
