@@ -5,7 +5,6 @@ import math
 import sys
 from pathlib import Path
 
-import safetensors
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -52,20 +51,24 @@ def has(path, tensors, values=None):
 
 def pasted(path):
     """The whole tensors, put together from what the safetensors package reads: every cell comes once."""
-    wholes, times = {}, {}
+    parts = {}
     for name in shards_in(path):
-        with safetensors.safe_open(Path(path, name), "pt") as file:
-            shapes = json.loads(file.metadata()["shardwise"])["shapes"]
         for key, part in load_file(Path(path, name)).items():
             tensor, _, corner = key.rpartition("@")
-            whole = wholes.setdefault(tensor, torch.empty(shapes[tensor], dtype=part.dtype))
             lo = [int(at) for at in corner.split(",") if at]
-            box = tuple(slice(a, a + size) for a, size in zip(lo, part.shape, strict=True))
-            whole[box] = part
-            times.setdefault(tensor, torch.zeros(shapes[tensor], dtype=torch.int64))[box] += 1
-    for name, count in times.items():
-        torch.testing.assert_close(count, torch.ones_like(count), msg=f"cells of {name} are not there once")
-    return wholes
+            parts.setdefault(tensor, []).append((lo, [a + b for a, b in zip(lo, part.shape, strict=True)], part))
+    return {name: _whole(name, several) for name, several in parts.items()}
+
+
+def _whole(name, parts):
+    shape = [max(ends) for ends in zip(*(hi for _, hi, _ in parts), strict=True)]
+    whole, times = torch.empty(shape, dtype=parts[0][2].dtype), torch.zeros(shape, dtype=torch.int64)
+    for lo, hi, part in parts:
+        box = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
+        whole[box] = part
+        times[box] += 1
+    torch.testing.assert_close(times, torch.ones_like(times), msg=f"cells of {name} are not there once")
+    return whole
 
 
 def data_bytes(path):

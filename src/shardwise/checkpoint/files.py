@@ -79,13 +79,22 @@ class Files(ABC):
             )
 
 
+class Seen(NamedTuple):
+    """What tells a file from another one at its place."""
+
+    size: int
+    written: int
+    device: int
+    number: int
+
+
 class LocalFiles(Files):
     """Files of this machine. They are mapped when they are first looked at; nothing is read before it is needed."""
 
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
         self._mapped = dict[str, Bytes]()
-        self._seen = dict[str, tuple[int, ...]]()  # what tells a file from another at its place
+        self._seen = dict[str, Seen]()
         self._lock = Lock()
 
     def names(self) -> list[str]:
@@ -99,13 +108,14 @@ class LocalFiles(Files):
 
     def size(self, name: str) -> int:
         """When it was first looked at."""
-        with self._opened(name) as file:
-            return os.fstat(file).st_size
+        if name not in self._seen:
+            with self._opened(name):
+                pass
+        return self._seen[name].size
 
     def stamp(self, name: str) -> str:
         """By its size, and when it was written."""
-        with self._opened(name) as file:
-            return f"{os.fstat(file).st_size} {os.fstat(file).st_mtime_ns}"
+        return f"{self.size(name)} {self._seen[name].written}"
 
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """Parts of the mapped files."""
@@ -136,9 +146,9 @@ class LocalFiles(Files):
         with readable(self.shown(name)):
             file = os.open(self._path / name, os.O_RDONLY)
         try:
-            now = os.fstat(file)
-            seen = self._seen.setdefault(name, (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns))
-            if seen != (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns):
+            status = os.fstat(file)
+            now = Seen(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+            if self._seen.setdefault(name, now) != now:
                 raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
             yield file
         finally:
@@ -151,7 +161,7 @@ class LocalFiles(Files):
         with self._lock, self._opened(name) as file, readable(self.shown(name)):
             while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
                 self._mapped.pop(next(iter(self._mapped)))
-            found = np.frombuffer(_mapping(file) if os.fstat(file).st_size else b"", dtype=np.uint8)
+            found = np.frombuffer(_mapping(file) if self._seen[name].size else b"", dtype=np.uint8)
             self._mapped[name] = found
             return found
 
