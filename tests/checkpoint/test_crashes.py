@@ -274,7 +274,7 @@ def test_a_file_that_may_not_grow_raises_on_all_ranks(old, tmp_path):
         import resource
 
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         with pytest.raises(sw.CheckpointError) as error:
             checkpoint.save(state(2, 3), copy, format=format)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import Files, Span
+from shardwise.checkpoint.files import Bytes, Files, Span, worth_it
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
@@ -123,10 +125,27 @@ class Entry:
 
     def views(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         """The elements of cuts of files, as tensors: of the mapped file, or of what was fetched."""
-        found, word = self.files.fetch([self._span(cut) for cut in cuts]), WORDS[self.dtype.itemsize]
+        blocks = [(cut, 0 if self.files.near else _outer(cut, self.dtype.itemsize)) for cut in cuts]
+        parts = [self._parts(cut, outer) for cut, outer in blocks]
+        found = iter(self.files.fetch([self._span(part) for several in parts for part in several]))
+        tensors = [[self._tensor(next(found), part) for part in several] for several in parts]
         return [
-            torch.frombuffer(data, dtype=word).as_strided(cut.shape, cut.strides).view(self.dtype)
-            for data, cut in zip(found, cuts, strict=True)
+            several[0] if not outer else torch.stack(several).reshape(cut.shape)
+            for (cut, outer), several in zip(blocks, tensors, strict=True)
+        ]
+
+    def _tensor(self, data: Bytes, cut: Cut) -> torch.Tensor:
+        words = torch.frombuffer(data, dtype=WORDS[self.dtype.itemsize])
+        return words.as_strided(cut.shape, cut.strides).view(self.dtype)
+
+    def _parts(self, cut: Cut, outer: int) -> list[Cut]:
+        """A cut as one for every step along its first dims."""
+        if not outer:
+            return [cut]
+        steps = [stride * self.dtype.itemsize for stride in cut.strides[:outer]]
+        return [
+            Cut(cut.tensor, cut.shape[outer:], cut.strides[outer:], cut.offset + sum(map(mul, at, steps)))
+            for at in product(*map(range, cut.shape[:outer]))
         ]
 
     def copy(self, cut: Cut, file: Any) -> None:
@@ -184,6 +203,16 @@ def placed(source: Places, target: Places) -> tuple[Places, list[Cut]]:
     """The same cells on both sides."""
     row, there = target.within(source.boxes)
     return source.inside(row, there.boxes), there.cuts()
+
+
+def _outer(cut: Cut, itemsize: int) -> int:
+    """How many dims to take apart, so that what is fetched is not mostly what nobody asked for."""
+    outer = 0
+    for dim, (size, stride) in enumerate(zip(cut.shape, cut.strides, strict=True)):
+        inner = 1 + sum((n - 1) * step for n, step in zip(cut.shape[dim + 1 :], cut.strides[dim + 1 :], strict=True))
+        if size > 1 and not worth_it((stride - inner) * itemsize, inner * itemsize):
+            outer = dim + 1
+    return outer
 
 
 class Checkpoint(Mapping[str, Entry]):

@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 Bytes = npt.NDArray[np.uint8]
 MAPPED = 512  # files that stay mapped: each takes a descriptor
 PIECE = 2**22  # bytes of a range that are fetched at a time where they are only passed on
-GAP = 2**18  # bytes between two ranges that are fetched along with them: another request costs more
+SMALL, GAP = 2**12, 2**18  # bytes between two ranges that are fetched along with them, where another request costs more
 
 
 class Span(NamedTuple):
@@ -35,6 +35,7 @@ class Files(ABC):
     """The files of a checkpoint, by names relative to `root`, with / between their parts."""
 
     root: str
+    near: bool  # what lies between two ranges costs nothing
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -90,6 +91,8 @@ class Seen(NamedTuple):
 
 class LocalFiles(Files):
     """Files of this machine. They are mapped when they are first looked at; nothing is read before it is needed."""
+
+    near = True
 
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
@@ -175,6 +178,8 @@ def _mapping(file: int) -> mmap.mmap:
 class RemoteFiles(Files):
     """Files that fsspec reaches: s3://, gs://, memory://, and whatever has a driver."""
 
+    near = False
+
     def __init__(self, system: Any, root: str) -> None:
         self._system, self.root = system, root
         self._sizes = dict[str, int]()
@@ -234,7 +239,11 @@ def _joined(spans: Sequence[Span]) -> Iterator[Span]:
     """As few as there can be without fetching much that nobody asked for."""
     before: Span | None = None
     for span in sorted(span for span in spans if span.stop > span.start):
-        if before is not None and span.file == before.file and span.start <= before.stop + GAP:
+        if (
+            before is not None
+            and span.file == before.file
+            and worth_it(span.start - before.stop, span.stop - span.start)
+        ):
             before = before._replace(stop=max(before.stop, span.stop))
         else:
             if before is not None:
@@ -242,6 +251,14 @@ def _joined(spans: Sequence[Span]) -> Iterator[Span]:
             before = span
     if before is not None:
         yield before
+
+
+def worth_it(gap: int, size: int) -> bool:
+    """True where bytes that nobody asked for are fetched along, to have the next range with the one before.
+
+    They are few, or no more than what is asked for: no more than twice as much is fetched.
+    """
+    return gap <= SMALL or gap <= min(size, GAP)
 
 
 def _part(joined: Sequence[Span], whole: dict[int, Bytes], span: Span) -> Bytes:

@@ -55,11 +55,12 @@ def load_once(
                 check_written(one, repr(name))
 
     def moves_of(bucket: list[int]) -> list[Move]:
-        moves = list[Move]()
+        moves, read = list[Move](), dict[str, list[torch.Tensor]]()  # what several targets are made of is read once
         for at in bucket:
             link = plan.entries[at].link
-            source = _mapped(entries[link.source], plan.sources[link.source].layout, callers.me)
-            moves.append(mover.move(at, source, memory_of(flat.get(link.target))))
+            if link.source not in read:
+                read[link.source] = _mapped(entries[link.source], plan.sources[link.source].layout, callers.me)
+            moves.append(mover.move(at, read[link.source], memory_of(flat.get(link.target))))
         return moves
 
     with shown(progress, mover.total, "load", here=callers.first) as tell:
