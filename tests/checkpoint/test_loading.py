@@ -432,11 +432,10 @@ def test_strict_refuses_what_the_checkpoint_lacks_and_else_it_is_left(small):
     assert (into["step"], into["late"]) == (7, 5)
 
 
-def test_strict_refuses_what_only_the_checkpoint_has_and_else_it_is_left(small):
+def test_what_only_the_checkpoint_has_is_left(small):
     into = filled_like_small()
     del into["head.weight"]
-    assert "head.weight" in refusal(small, into)
-    checkpoint.load(small, into, strict=False)
+    checkpoint.load(small, into)
     same(into["embed.weight"], numbers(4, 3))
     assert "head.weight" not in into
 

@@ -189,7 +189,8 @@ def test_errors_are_told_with_the_ranks_that_had_them(errors):
         assert message == f"reshard: {said(error)}"
     else:
         assert message.split("\n") == [
-            f"{in_words(whose)} cannot take part in this reshard: {said(errors[whose[0]])}" for whose in different.values()
+            f"{in_words(whose)} cannot take part in this reshard: {said(errors[whose[0]])}"
+            for whose in different.values()
         ]
 
 

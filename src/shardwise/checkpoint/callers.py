@@ -25,6 +25,11 @@ class Callers:
         self.owners: tuple[int, ...] = (self.me,) if self.alone else group_wire(group).owners
 
     @property
+    def broken(self) -> bool:
+        """True where others may have gone on, and cannot be asked."""
+        return not self.alone and group_wire(self.group).broken
+
+    @property
     def first(self) -> bool:
         """True for the one who does what is to be done once."""
         return self.me == self.owners[0]

@@ -318,7 +318,8 @@ def inside(name: Any, where: str) -> str:
     """A file's name that an index gives; refused where it would lead out of the checkpoint."""
     text = str(name)
     parts = PurePosixPath(text).parts
-    if not isinstance(name, str) or not parts or text.startswith("/") or ".." in parts or "\\" in text or "\0" in text:
+    odd = "\\" in text or not text.isprintable()
+    if not isinstance(name, str) or not parts or text.startswith("/") or ".." in parts or odd:
         raise CheckpointError(f"{where} names the file {name!r}, which is not inside of the checkpoint")
     return str(PurePosixPath(*parts))
 

@@ -45,7 +45,7 @@ def load(
     """Fill the tensors of a state dict from a checkpoint, in place, whatever the shardings. Other values are set.
 
     `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
-    checkpoint. `cast=False` refuses other dtypes. `strict=False` leaves out what only one side has. `read="each"`:
+    checkpoint. `cast=False` refuses other dtypes. `strict=False` leaves alone what the checkpoint lacks. `read="each"`:
     every rank reads what it needs; "once": every byte is read by one rank and sent to all who need it, the better way
     where files are far away (the default with `group=`). All ranks of the group call; without one each is for itself.
     """
@@ -137,7 +137,14 @@ def _load_each(
 
 def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> list[str]:
     """The names of values that are no tensors and are to be set."""
-    names = [name for name, value in flat.items() if not is_tensor(value) and name not in checkpoint]
+    names = [name for name, value in flat.items() if not is_tensor(value)]
+    tensors = [name for name in names if name in checkpoint and flat[name] is not None]
+    if tensors:
+        here = type(flat[tensors[0]]).__name__
+        raise CheckpointError(
+            f"{tensors[0]!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill"
+        )
+    names = [name for name in names if name not in checkpoint]
     lacking = [name for name in names if name not in checkpoint.objects and not _is_empty(flat[name])]
     if lacking and strict:
         said = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)

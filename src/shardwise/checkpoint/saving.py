@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from secrets import token_hex
 from typing import IO, Any
@@ -50,7 +49,7 @@ def save(
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
         paths.update(found[1])
-        others = {name: value for name, value in flat.items() if not is_tensor(value)}
+        others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items() if format == "safetensors" else ():
             encoded(value, name)  # refused now, not when all the rest is written
         return said(flat), list(others)
@@ -86,11 +85,12 @@ def save(
 
     try:
         told = callers.together(write, dict)
+        callers.together(lambda: finish(told), lambda _: None)
     except BaseException:
-        with suppress(Exception):
+        # what the index may name by now, of this rank or by others that went on, must stay
+        if opened and not callers.broken and not opened[0].committed():
             opened[0].undo(callers.me)
         raise
-    callers.together(lambda: finish(told), lambda _: None)  # what is written now may be the checkpoint already
 
 
 def _check(format: str) -> None:

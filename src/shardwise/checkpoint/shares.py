@@ -8,7 +8,7 @@ from math import prod
 
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Places
-from shardwise.geometry import Box, row_major
+from shardwise.geometry import Box, Boxes, cut, ints, row_major
 from shardwise.layout import Grid, Layout
 from shardwise.planning import plan
 
@@ -55,17 +55,9 @@ def _as_planned(layout: Layout, itemsize: int) -> Layout:
 
 
 def slices(box: Box, owners: Sequence[int]) -> list[Owned]:
-    """A box in equal slices along its first dim that has enough rows, or else its longest."""
-    if len(owners) == 1:
-        return [(owners[0], box.lo, box.hi)]
-    sizes = [b - a for a, b in zip(box.lo, box.hi, strict=True)]
-    enough = [dim for dim, size in enumerate(sizes) if size >= len(owners)]
-    dim = enough[0] if enough else max(range(len(sizes)), key=sizes.__getitem__)
-    cuts = [box.lo[dim] + sizes[dim] * at // len(owners) for at in range(len(owners) + 1)]
-    found = list[Owned]()
-    for owner, start, stop in zip(owners, cuts, cuts[1:], strict=False):
-        if stop > start:
-            lo, hi = list(box.lo), list(box.hi)
-            lo[dim], hi[dim] = start, stop
-            found.append((owner, tuple(lo), tuple(hi)))
-    return found
+    """A box in equal shares, each of cells that lie one after the other: whole rows where there are enough of them."""
+    shares = len(owners)
+    rows = box.shape[0] if box.shape and box.shape[0] >= shares else box.volume
+    edges = ints([rows * at // shares * (box.volume // rows) for at in range(shares + 1)])
+    row, parts = cut(Boxes.of([box] * shares, len(box.shape)), edges[:-1], edges[1:])
+    return [(owners[at], parts.box(n).lo, parts.box(n).hi) for n, at in enumerate(row.tolist())]

@@ -57,7 +57,7 @@ NESTED = ("tuple", "set", "size")
 KINDS: dict[type, tuple[str, Any, Any]] = {
     float: ("float", float.hex, float.fromhex),  # exact, and for those that JSON has no words for
     complex: ("complex", lambda c: [c.real.hex(), c.imag.hex()], lambda c: complex(*map(float.fromhex, c))),
-    bytes: ("bytes", lambda b: b64encode(b).decode(), b64decode),
+    bytes: ("bytes", lambda b: b64encode(b).decode(), lambda text: b64decode(text, validate=True)),
     tuple: ("tuple", list, tuple),
     set: ("set", lambda s: sorted(s, key=repr), set),
     torch.Size: ("size", list, torch.Size),

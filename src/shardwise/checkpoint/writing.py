@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -96,6 +97,13 @@ class Folder:
                 return sorted(entry.name for entry in os.scandir(self.path) if entry.is_file())
             return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self.path, detail=False))
         return []
+
+    def sweep(self, named: re.Pattern[str], kept: Collection[str]) -> None:
+        """Remove files of such names that are not needed any more, as far as that can be done."""
+        with suppress(CheckpointError):
+            for name in self.names():
+                if named.fullmatch(name) and name not in kept:
+                    self.remove(name)
 
     def remove(self, name: str) -> None:
         """A file that is not needed any more, if it is there."""

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from shardwise.errors import ExchangeError
+from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
 from shardwise.exchange.program import Pair, Program, program
 from shardwise.exchange.reduce import reduce
@@ -114,7 +114,7 @@ class Exchange:
         if early:
             with self._unbroken():
                 self._copy_local(first)
-        with self._unbroken(but=ExchangeError):
+        with self._unbroken(but=ShardwiseError):
             slots = self._agreed()
         if slots is None:
             return self.wire.tell(None if self.terms.guessed else dict(self.terms.fields))

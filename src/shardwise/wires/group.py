@@ -48,6 +48,11 @@ class GroupWire(End):
         return crc32(f"{self.name} {what} {number}".encode()) >> 1
 
     @property
+    def broken(self) -> bool:
+        """True once an exchange broke in the middle: who else knows of it cannot be told."""
+        return self._broken is not None
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The process group, as long as it lives."""
         group = self._group()

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.formats.dcp import METADATA
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, names_token
 from shardwise.checkpoint.writing import ASIDE, Folder
 
 OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
@@ -67,9 +67,11 @@ class DcpWriter:
         with self._folder.write(METADATA) as file:
             file.write(text.getvalue())
         known = {item.file for item in items} | {self._file(owner) for owner in self._owners}
-        for name in self._folder.names():
-            if OURS.fullmatch(name) and name not in known:
-                self._folder.remove(name)
+        self._folder.sweep(OURS, known)
+
+    def committed(self) -> bool:
+        """True where the index names our files."""
+        return names_token(self._folder, METADATA, self._token)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""

@@ -26,7 +26,7 @@ from shardwise.checkpoint.formats.safetensors import (
     parsed,
     read_header,
 )
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, names_token
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
@@ -80,9 +80,11 @@ class ShardedWriter:
         index, known = index_bytes(files, contents, self._numbers), set(files)
         with self._folder.write(INDEX) as file:
             file.write(index)
-        for name in self._folder.names():
-            if OURS.fullmatch(name) and name not in known:
-                self._folder.remove(name)
+        self._folder.sweep(OURS, known)
+
+    def committed(self) -> bool:
+        """True where the index names our files."""
+        return names_token(self._folder, INDEX, self._token)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
@@ -121,9 +123,16 @@ def open_sharded(files: Files) -> Checkpoint:
         files,
         "shardwise",
         entries,
-        paths={name: tuple(_decoded(path, name, where)) for name, path in paths.items()},
+        paths={name: _path(path, name, where) for name, path in paths.items()},
         objects=lambda: {name: _decoded(value, name, where) for name, value in values.items()},
     )
+
+
+def _path(said: Any, name: str, where: str) -> tuple[Any, ...]:
+    found = _decoded(said, name, where)
+    if not isinstance(found, list) or not found or not all(isinstance(key, str | int) for key in found):
+        raise CheckpointError(f"{name!r} in {where} has the path {found!r:.100}: a list of names and numbers is one")
+    return tuple(found)
 
 
 def _decoded(said: Any, name: str, where: str) -> Any:

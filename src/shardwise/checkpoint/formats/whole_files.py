@@ -65,10 +65,8 @@ class SafetensorsWriter:
         if len(self._owners) > 1:
             with self._folder.write(INDEX) as file:
                 file.write(self._index_of(contents))
-        files = {self.file(owner) for owner in self._owners}
-        for name in self._folder.names() if self._name is None else ():
-            if NAMED.fullmatch(name) and name not in files:
-                self._folder.remove(name)
+        if self._name is None:
+            self._folder.sweep(NAMED, {self.file(owner) for owner in self._owners})
 
     def _index_of(self, contents: Contents) -> bytes:
         where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
@@ -76,8 +74,12 @@ class SafetensorsWriter:
         about = {"total_size": total, "shardwise": self._token}
         return json.dumps({"metadata": about, "weight_map": where}, indent=2).encode()
 
+    def committed(self) -> bool:
+        """What is whole stays."""
+        return True
+
     def undo(self, me: int) -> None:
-        """What is whole stays: a later try goes on from there."""
+        """A later try goes on from what is whole."""
 
 
 class TorchSaveWriter:
@@ -105,5 +107,9 @@ class TorchSaveWriter:
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """There is no index."""
 
-    def undo(self, me: int) -> None:
+    def committed(self) -> bool:
         """It appears whole or not at all."""
+        return True
+
+    def undo(self, me: int) -> None:
+        """There is nothing."""

@@ -52,6 +52,14 @@ def check_alone(folder: Folder, index: str) -> None:
         )
 
 
+def names_token(folder: Folder, index: str, token: str) -> bool:
+    """True where the index that is there names files of that token, or cannot be read."""
+    try:
+        return index in folder.names() and token.encode() in folder.read(index)
+    except CheckpointError:
+        return True
+
+
 class Writer(Protocol):
     """Writes a checkpoint: everybody its parts, then one of them the index. `token` tells it from earlier ones."""
 
@@ -69,6 +77,10 @@ class Writer(Protocol):
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """Write the index: from now on this is the checkpoint. Then remove what was one before."""
+        ...
+
+    def committed(self) -> bool:
+        """True where the index is that of this checkpoint, or that cannot be told."""
         ...
 
     def undo(self, me: int) -> None:
