@@ -57,18 +57,22 @@ class Folder:
             with suppress(OSError):
                 aside.unlink()
             raise
-        self.flush(aside.parent)
+        self._flush(aside.parent)
 
-    def flush(self, folder: Path | None = None) -> None:
+    def _flush(self, folder: Path) -> None:
         """The names in a directory reach the disk, too."""
-        if self._system is not None or not self._durable:
+        if not self._durable:
             return
-        with writable(self.path):
-            at = os.open(folder or self.path, os.O_RDONLY)
+        try:
+            at = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(at)
             finally:
                 os.close(at)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} was written, but the disk may lose it: {error.strerror or error}"
+            ) from error
 
     def has(self, name: str, start: bytes, size: int) -> bool:
         """True for a file that begins so and has that size: it was written before, and files appear only when whole."""
