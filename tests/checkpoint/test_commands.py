@@ -52,14 +52,14 @@ def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
         "B",
     ]
     assert "step        int" in table
-    assert table.endswith("saved: shardwise, 3 tensors (168 B float32) in 1 files, 1 other values\n")
+    assert table.endswith("saved: sharded, 3 tensors (168 B float32) in 1 file, 1 other values\n")
     code, tree = shell("inspect", saved, "--tree")
     assert code == 0
     assert "├── layers  144 B" in tree
     assert "k  float32 [2, 6]  48 B" in tree
     code, text = shell("inspect", saved, "--json")
     said = json.loads(text)
-    assert (code, said["format"], said["bytes"], said["objects"]) == (0, "shardwise", 168, {"step": "7"})
+    assert (code, said["format"], said["bytes"], said["objects"]) == (0, "sharded", 168, {"step": "7"})
     (shard,) = said["tensors"]["layers.0.k"]["shards"]
     assert shard["box"] == [[0, 0], [2, 6]]
     assert shard["stop"] - shard["start"] == 48

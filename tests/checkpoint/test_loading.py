@@ -531,7 +531,7 @@ def test_an_opened_checkpoint_is_loaded_from_again_and_again(small):
         into = filled_like_small()
         checkpoint.load(found, into)
         same(into["head.weight"], numbers(2, 3))
-    assert repr(found) == f"Checkpoint({str(small)!r}, shardwise, 3 tensors)"
+    assert repr(found) == f"Checkpoint({str(small)!r}, sharded, 3 tensors)"
     assert found.bytes == 4 * (12 + 6 + 2)
 
 

@@ -212,27 +212,15 @@ class RemoteFiles(Files):
         """Near ones together, all of them at once where the driver can."""
         for span in spans:
             self.check(span)
-        joined = list(_joined(spans))
-        whole = {at: np.empty(0, np.uint8) for at in range(len(joined))}
-        paths, starts, stops = ([get(span) for span in joined] for get in (self._where, _start, _stop))
+        joined, whole = list(_joined(spans)), list[Bytes]()
+        paths, starts, stops = [self.shown(s.file) for s in joined], [s.start for s in joined], [s.stop for s in joined]
         with readable(self.root):
             found = self._system.cat_ranges(paths, starts, stops, on_error="raise") if joined else []
-        for at, (span, text) in enumerate(zip(joined, found, strict=True)):
+        for span, text in zip(joined, found, strict=True):
             if len(text) != span.stop - span.start:
                 raise CheckpointError(f"{self.shown(span.file)}: {len(text)} bytes came where {span} was asked for")
-            whole[at] = np.frombuffer(bytearray(text), dtype=np.uint8)  # torch warns of what cannot be written
+            whole.append(np.frombuffer(bytearray(text), dtype=np.uint8))  # torch warns of what cannot be written
         return [_part(joined, whole, span) for span in spans]
-
-    def _where(self, span: Span) -> str:
-        return self.shown(span.file)
-
-
-def _start(span: Span) -> int:
-    return span.start
-
-
-def _stop(span: Span) -> int:
-    return span.stop
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[Span]:
@@ -261,7 +249,7 @@ def worth_it(gap: int, size: int) -> bool:
     return gap <= SMALL or gap <= min(size, GAP)
 
 
-def _part(joined: Sequence[Span], whole: dict[int, Bytes], span: Span) -> Bytes:
+def _part(joined: Sequence[Span], whole: Sequence[Bytes], span: Span) -> Bytes:
     if span.stop == span.start:
         return np.empty(0, np.uint8)
     at = bisect_right(joined, (span.file, span.start, float("inf"))) - 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from secrets import token_hex
-from typing import IO, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
@@ -111,11 +110,7 @@ def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], m
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [Part(name, box, tensor.dtype, partial(_write, cut.of(memory))) for box, cut in places]
-
-
-def _write(tensor: torch.Tensor, file: IO[bytes]) -> None:
-    write_tensor(file, tensor)
+    return [Part(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
 
 
 @lru_cache(maxsize=4096)

@@ -155,7 +155,7 @@ def writable(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be written: {error.strerror or error}; nothing was changed") from error
 
 
-def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> None:
+def write_tensor(tensor: torch.Tensor, file: IO[bytes]) -> None:
     """The elements of a tensor, row-major; packed a little at a time where they lie otherwise, or on another device."""
     if tensor.numel() == 0:
         return
@@ -166,4 +166,4 @@ def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> None:
         return
     rows = max(1, CHUNK * tensor.shape[0] // size)
     for part in torch.split(tensor, rows):
-        write_tensor(file, part if rows > 1 else part[0])
+        write_tensor(part if rows > 1 else part[0], file)

@@ -121,7 +121,7 @@ def open_sharded(files: Files) -> Checkpoint:
     entries = Lazy({name: _maker(name, one, headers, where) for name, one in tensors.items()})
     return Checkpoint(
         files,
-        "shardwise",
+        "sharded",
         entries,
         paths={name: _path(path, name, where) for name, path in paths.items()},
         objects=lambda: {name: _decoded(value, name, where) for name, value in values.items()},
