@@ -21,7 +21,8 @@ def summary(checkpoint: Checkpoint) -> str:
     files = len({path for entry in checkpoint.values() for path in entry.used()})
     kinds = ", ".join(f"{size(amount)} {name}" for name, amount in dtypes.most_common())
     others = f", {len(checkpoint.objects)} other values" if checkpoint.objects else ""
-    return f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint)} tensors ({kinds}) in {files} file{'s' * (files != 1)}{others}"
+    where = f"{files} file{'s' * (files != 1)}"
+    return f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint)} tensors ({kinds}) in {where}{others}"
 
 
 def table(checkpoint: Checkpoint) -> Table:
