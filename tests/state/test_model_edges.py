@@ -338,7 +338,7 @@ REMAPS = {
     "whole without dims": (lambda rank: sync(vectors(), fused(()), remap=[QK]), "'qk': there is no dim 0"),
     "two rules": (
         lambda rank: sync(source(), fused(), remap=[QK, Concat("q?", ["k", "q"])]),
-        f"'qk' would come both from {QK} and from Concat(whole='q?', parts=['k', 'q'], dim=0)",
+        f"'qk' would come both from {QK} and from Concat(whole='q?', parts=['k', 'q'], dim=0, sizes=None)",
     ),
     "the same rule twice": (
         lambda rank: sync(source(), fused(), remap=[QK, Concat("qk", ["q", "k"])]),
