@@ -346,7 +346,7 @@ REMAPS = {
     ),
     "the same part twice": (
         lambda rank: sync({"q": WHOLE}, fused(), remap=[Concat("qk", ["q", "q"])]),
-        "Concat(whole='qk', parts=['q', 'q'], dim=0): `parts` must be a list of different names",
+        "Concat(whole='qk', parts=['q', 'q'], dim=0, sizes=None): `parts` must be a list of different names",
     ),
     "parts in a word": (
         lambda rank: sync(source(), fused(), remap=[Concat("qk", "qk")]),
@@ -359,11 +359,11 @@ REMAPS = {
     "a word": (lambda rank: sync(source(), fused(), remap="qk"), "remap= must be a list of Concat, Stack and Transp"),
     "a misspelt part": (
         lambda rank: sync(source(), fused(), remap=[Concat("qk", ["q", "kk"])]),
-        ["the source has nothing for 'qk'", "Concat(whole='qk', parts=['q', 'kk'], dim=0) fit nothing"],
+        ["the source has nothing for 'qk'", "Concat(whole='qk', parts=['q', 'kk'], dim=0, sizes=None) fit nothing"],
     ),
     "a misspelt whole": (
         lambda rank: sync(source(), fused(), remap=[Transposed("z"), Concat("kq", ["q", "k"])]),
-        "Transposed(name='z', order=None), Concat(whole='kq', parts=['q', 'k'], dim=0) fit nothing",
+        "Transposed(name='z', order=None), Concat(whole='kq', parts=['q', 'k'], dim=0, sizes=None) fit nothing",
     ),
 }
 
