@@ -89,6 +89,8 @@ def inspect(
 
     found = checkpoints.open(checkpoint, rules=_rules(rules, mesh))
     console = Console(highlight=False)
+    if not console.is_terminal:  # names are not to be cut where another program reads them
+        console.width = max(console.width, 10_000)
     if json:
         typer.echo(tables.as_json(found))
     else:

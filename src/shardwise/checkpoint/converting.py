@@ -157,7 +157,7 @@ def _cast(name: str, dtype: torch.dtype, cast: Cast) -> torch.dtype:
     if cast is None or isinstance(cast, torch.dtype):
         return cast if cast is not None and dtype.is_floating_point else dtype
     said: object = cast
-    if isinstance(said, str):
+    if not isinstance(said, list | tuple):
         raise TypeError(f"cast= must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
     becomes = next((to for pattern, to in cast if matched(pattern, name) is not None), None)
     check_dtype(becomes)
