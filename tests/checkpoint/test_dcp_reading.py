@@ -320,7 +320,6 @@ def test_another_dtype_or_shape_than_the_metadata_says_is_refused(copied):
 
 
 def test_tensors_in_safetensors_form_are_refused_with_the_reason(tmp_path):
-    pytest.importorskip("safetensors")
     writer = FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
     judge.save({"a": torch.ones(2), "b": torch.ones(3), "n": 1}, storage_writer=writer)
     with pytest.raises(CheckpointError, match="in safetensors form"):

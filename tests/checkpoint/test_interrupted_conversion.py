@@ -9,6 +9,7 @@ import signal
 import time
 from multiprocessing import get_context
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -517,7 +518,7 @@ def test_what_is_returned_is_what_was_written_or_it_is_refused(tmp_path, what):
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_a_failed_conversion_to_a_remote_place_leaves_what_was_there(tmp_path):
-    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory = fsspec.filesystem("memory")
     with memory.open("/interrupted/out.safetensors", "wb") as file:
         file.write(b"as it was")
 

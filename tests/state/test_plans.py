@@ -8,7 +8,7 @@ from models import Llama, all_same, held, lies, numbers, refused, same, same_ref
 from ranks import ranks  # noqa: F401
 
 import shardwise as sw
-from shardwise import Concat
+from shardwise import Concat, report
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 WHOLE = numbers(8, 6)
@@ -38,6 +38,23 @@ def test_a_plan_says_in_words_and_figures_what_will_be_done(ranks):  # noqa: F81
 
     found = ranks(4, run)
     assert found == [found[0]] * 4
+
+
+def test_a_plan_is_drawn(ranks):  # noqa: F811
+    def run(rank):
+        given, room = sides()
+        plan = sw.Resharder(given, room).plan
+        with pytest.raises(sw.PlanError, match=r"the target has no 'aa' \(nearest: 'a'\)"):
+            plan.draw("aa")
+        return plan.draw("a"), plan.draw()
+
+    found = ranks(4, run)
+    assert found == [found[0]] * 4
+    one, every = found[0]
+    rows, columns = sw.parse("8x6/S0@4"), sw.parse("8x6/S1@4")
+    flows = report.matrix(sw.plan(rows, columns))
+    assert one == f"a\n{report.draw(rows)}\n\n-> a\n{report.draw(columns)}\n\n{flows}"
+    assert every == report.matrix(*[sw.plan(rows, columns)] * 2)
 
 
 def test_nothing_is_moved_that_lies_where_it_should(ranks):  # noqa: F811

@@ -165,7 +165,7 @@ class Entry:
         boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
         self.check(boxes)
         self.within(boxes)  # the files have it: what a damaged one says is not room that is asked for
-        found = torch.empty([b - a for a, b in zip(wanted.lo, wanted.hi, strict=True)], dtype=self.dtype)
+        found = torch.empty(wanted.shape, dtype=self.dtype)
         if boxes.count:
             fill(self, Places.packed(boxes), [found.view(-1)])
         return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Contents, Part, Writer
+from shardwise.checkpoint.formats.writers import Contents, Part, Saver
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded
 from shardwise.checkpoint.writing import Folder, write_tensor
@@ -23,7 +23,7 @@ from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
 from shardwise.state.traverse import flatten_state_dict
 
-WRITERS: dict[str, type[Writer]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
+WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
 
 
 def save(
@@ -41,29 +41,9 @@ def save(
     is removed then. Values that are no tensors are those of the first rank. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
-    flat, paths = dict[str, Any](), dict[str, Any]()
-
-    def say() -> tuple[Said, list[str]]:
-        _check(format)
-        found = flatten_state_dict(state_dict)
-        flat.update(found[0])
-        paths.update(found[1])
-        others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
-        for name, value in others.items() if format == "safetensors" else ():
-            encoded(value, name)  # refused now, not when all the rest is written
-        return said(flat), list(others)
-
-    def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
-        (first, (_, names)), *others = told.items()
-        for rank, (_, other) in others:
-            if other != names:
-                strange = sorted(set(names) ^ set(other)) or names
-                raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        return tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
-
-    tensors = callers.together(say, conclude, format=format, path=str(path))
+    flat, paths, tensors = _heard(callers, state_dict, format, path)
     token = callers.together(lambda: token_hex(4) if callers.first else "", lambda told: told[callers.owners[0]])
-    opened, contents = list[Writer](), list[Contents]()
+    opened, contents = list[Saver](), list[Contents]()
 
     def write() -> Any:
         layouts = {
@@ -92,12 +72,39 @@ def save(
         raise
 
 
+def _heard(
+    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
+    flat, paths = dict[str, Any](), dict[str, Any]()
+
+    def say() -> tuple[Said, list[str]]:
+        _check(format)
+        found = flatten_state_dict(state_dict)
+        flat.update(found[0])
+        paths.update(found[1])
+        others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
+        for name, value in others.items() if format == "safetensors" else ():
+            encoded(value, name)  # refused now, not when all the rest is written
+        return said(flat), list(others)
+
+    def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
+        (first, (_, names)), *others = told.items()
+        for rank, (_, other) in others:
+            if other != names:
+                strange = sorted(set(names) ^ set(other)) or names
+                raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
+        return tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
+
+    return flat, paths, callers.together(say, conclude, format=format, path=str(path))
+
+
 def _check(format: str) -> None:
     if format not in WRITERS:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
 
 
-def _writer(format: str, path: Any, callers: Callers, token: str, durable: bool) -> Writer:
+def _writer(format: str, path: Any, callers: Callers, token: str, durable: bool) -> Saver:
     found = WRITERS[format](Folder(path, durable=durable), callers.owners, token)
     found.check()
     return found

@@ -53,30 +53,8 @@ def reshard_state_dict(
     of each source tensor back as soon as it was sent (after the comparison with `verify`). `verify`, `max_bytes`,
     `hosts`: as in `reshard`. `progress`: a function of (bytes done, bytes in all), or "bar".
     """
-    flat, paths = dict[str, Any](), FLATTEN_MAPPING()
-
-    def say() -> Said | None:
-        if state_dict is None:
-            return None
-        found = flatten_state_dict(state_dict)
-        flat.update(found[0])
-        paths.update(found[1])
-        return said(flat)
-
-    def sides(told: Mapping[int, Said | None]) -> tuple[dict[str, Tensor], int, bool]:
-        holder = next((rank for rank, one in told.items() if one is not None), -1)
-        return tensors_of(told, "state dict"), holder, None in told.values()
-
-    sources, holder, lacking = together(OPERATION, say, sides, group=group)
+    flat, paths, sources = _heard(state_dict, group)
     wire, kinds = group_wire(group), dict[str, Kind]()
-    if lacking:  # somebody has to learn the rest from one who has it
-        rest = together(
-            OPERATION,
-            lambda: _others(flat, paths) if wire.me == holder else ({}, {}),
-            lambda told: told[holder],
-            group=group,
-        )
-        flat, paths = rest if state_dict is None else (flat, paths)
 
     def make() -> ModelPlan:
         check_progress(progress)
@@ -107,6 +85,36 @@ def reshard_state_dict(
         )
     moved = {name: kinds[name].closed(kinds[name].dressed(local)) for name, local in found.items()}
     return unflatten_state_dict({name: moved.get(name, flat.get(name)) for name in paths}, paths)
+
+
+def _heard(
+    state_dict: StateDict | None, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], FLATTEN_MAPPING, dict[str, Tensor]]:
+    """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
+    flat, paths = dict[str, Any](), FLATTEN_MAPPING()
+
+    def say() -> Said | None:
+        if state_dict is None:
+            return None
+        found = flatten_state_dict(state_dict)
+        flat.update(found[0])
+        paths.update(found[1])
+        return said(flat)
+
+    def sides(told: Mapping[int, Said | None]) -> tuple[dict[str, Tensor], int, bool]:
+        holder = next((rank for rank, one in told.items() if one is not None), -1)
+        return tensors_of(told, "state dict"), holder, None in told.values()
+
+    sources, holder, lacking = together(OPERATION, say, sides, group=group)
+    if lacking:  # somebody has to learn the rest from one who has it
+        rest = together(
+            OPERATION,
+            lambda: _others(flat, paths) if group_wire(group).me == holder else ({}, {}),
+            lambda told: told[holder],
+            group=group,
+        )
+        flat, paths = rest if state_dict is None else (flat, paths)
+    return flat, paths, sources
 
 
 def _others(flat: Mapping[str, Any], paths: FLATTEN_MAPPING) -> tuple[dict[str, Any], FLATTEN_MAPPING]:

@@ -21,12 +21,11 @@ from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
     Header,
     are_sizes,
-    header_bytes,
     name_of,
     parsed,
     read_header,
 )
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, names_token
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, names_token, write_parts
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
@@ -65,14 +64,7 @@ class ShardedWriter:
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """The file of an owner, also where it has nothing: the index names one for each."""
         stored = {key_of(part.name, part.box.lo): part for part in parts}
-        listed = {key: (part.dtype, part.shape) for key, part in stored.items()}
-        header = header_bytes(listed, {"format": "pt", "shardwise": self._token})
-        if self._folder.has(self._file(me), header, len(header) + sum(part.bytes for part in parts)):
-            return  # from an earlier try at the same
-        with self._folder.write(self._file(me)) as file:
-            file.write(header)
-            for part in parts:
-                part.write(file)
+        write_parts(self._folder, self._file(me), stored, self._token)
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """The index; then files of earlier checkpoints at this place, and of interrupted ones, go."""

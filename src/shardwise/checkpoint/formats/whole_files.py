@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import IO, Any
 
-from shardwise.checkpoint.formats.safetensors import INDEX, header_bytes
+from shardwise.checkpoint.formats.safetensors import INDEX
 from shardwise.checkpoint.formats.torch_archive import Stored, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, write_parts
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
@@ -50,15 +50,8 @@ class SafetensorsWriter:
         return f"model-{self._owners.index(owner) + 1:05d}-of-{count:05d}.safetensors"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
-        """The file of an owner, unless it is there from an earlier try at the same."""
-        listed = {part.name: (part.dtype, part.shape) for part in parts}
-        header = header_bytes(listed, {"format": "pt", "shardwise": self._token})
-        if self._folder.has(self.file(me), header, len(header) + sum(part.bytes for part in parts)):
-            return
-        with self._folder.write(self.file(me)) as file:
-            file.write(header)
-            for part in parts:
-                part.write(file)
+        """The file of an owner."""
+        write_parts(self._folder, self.file(me), {part.name: part for part in parts}, self._token)
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """The index, where there are several files; then what unfinished ones left goes."""
@@ -73,13 +66,6 @@ class SafetensorsWriter:
         total = sum(prod(layout.shape) * dtype.itemsize for dtype, layout in contents.tensors.values())
         about = {"total_size": total, "shardwise": self._token}
         return json.dumps({"metadata": about, "weight_map": where}, indent=2).encode()
-
-    def committed(self) -> bool:
-        """What is whole stays."""
-        return True
-
-    def undo(self, me: int) -> None:
-        """A later try goes on from what is whole."""
 
 
 class TorchSaveWriter:
@@ -106,10 +92,3 @@ class TorchSaveWriter:
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """There is no index."""
-
-    def committed(self) -> bool:
-        """It appears whole or not at all."""
-        return True
-
-    def undo(self, me: int) -> None:
-        """There is nothing."""

@@ -7,6 +7,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
+from shardwise.checkpoint.formats.safetensors import header_bytes
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
@@ -24,7 +25,7 @@ class Part(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the box."""
-        return tuple(b - a for a, b in zip(self.box.lo, self.box.hi, strict=True))
+        return self.box.shape
 
     @property
     def bytes(self) -> int:
@@ -60,6 +61,19 @@ def names_token(folder: Folder, index: str, token: str) -> bool:
         return True
 
 
+def write_parts(folder: Folder, file: str, parts: Mapping[str, Part], token: str) -> None:
+    """A safetensors file of these parts, unless an earlier try at the same has written it."""
+    header = header_bytes(
+        {key: (part.dtype, part.shape) for key, part in parts.items()}, {"format": "pt", "shardwise": token}
+    )
+    if folder.has(file, header, len(header) + sum(part.bytes for part in parts.values())):
+        return
+    with folder.write(file) as opened:
+        opened.write(header)
+        for part in parts.values():
+            part.write(opened)
+
+
 class Writer(Protocol):
     """Writes a checkpoint: everybody its parts, then one of them the index. `token` tells it from earlier ones."""
 
@@ -78,6 +92,10 @@ class Writer(Protocol):
     def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
         """Write the index: from now on this is the checkpoint. Then remove what was one before."""
         ...
+
+
+class Saver(Writer, Protocol):
+    """A writer whose earlier checkpoint stays whole until the new one is: what failed is taken back."""
 
     def committed(self) -> bool:
         """True where the index is that of this checkpoint, or that cannot be told."""
