@@ -208,17 +208,21 @@ def test_values_are_set_in_their_places(tmp_path):
 
 def reading(into, path, **options):
     """Load; how often this rank read every byte of tensors, by file."""
-    spans, fetch = [], LocalFiles.fetch
+    spans, fetch, elements = [], LocalFiles.fetch, LocalFiles.elements
 
     def counted(self, wanted):
         spans.extend(wanted)
         return fetch(self, wanted)
 
-    LocalFiles.fetch = counted
+    def seen(self, span, *kind):
+        spans.append(span)
+        return elements(self, span, *kind)
+
+    LocalFiles.fetch, LocalFiles.elements = counted, seen
     try:
         checkpoint.load(path, into, **options)
     finally:
-        LocalFiles.fetch = fetch
+        LocalFiles.fetch, LocalFiles.elements = fetch, elements
     times = Counter()
     for file, start, stop in spans:
         if file.endswith(".safetensors"):

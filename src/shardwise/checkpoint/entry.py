@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import Bytes, Files, Span, worth_it
+from shardwise.checkpoint.files import WORDS, Bytes, Files, LocalFiles, Span, worth_it
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Located(NamedTuple):
@@ -125,7 +123,9 @@ class Entry:
 
     def views(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         """The elements of cuts of files, as tensors: of the mapped file, or of what was fetched."""
-        blocks = [(cut, 0 if self.files.near else _outer(cut, self.dtype.itemsize)) for cut in cuts]
+        if isinstance(self.files, LocalFiles):
+            return [self.files.elements(self._span(cut), self.dtype, cut.shape, cut.strides) for cut in cuts]
+        blocks = [(cut, _outer(cut, self.dtype.itemsize)) for cut in cuts]
         parts = [self._parts(cut, outer) for cut, outer in blocks]
         found = iter(self.files.fetch([self._span(part) for several in parts for part in several]))
         tensors = [[self._tensor(next(found), part) for part in several] for several in parts]
@@ -153,8 +153,7 @@ class Entry:
         self.files.copy(self._span(cut), file)
 
     def _span(self, cut: Cut) -> Span:
-        count = 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
-        return Span(self.paths[cut.tensor], cut.offset, cut.offset + count * self.dtype.itemsize)
+        return Span(self.paths[cut.tensor], cut.offset, cut.offset + cut.reach * self.dtype.itemsize)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
@@ -251,6 +250,9 @@ class Checkpoint(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

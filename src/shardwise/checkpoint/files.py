@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from shardwise.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 MAPPED = 512  # files that stay mapped: each takes a descriptor
 PIECE = 2**22  # bytes of a range that are fetched at a time where they are only passed on
 SMALL, GAP = 2**12, 2**18  # bytes between two ranges that are fetched along with them, where another request costs more
@@ -35,7 +37,6 @@ class Files(ABC):
     """The files of a checkpoint, by names relative to `root`, with / between their parts."""
 
     root: str
-    near: bool  # what lies between two ranges costs nothing
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -89,14 +90,19 @@ class Seen(NamedTuple):
     number: int
 
 
+class Mapped(NamedTuple):
+    """A file in memory: its bytes, and all of it as tensors of some dtypes, without so many bytes at its start."""
+
+    data: Bytes
+    tensors: dict[tuple[torch.dtype, int], torch.Tensor]
+
+
 class LocalFiles(Files):
     """Files of this machine. They are mapped when they are first looked at; nothing is read before it is needed."""
 
-    near = True
-
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
-        self._mapped = dict[str, Bytes]()
+        self._mapped = dict[str, Mapped]()
         self._seen = dict[str, Seen]()
         self._lock = Lock()
 
@@ -122,11 +128,24 @@ class LocalFiles(Files):
 
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """Parts of the mapped files."""
-        found = [self._map(span.file)[span.start : span.stop] for span in spans]
+        found = [self._map(span.file).data[span.start : span.stop] for span in spans]
         for span, part in zip(spans, found, strict=True):
             if len(part) != span.stop - span.start or span.start < 0:
                 self.check(span)
         return found
+
+    def elements(self, span: Span, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """The elements in some bytes, as a part of the mapped file."""
+        data, tensors = self._map(span.file)
+        if span.start < 0 or span.stop > len(data):
+            self.check(span)
+        first, skip = divmod(span.start, dtype.itemsize)
+        whole = tensors.get((dtype, skip))
+        if whole is None:
+            count = (len(data) - skip) // dtype.itemsize
+            words = torch.frombuffer(data, dtype=WORDS[dtype.itemsize], count=count, offset=skip)
+            whole = tensors[dtype, skip] = words.view(dtype)
+        return whole.as_strided(shape, strides, first)
 
     def copy(self, span: Span, file: Any) -> None:
         """Inside of the system where it can: the bytes are never in our memory."""
@@ -157,15 +176,15 @@ class LocalFiles(Files):
         finally:
             os.close(file)
 
-    def _map(self, name: str) -> Bytes:
+    def _map(self, name: str) -> Mapped:
         found = self._mapped.get(name)
         if found is not None:
             return found
         with self._lock, self._opened(name) as file, readable(self.shown(name)):
             while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
                 self._mapped.pop(next(iter(self._mapped)))
-            found = np.frombuffer(_mapping(file) if self._seen[name].size else b"", dtype=np.uint8)
-            self._mapped[name] = found
+            data = np.frombuffer(_mapping(file) if self._seen[name].size else b"", dtype=np.uint8)
+            found = self._mapped[name] = Mapped(data, {})
             return found
 
 
@@ -177,8 +196,6 @@ def _mapping(file: int) -> mmap.mmap:
 
 class RemoteFiles(Files):
     """Files that fsspec reaches: s3://, gs://, memory://, and whatever has a driver."""
-
-    near = False
 
     def __init__(self, system: Any, root: str) -> None:
         self._system, self.root = system, root

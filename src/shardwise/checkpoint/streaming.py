@@ -10,7 +10,8 @@ from typing import IO
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import WORDS, Entry, placed
+from shardwise.checkpoint.entry import Entry, placed
+from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.matching import Packed, match
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, cut, ints

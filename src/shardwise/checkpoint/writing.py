@@ -12,8 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from shardwise.checkpoint.entry import WORDS
-from shardwise.checkpoint.files import remote_system
+from shardwise.checkpoint.files import WORDS, remote_system
 from shardwise.errors import CheckpointError
 
 CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
-from shardwise.checkpoint.files import Files, Span
+import numpy as np
+
+from shardwise.checkpoint.files import Bytes, Files, Span
 from shardwise.errors import CheckpointError
 
 END, END64, LOCATOR = Struct("<I6xHIIH"), Struct("<I28xQQQ"), Struct("<I4xQ4x")
 RECORD, HEADER = Struct("<I4xHH8xIIHHH8xI"), Struct("<I22xHH")
+CHECKSUM = 16  # the byte of a record at which it is
 BEGIN = b"PK\x03\x04"
 SIGNATURES = {"end": 0x06054B50, "end64": 0x06064B50, "locator": 0x07064B50, "record": 0x02014B50}
 TAIL = 4096  # bytes at the end of an archive that are fetched first: those of a shard have their directory there
@@ -125,6 +128,16 @@ def _in_64_bits(tail: bytes, at: int) -> tuple[int, int, int]:
     if mark != SIGNATURES["end64"]:
         raise DamageError("their last record is not where it should be")
     return count, size, start
+
+
+def unchecked(tail: Bytes) -> Bytes:
+    """A mask of a directory that was read, and of what follows it, without the checksums of members."""
+    mask, text, at = np.full_like(tail, 255), tail.tobytes(), 0
+    while text[at : at + 4] == SIGNATURES["record"].to_bytes(4, "little"):
+        mask[at + CHECKSUM : at + CHECKSUM + 4] = 0
+        *_, length, extra, comment, _ = RECORD.unpack_from(text, at)
+        at += RECORD.size + length + extra + comment
+    return mask
 
 
 def _members(archive: Span, place: _Place, text: bytes) -> Directory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,11 @@ class Cut(NamedTuple):
         """The block as a view."""
         whole = tensors[self.tensor]
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+
+    @property
+    def reach(self) -> int:
+        """How many elements lie from its first to its last one."""
+        return 1 + sum(map(mul, self.strides, self.shape)) - sum(self.strides)
 
     @property
     def contiguous(self) -> bool:

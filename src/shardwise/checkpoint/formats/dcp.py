@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -18,15 +18,15 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, Span, inside
+from shardwise.checkpoint.formats.moulds import Moulds
 from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
 from shardwise.checkpoint.pickles import settled, unpickle
-from shardwise.checkpoint.standins import MOST, Call, Name, Record, SavedTensor, sizes
-from shardwise.checkpoint.zips import BEGIN, starts
+from shardwise.checkpoint.standins import MOST, Call, Name, Record, sizes
+from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
-from shardwise.geometry import Boxes, Ints, exact_sum, ints, row_major
+from shardwise.geometry import Boxes, Ints, exact_sum, ints
 
 METADATA = ".metadata"
-REMEMBERED = 4096  # bytes of a pickle that is likely to come again: that of another box with the same shape
 
 
 class Metadata(Record):
@@ -144,11 +144,11 @@ def _open(files: Files, where: str) -> Checkpoint:
     described, stored, nested = _parts(where, said)
     with _sound(where, "its storage_data"):
         table = _table(files, stored)
-    entries, values, parsed = dict[str, Entry](), dict[str, int](), dict[bytes, Any]()
+    entries, values, moulds = dict[str, Entry](), dict[str, int](), Moulds(files)
     for name, kind in described.items():
         with _sound(where, name):
             if isinstance(kind, TensorMetadata):
-                entries[name] = _entry(files, name, kind, table, parsed)
+                entries[name] = _entry(files, name, kind, table, moulds)
             elif isinstance(kind, BytesMetadata):
                 values[name] = table.rows[name, None]
             else:
@@ -225,25 +225,24 @@ def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]]) ->
     )
 
 
-def _entry(files: Files, name: str, said: TensorMetadata, table: Table, parsed: dict[bytes, Any]) -> Entry:
+def _entry(files: Files, name: str, said: TensorMetadata, table: Table, moulds: Moulds) -> Entry:
     shape, dtype = sizes(said.state["size"]), said.state["properties"].state[0]
     if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MOST:
         raise ValueError(f"its dtype is {dtype!r}, its shape {shape}")
-    chunks = [(chunk.state["offsets"], chunk.state["sizes"]) for chunk in said.state["chunks"]]
-    boxes = _boxes(shape, [lo for lo, _ in chunks], [size for _, size in chunks])
+    chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in said.state["chunks"])
+    boxes = _boxes(shape, chunks)
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
     def locate(some: Ints) -> Located:
-        found = boxes.take(some)
-        spans = table.spans(files, rows[some], [name] * len(some))
-        return _located(files, spans, found, (name, dtype), parsed)
+        return moulds.located(table.spans(files, rows[some], [name] * len(some)), boxes.take(some), name, dtype)
 
     return Entry(name, shape, dtype, boxes, table.file[rows], locate, table.paths, files)
 
 
-def _boxes(shape: tuple[int, ...], corners: list[Any], extents: list[Any]) -> Boxes:
-    """Of all chunks that have cells. What torch saves has every cell once."""
-    both = np.array([corners, extents], dtype=np.int64).reshape(2, len(corners), len(shape))
+@lru_cache(maxsize=1024)
+def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Boxes:
+    """Of all chunks that have cells. What torch saves has every cell once. Kept: tensors of one shape lie alike."""
+    both = np.array(chunks, dtype=np.int64).reshape(len(chunks), 2, len(shape)).swapaxes(0, 1)
     lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
     if ((both < 0) | (both > whole)).any() or (hi > whole).any():
         raise ValueError(f"a box of it does not lie inside of its shape {shape}")
@@ -252,40 +251,6 @@ def _boxes(shape: tuple[int, ...], corners: list[Any], extents: list[Any]) -> Bo
     if cells != prod(shape):
         raise ValueError(f"its boxes have {cells} cells, but its shape {shape} has {prod(shape)}")
     return boxes
-
-
-def _located(
-    files: Files,
-    spans: Sequence[Span],
-    boxes: Boxes,
-    expected: tuple[str, torch.dtype],
-    parsed: dict[bytes, Any],
-) -> Located:
-    """Where the elements of boxes lie, by the archives that have one each."""
-    archives, (name, dtype) = read_archives(files, spans), expected
-    tensors = [_tensor(archive, parsed) for archive in archives]
-    for row, (archive, tensor) in enumerate(zip(archives, tensors, strict=True)):
-        box = boxes.box(row)
-        if not isinstance(tensor, SavedTensor) or (tensor.dtype, tensor.shape) != (dtype, box.shape):
-            found = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, SavedTensor) else "no tensor"
-            raise CheckpointError(
-                f"{archive.where}: {box} of {name!r} should be {dtype} of shape {box.shape}, but is {found}"
-            )
-    members = [archive.storage(tensor, repr(name)) for archive, tensor in zip(archives, tensors, strict=True)]
-    plain = all(tensor.strides == row_major(tensor.shape) for tensor in tensors)
-    strides = None if plain else ints([tensor.strides for tensor in tensors]).reshape(boxes.lo.shape)
-    start = ints(starts(files, members)) + ints([tensor.offset for tensor in tensors]) * dtype.itemsize
-    return Located(start, strides)
-
-
-def _tensor(archive: Archive, parsed: dict[bytes, Any]) -> Any:
-    """Boxes of one shape have the same pickle."""
-    found = parsed.get(archive.pickle)
-    if found is None:
-        found = archive.root()
-        if len(archive.pickle) <= REMEMBERED:
-            parsed[archive.pickle] = found
-    return found
 
 
 class Values(Mapping[str, Any]):

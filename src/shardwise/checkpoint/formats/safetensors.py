@@ -119,8 +119,8 @@ def _tensor(what: str, said: Any, data: int, size: int) -> Tensor:
 
 def are_sizes(values: Any) -> bool:
     """True for a list of whole numbers, none of them negative or absurd."""
-    return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62 for value in values
+    return isinstance(values, list) and (
+        not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**62)
     )
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -145,6 +145,9 @@ class Lazy(Mapping[str, Entry]):
             self._made[name] = self._makers[name]()
         return self._made[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._makers)
 
@@ -175,19 +178,34 @@ def _maker(name: str, said: Any, headers: Headers, where: str) -> Callable[[], E
         if dtype is None:
             raise CheckpointError(f"{name!r} in {where} has dtype {said['dtype']!r}, which is not known here")
         try:
-            boxes, file = _boxes(str(said["layout"]), shape, len(headers.names))
+            stored = _stored(str(said["layout"]), shape, len(headers.names))
         except ValueError as error:
             raise CheckpointError(f"{name!r} in {where}: {error}") from error
-        return Entry(
-            name, shape, dtype, boxes, file, _locator(name, dtype, boxes, file, headers), headers.names, headers.files
-        )
+        locate = _locator(name, dtype, stored, headers)
+        return Entry(name, shape, dtype, stored.boxes, stored.file, locate, headers.names, headers.files)
 
     return make
 
 
+class Stored(NamedTuple):
+    """How tensors of one layout are stored: their boxes, the file of each, and what it is called there."""
+
+    boxes: Boxes
+    file: Ints
+    known: dict[int, tuple[int, str, tuple[int, ...]]]  # of boxes that were asked for
+
+    def part(self, row: int) -> tuple[int, str, tuple[int, ...]]:
+        """Of a box: its file, how its key ends, and its shape."""
+        found = self.known.get(row)
+        if found is None:
+            box = self.boxes.box(row)
+            found = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
+        return found
+
+
 @lru_cache(maxsize=4096)
-def _boxes(text: str, shape: tuple[int, ...], files: int) -> tuple[Boxes, Ints]:
-    """The boxes of a layout, and the file of each. Kept: tensors of one shape lie alike."""
+def _stored(text: str, shape: tuple[int, ...], files: int) -> Stored:
+    """The boxes of a layout. Kept: tensors of one shape lie alike."""
     layout = parse(text)
     if layout.shape != shape or layout.op is not None or any(not 0 <= owner < files for owner in layout.owners()):
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
@@ -195,16 +213,17 @@ def _boxes(text: str, shape: tuple[int, ...], files: int) -> tuple[Boxes, Ints]:
         row, owner = layout.form.holders.expand(layout.form.cells.block)
         boxes = layout.form.cells.boxes.take(row)
         some = boxes.volumes() > 0
-        return boxes.take(some), owner[some]
+        return Stored(boxes.take(some), owner[some], {})
     found = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
-    return Boxes.of([piece.box for _, piece in found], len(shape)), ints([owner for owner, _ in found])
+    boxes = Boxes.of([piece.box for _, piece in found], len(shape))
+    return Stored(boxes, ints([owner for owner, _ in found]), {})
 
 
-def _locator(name: str, dtype: torch.dtype, boxes: Boxes, file: Ints, headers: Headers) -> Callable[[Ints], Located]:
+def _locator(name: str, dtype: torch.dtype, stored: Stored, headers: Headers) -> Callable[[Ints], Located]:
     def locate(rows: Ints) -> Located:
-        some, starts = boxes.take(rows), list[int]()
-        for number, lo, hi in zip(file[rows].tolist(), some.lo.tolist(), some.hi.tolist(), strict=True):
-            key, shape = key_of(name, lo), tuple(b - a for a, b in zip(lo, hi, strict=True))
+        starts = list[int]()
+        for number, ending, shape in map(stored.part, rows.tolist()):
+            key = name + ending
             tensor = headers.of(number).tensors.get(key)
             if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
                 found = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"

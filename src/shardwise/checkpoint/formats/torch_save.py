@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import WORDS, Checkpoint, Entry, Located, whole_box
-from shardwise.checkpoint.files import Files, Span
+from shardwise.checkpoint.entry import Checkpoint, Entry, Located, whole_box
+from shardwise.checkpoint.files import WORDS, Files, Span
 from shardwise.checkpoint.formats.safetensors import read_index
 from shardwise.checkpoint.pickles import check_tree, settled, unpickle
 from shardwise.checkpoint.standins import MOST, SavedTensor
@@ -38,6 +38,11 @@ class Archive(NamedTuple):
         value = unpickle(self.pickle, self.where)
         check_tree(value, self.where, 16 * len(self.pickle) + 1_000_000)
         return value
+
+    def told_before(self, storage: Member) -> bool:
+        """True where all that says what a storage has lies before it."""
+        told = (self.members.get(f"{self.folder}{name}") for name in ("data.pkl", "byteorder"))
+        return all(member is None or member.stop <= storage.header for member in told)
 
     def storage(self, tensor: SavedTensor, what: str) -> Member:
         """The member that has the elements of a tensor; refused where it has too few."""
