@@ -30,18 +30,25 @@ class Located(NamedTuple):
     strides: Ints | None = None
 
 
-class Alike(NamedTuple):
-    """The boxes of an entry as a value: equal for tensors that are stored alike."""
+class Alike:
+    """Boxes as a value: equal for tensors that are stored alike. What is found for one of them holds for all."""
 
-    boxes: int
-    ndim: int
-    lo: bytes
-    hi: bytes
+    def __init__(self, boxes: Boxes) -> None:
+        self.boxes = boxes
 
-    def corners(self) -> Boxes:
-        """As they were."""
-        lo, hi = (np.frombuffer(text, dtype=np.int64).reshape(self.boxes, self.ndim) for text in (self.lo, self.hi))
-        return Boxes(lo, hi)
+    @cached_property
+    def _value(self) -> tuple[tuple[int, ...], bytes, bytes]:
+        return self.boxes.lo.shape, self.boxes.lo.tobytes(), self.boxes.hi.tobytes()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Alike) and self._value == other._value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +62,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: Boxes
+    alike: Alike
     file: Ints
     locate: Callable[[Ints], Located] = field(repr=False)
     paths: Sequence[str] = field(repr=False)
@@ -69,10 +76,10 @@ class Entry:
         pieces = zip(self.file.tolist(), self.boxes.lo.tolist(), self.boxes.hi.tolist(), strict=True)
         return Layout.boxes(self.shape, list(pieces), overlap="replicas").shortest()
 
-    @cached_property
-    def alike(self) -> Alike:
-        """Its boxes, as a value."""
-        return Alike(self.boxes.count, len(self.shape), self.boxes.lo.tobytes(), self.boxes.hi.tobytes())
+    @property
+    def boxes(self) -> Boxes:
+        """What its files have."""
+        return self.alike.boxes
 
     @property
     def bytes(self) -> int:
@@ -174,21 +181,22 @@ def whole_entry(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, file: int, start: int, paths: Sequence[str], files: Files
 ) -> Entry:
     """A tensor that lies in one file, row-major from a byte on."""
-    boxes = whole_box(shape)
-    where, begins = np.full(boxes.count, file, dtype=np.int64), np.full(boxes.count, start, dtype=np.int64)
-    return Entry(name, shape, dtype, boxes, where, lambda rows: Located(begins[rows]), paths, files)
+    alike = whole_box(shape)
+    count = alike.boxes.count
+    where, begins = np.full(count, file, dtype=np.int64), np.full(count, start, dtype=np.int64)
+    return Entry(name, shape, dtype, alike, where, lambda rows: Located(begins[rows]), paths, files)
 
 
 @lru_cache(maxsize=4096)
 def _tiled(alike: Alike, shape: tuple[int, ...]) -> bool:
     """True where boxes have every cell exactly once. Kept: most tensors are stored as others are."""
-    return tiles(alike.corners(), shape)
+    return tiles(alike.boxes, shape)
 
 
 @lru_cache(maxsize=4096)
-def whole_box(shape: tuple[int, ...]) -> Boxes:
+def whole_box(shape: tuple[int, ...]) -> Alike:
     """All cells as a box, if there are any. Kept: a model has many tensors of few shapes."""
-    return Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape))
+    return Alike(Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape)))
 
 
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:

@@ -75,8 +75,8 @@ def _match(alike: Alike, room: Local | Packed, source_view: View, target_view: V
     there = target_view.of_places(room.places())
     wanted = source_view.back(there.boxes)
     # the number of its box stands for its file: that differs from tensor to tensor
-    packed = Places.packed(alike.corners())
-    stored = Places(packed.boxes, np.arange(alike.boxes), np.zeros(alike.boxes, np.int64), packed.strides)
+    packed, count = Places.packed(alike.boxes), alike.boxes.count
+    stored = Places(packed.boxes, np.arange(count), np.zeros(count, np.int64), packed.strides)
     seen = source_view.of_places(stored.once(wanted))
     row, placed = there.within(seen.boxes)
     here = seen.inside(row, placed.boxes)

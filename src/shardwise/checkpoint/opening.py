@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardwise.checkpoint.entry import Checkpoint
@@ -23,9 +26,22 @@ def open(path: Any, *, rules: Any = None) -> Checkpoint:
     `rules` (a rules file, or what `read_rules` returns) say how the files of ranks in a directory belong together.
     """
     files, name = files_at(path)
-    if rules is not None:
-        return ranks.open_ranks(files, rules)
-    return _open_file(files, name) if name is not None else _open_directory(files)
+    with _uncollected():
+        if rules is not None:
+            return ranks.open_ranks(files, rules)
+        return _open_file(files, name) if name is not None else _open_directory(files)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector, which would look at a million small objects again and again while they are made."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _open_directory(files: Files) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class View:
         """All cells, as they are."""
         return _whole(tuple(shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
         return tuple(self.region.hi[dim] - self.region.lo[dim] for dim in self.order)

@@ -5,7 +5,6 @@ Every box is a torch.save archive of its own. They are looked into when their ce
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, Span, inside
 from shardwise.checkpoint.formats.moulds import Moulds
 from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
@@ -123,23 +122,7 @@ class Table(NamedTuple):
 
 def open_dcp(files: Files) -> Checkpoint:
     """The tensors and values that `.metadata` lists."""
-    with _uncollected():
-        return _open(files, files.shown(METADATA))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector, which would look at a million small objects again and again while they are made."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _open(files: Files, where: str) -> Checkpoint:
+    where = files.shown(METADATA)
     said = unpickle(files.read(METADATA), where, NAMES)
     described, stored, nested = _parts(where, said)
     with _sound(where, "its storage_data"):
@@ -230,17 +213,17 @@ def _entry(files: Files, name: str, said: TensorMetadata, table: Table, moulds: 
     if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MOST:
         raise ValueError(f"its dtype is {dtype!r}, its shape {shape}")
     chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in said.state["chunks"])
-    boxes = _boxes(shape, chunks)
+    alike = _boxes(shape, chunks)
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
     def locate(some: Ints) -> Located:
-        return moulds.located(table.spans(files, rows[some], [name] * len(some)), boxes.take(some), name, dtype)
+        return moulds.located(table.spans(files, rows[some], [name] * len(some)), alike.boxes.take(some), name, dtype)
 
-    return Entry(name, shape, dtype, boxes, table.file[rows], locate, table.paths, files)
+    return Entry(name, shape, dtype, alike, table.file[rows], locate, table.paths, files)
 
 
 @lru_cache(maxsize=1024)
-def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Boxes:
+def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Alike:
     """Of all chunks that have cells. What torch saves has every cell once. Kept: tensors of one shape lie alike."""
     both = np.array(chunks, dtype=np.int64).reshape(len(chunks), 2, len(shape)).swapaxes(0, 1)
     lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
@@ -250,7 +233,7 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Boxes:
     cells = exact_sum(boxes.volumes())
     if cells != prod(shape):
         raise ValueError(f"its boxes have {cells} cells, but its shape {shape} has {prod(shape)}")
-    return boxes
+    return Alike(boxes)
 
 
 class Values(Mapping[str, Any]):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.entry import Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats import safetensors, torch_save
 from shardwise.checkpoint.rules import Rules, Word, file_name, layout_on, places_of, read_rules
@@ -276,7 +276,7 @@ def _entry(held: Held, files: Files, paths: Sequence[str]) -> Entry:
         shape, shards = held.shape(), _one_after_the_other(held) if simple else _by_layout(held)
     except LayoutError as error:
         raise LayoutError(f"{held.where}: {held.name!r} in {held.shown[0]}: {error}") from None
-    return Entry(held.name, shape, held.entries[0].dtype, shards.boxes, shards.rank, shards.locate, paths, files)
+    return Entry(held.name, shape, held.entries[0].dtype, Alike(shards.boxes), shards.rank, shards.locate, paths, files)
 
 
 def _one_after_the_other(held: Held) -> Shards:

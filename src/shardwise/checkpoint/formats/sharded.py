@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
     Header,
-    are_sizes,
     name_of,
     parsed,
     read_header,
@@ -171,18 +170,14 @@ class Headers:
 
 def _maker(name: str, said: Any, headers: Headers, where: str) -> Callable[[], Entry]:
     def make() -> Entry:
-        wanted = {"dtype", "shape", "layout"}
-        if not isinstance(said, dict) or not wanted <= said.keys() or not are_sizes(said["shape"]):
+        if not isinstance(said, dict) or not said.keys() >= {"dtype", "shape", "layout"}:
             raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout")
-        dtype, shape = DTYPES.get(str(said["dtype"])), tuple(said["shape"])
-        if dtype is None:
-            raise CheckpointError(f"{name!r} in {where} has dtype {said['dtype']!r}, which is not known here")
         try:
-            stored = _stored(str(said["layout"]), shape, len(headers.names))
-        except ValueError as error:
+            stored = _stored(said["dtype"], str(said["shape"]), str(said["layout"]), len(headers.names))
+        except (ValueError, TypeError) as error:
             raise CheckpointError(f"{name!r} in {where}: {error}") from error
-        locate = _locator(name, dtype, stored, headers)
-        return Entry(name, shape, dtype, stored.boxes, stored.file, locate, headers.names, headers.files)
+        locate = _locator(name, stored, headers)
+        return Entry(name, stored.shape, stored.dtype, stored.alike, stored.file, locate, headers.names, headers.files)
 
     return make
 
@@ -190,7 +185,9 @@ def _maker(name: str, said: Any, headers: Headers, where: str) -> Callable[[], E
 class Stored(NamedTuple):
     """How tensors of one layout are stored: their boxes, the file of each, and what it is called there."""
 
-    boxes: Boxes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    alike: Alike
     file: Ints
     known: dict[int, tuple[int, str, tuple[int, ...]]]  # of boxes that were asked for
 
@@ -198,38 +195,43 @@ class Stored(NamedTuple):
         """Of a box: its file, how its key ends, and its shape."""
         found = self.known.get(row)
         if found is None:
-            box = self.boxes.box(row)
+            box = self.alike.boxes.box(row)
             found = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
         return found
 
 
 @lru_cache(maxsize=4096)
-def _stored(text: str, shape: tuple[int, ...], files: int) -> Stored:
-    """The boxes of a layout. Kept: tensors of one shape lie alike."""
+def _stored(dtype: str, shape: str, text: str, files: int) -> Stored:
+    """By what the index says. Kept: tensors of one shape lie alike."""
     layout = parse(text)
-    if layout.shape != shape or layout.op is not None or any(not 0 <= owner < files for owner in layout.owners()):
+    if dtype not in DTYPES:
+        raise ValueError(f"its dtype {dtype!r} is not known here")
+    outside = any(not 0 <= owner < files for owner in layout.owners())
+    if str(list(layout.shape)) != shape or layout.op is not None or outside:
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # the same, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
         boxes = layout.form.cells.boxes.take(row)
         some = boxes.volumes() > 0
-        return Stored(boxes.take(some), owner[some], {})
+        return Stored(layout.shape, DTYPES[dtype], Alike(boxes.take(some)), owner[some], {})
     found = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
-    boxes = Boxes.of([piece.box for _, piece in found], len(shape))
-    return Stored(boxes, ints([owner for owner, _ in found]), {})
+    boxes = Boxes.of([piece.box for _, piece in found], layout.ndim)
+    owners = ints([owner for owner, _ in found])
+    return Stored(layout.shape, DTYPES[dtype], Alike(boxes), owners, {})
 
 
-def _locator(name: str, dtype: torch.dtype, stored: Stored, headers: Headers) -> Callable[[Ints], Located]:
+def _locator(name: str, stored: Stored, headers: Headers) -> Callable[[Ints], Located]:
     def locate(rows: Ints) -> Located:
         starts = list[int]()
         for number, ending, shape in map(stored.part, rows.tolist()):
             key = name + ending
             tensor = headers.of(number).tensors.get(key)
-            if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+            if tensor is None or tensor.dtype != stored.dtype or tensor.shape != shape:
                 found = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"
+                where = headers.files.shown(headers.names[number])
                 raise CheckpointError(
-                    f"{headers.files.shown(headers.names[number])} should have {key!r}, {dtype} of shape {shape}, but "
-                    f"{found}: it is not the file that the index was written for"
+                    f"{where} should have {key!r}, {stored.dtype} of shape {shape}, but {found}: "
+                    f"it is not the file that the index was written for"
                 )
             starts.append(tensor.start)
         return Located(ints(starts))

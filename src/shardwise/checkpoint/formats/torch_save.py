@@ -153,14 +153,14 @@ def _flat(archive: Archive) -> tuple[dict[str, Any], dict[str, OBJ_PATH]]:
 def _entry(name: str, tensor: SavedTensor, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
     shape, size = tensor.shape, tensor.dtype.itemsize
     member = archive.storage(tensor, repr(name))
-    boxes = whole_box(shape)
+    alike = whole_box(shape)
 
     def locate(rows: Ints) -> Located:
         start = starts(files, [member])[0] + tensor.offset * size if len(rows) else 0
         strides = None if tensor.strides == row_major(shape) else ints([tensor.strides])[: len(rows)]
         return Located(np.full(len(rows), start), strides)
 
-    return Entry(name, shape, tensor.dtype, boxes, np.full(boxes.count, number), locate, names, files)
+    return Entry(name, shape, tensor.dtype, alike, np.full(alike.boxes.count, number), locate, names, files)
 
 
 def _settled(files: Files, values: Mapping[str, tuple[Archive, Any]]) -> dict[str, Any]:
