@@ -84,7 +84,8 @@ def convert(
     writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
     _check_apart(opened, streams, folder, name, writer)
     told = _written(writer, owners, streams, contents, chunk, jobs, progress)
-    writer.finish(told, contents)
+    for old in writer.finish(told, contents):
+        writer.folder.remove(old)
     made = open(folder.shown(writer.main))
     if verify:
         _verify(streams, made, chunk, jobs, progress)

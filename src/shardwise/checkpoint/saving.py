@@ -52,24 +52,26 @@ def save(
         }
         others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
         contents.append(Contents(layouts, others, paths))
-        opened.append(_writer(format, path, callers, token, durable))
+        opened.append(_writer(format, Folder(path, durable=durable), callers, token))
         parts = [
             p for name, tensor in tensors.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)
         ]
         return opened[0].write(callers.me, parts, contents[0])
 
-    def finish(told: Mapping[int, Any]) -> None:
-        if callers.first:
-            opened[0].finish(told, contents[0])
+    def finish(told: Mapping[int, Any]) -> list[str]:
+        return opened[0].finish(told, contents[0]) if callers.first else []
 
     try:
         told = callers.together(write, dict)
-        callers.together(lambda: finish(told), lambda _: None)
+        old = callers.together(lambda: finish(told), lambda all: all[callers.owners[0]])
     except BaseException:
         # what the index may name by now, of this rank or by others that went on, must stay
         if opened and not callers.broken and not opened[0].committed():
             opened[0].undo(callers.me)
         raise
+    # everybody some of them, by name: others may be writing the next checkpoint by now
+    for name in old[callers.owners.index(callers.me) :: len(callers.owners)]:
+        opened[0].folder.remove(name)
 
 
 def _heard(
@@ -104,8 +106,8 @@ def _check(format: str) -> None:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
 
 
-def _writer(format: str, path: Any, callers: Callers, token: str, durable: bool) -> Saver:
-    found = WRITERS[format](Folder(path, durable=durable), callers.owners, token)
+def _writer(format: str, folder: Folder, callers: Callers, token: str) -> Saver:
+    found = WRITERS[format](folder, callers.owners, token)
     found.check()
     return found
 

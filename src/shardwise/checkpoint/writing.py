@@ -101,12 +101,11 @@ class Folder:
             return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self.path, detail=False))
         return []
 
-    def sweep(self, named: re.Pattern[str], kept: Collection[str]) -> None:
-        """Remove files of such names that are not needed any more, as far as that can be done."""
+    def others(self, named: re.Pattern[str], kept: Collection[str]) -> list[str]:
+        """Files of such names that are not needed any more, as far as that can be told."""
         with suppress(CheckpointError):
-            for name in self.names():
-                if named.fullmatch(name) and name not in kept:
-                    self.remove(name)
+            return [name for name in self.names() if named.fullmatch(name) and name not in kept]
+        return []
 
     def remove(self, name: str) -> None:
         """A file that is not needed any more, if it is there."""

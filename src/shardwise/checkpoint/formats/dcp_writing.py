@@ -33,13 +33,13 @@ class DcpWriter:
     """Every owner writes a file; the first one also has the values."""
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
-        self._folder, self._owners, self._token = folder, list(owners), token
+        self.folder, self._owners, self._token = folder, list(owners), token
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = METADATA
 
     def check(self) -> None:
         """An earlier one stays whole until this one is."""
-        check_alone(self._folder, METADATA)
+        check_alone(self.folder, METADATA)
 
     def _file(self, owner: int) -> str:
         return f"__{self._numbers[owner]}_{self._token}.distcp"
@@ -47,7 +47,7 @@ class DcpWriter:
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
         """Its archives, one after the other."""
         items, at, name = list[Item](), 0, self._file(me)
-        with self._folder.write(name) as file:
+        with self.folder.write(name) as file:
             for part in parts:
                 size = write_archive(file, Stored("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
                 items.append(Item(part.name, part.box.lo, part.shape, name, at, size))
@@ -59,23 +59,23 @@ class DcpWriter:
                 at += len(data)
         return items
 
-    def finish(self, told: Mapping[int, list[Item]], contents: Contents) -> None:
-        """The metadata; then files of earlier checkpoints at this place, and of interrupted ones, go."""
+    def finish(self, told: Mapping[int, list[Item]], contents: Contents) -> list[str]:
+        """The metadata; then files of earlier checkpoints at this place, and of interrupted ones, may go."""
         items = [item for listed in told.values() for item in listed]
         text = io.BytesIO()
         pickle.dump(_metadata(items, contents), text)
-        with self._folder.write(METADATA) as file:
+        with self.folder.write(METADATA) as file:
             file.write(text.getvalue())
         known = {item.file for item in items} | {self._file(owner) for owner in self._owners}
-        self._folder.sweep(OURS, known)
+        return self.folder.others(OURS, known)
 
     def committed(self) -> bool:
         """True where the index names our files."""
-        return names_token(self._folder, METADATA, self._token)
+        return names_token(self.folder, METADATA, self._token)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
-        self._folder.remove(self._file(me))
+        self.folder.remove(self._file(me))
 
 
 def _metadata(items: Sequence[Item], contents: Contents) -> Any:

@@ -49,13 +49,13 @@ class ShardedWriter:
     """Writes it: a file for every owner, then the index."""
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
-        self._folder, self._owners, self._token = folder, list(owners), token
+        self.folder, self._owners, self._token = folder, list(owners), token
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = INDEX
 
     def check(self) -> None:
         """An earlier one stays whole until this one is."""
-        check_alone(self._folder, INDEX)
+        check_alone(self.folder, INDEX)
 
     def _file(self, owner: int) -> str:
         return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
@@ -63,31 +63,35 @@ class ShardedWriter:
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """The file of an owner, also where it has nothing: the index names one for each."""
         stored = {key_of(part.name, part.box.lo): part for part in parts}
-        write_parts(self._folder, self._file(me), stored, self._token)
+        write_parts(self.folder, self._file(me), stored, self._token)
 
-    def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
-        """The index; then files of earlier checkpoints at this place, and of interrupted ones, go."""
+    def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
+        """The index; then files of earlier checkpoints at this place, and of interrupted ones, may go."""
         files = [self._file(owner) for owner in self._owners]
         index, known = index_bytes(files, contents, self._numbers), set(files)
-        with self._folder.write(INDEX) as file:
+        with self.folder.write(INDEX) as file:
             file.write(index)
-        self._folder.sweep(OURS, known)
+        return self.folder.others(OURS, known)
 
     def committed(self) -> bool:
         """True where the index names our files."""
-        return names_token(self._folder, INDEX, self._token)
+        return names_token(self.folder, INDEX, self._token)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
-        self._folder.remove(self._file(me))
+        self.folder.remove(self._file(me))
 
 
 def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int]) -> bytes:
     """The index as a file."""
-    listed = {}
-    for name, (dtype, layout) in contents.tensors.items():
-        by_file = layout.relabel({owner: numbers[owner] for owner in layout.owners()})
-        listed[name] = {"dtype": name_of(dtype, name), "shape": list(layout.shape), "layout": str(by_file)}
+    texts = {  # most tensors lie as others do
+        layout: str(layout.relabel({owner: numbers[owner] for owner in layout.owners()}))
+        for layout in {layout for _, layout in contents.tensors.values()}
+    }
+    listed = {
+        name: {"dtype": name_of(dtype, name), "shape": list(layout.shape), "layout": texts[layout]}
+        for name, (dtype, layout) in contents.tensors.items()
+    }
     said = {
         "shardwise": VERSION,
         "files": list(files),

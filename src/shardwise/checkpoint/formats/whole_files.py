@@ -22,7 +22,7 @@ class SafetensorsWriter:
     """One file for every owner; an index where there are several. `name` is that of the only one."""
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str | None = None) -> None:
-        self._folder, self._owners, self._token, self._name = folder, list(owners), token, name
+        self.folder, self._owners, self._token, self._name = folder, list(owners), token, name
         self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
 
     def check(self) -> None:
@@ -32,15 +32,15 @@ class SafetensorsWriter:
         """
         if self._name is not None:
             return  # one file, which is replaced when the new one is whole
-        check_alone(self._folder, INDEX)
-        names = [name for name in self._folder.names() if name == INDEX or name.endswith(".safetensors")]
-        starts = {name: self._folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
+        check_alone(self.folder, INDEX)
+        names = [name for name in self.folder.names() if name == INDEX or name.endswith(".safetensors")]
+        starts = {name: self.folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
         for name, start in starts.items():
             if b'"shardwise"' not in start:
-                raise CheckpointError(f"{self._folder.shown(name)} was not written by a conversion: give another path")
+                raise CheckpointError(f"{self.folder.shown(name)} was not written by a conversion: give another path")
         for name, start in starts.items():
             if self._token.encode() not in start and (name == INDEX or len(self._owners) > 1):
-                self._folder.remove(name)
+                self.folder.remove(name)
 
     def file(self, owner: int) -> str:
         """The name of an owner's file."""
@@ -51,15 +51,16 @@ class SafetensorsWriter:
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """The file of an owner."""
-        write_parts(self._folder, self.file(me), {part.name: part for part in parts}, self._token)
+        write_parts(self.folder, self.file(me), {part.name: part for part in parts}, self._token)
 
-    def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
-        """The index, where there are several files; then what unfinished ones left goes."""
+    def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
+        """The index, where there are several files; then what unfinished ones left may go."""
         if len(self._owners) > 1:
-            with self._folder.write(INDEX) as file:
+            with self.folder.write(INDEX) as file:
                 file.write(self._index_of(contents))
-        if self._name is None:
-            self._folder.sweep(NAMED, {self.file(owner) for owner in self._owners})
+        if self._name is not None:
+            return []
+        return self.folder.others(NAMED, {self.file(owner) for owner in self._owners})
 
     def _index_of(self, contents: Contents) -> bytes:
         where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
@@ -74,7 +75,7 @@ class TorchSaveWriter:
     def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         if len(owners) != 1:
             raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
-        self._folder, self.main = folder, name or "model.pt"
+        self.folder, self.main = folder, name or "model.pt"
 
     def check(self) -> None:
         """A file of that name is replaced when the new one is whole."""
@@ -87,8 +88,9 @@ class TorchSaveWriter:
         }
         flat = {**stored, **contents.values}
         paths = {name: contents.paths.get(name, (name,)) for name in flat}
-        with self._folder.write(self.main) as file:
+        with self.folder.write(self.main) as file:
             write_archive(file, unflatten_state_dict(flat, paths), records)
 
-    def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
+    def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
         """There is no index."""
+        return []

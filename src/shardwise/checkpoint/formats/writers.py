@@ -77,6 +77,7 @@ def write_parts(folder: Folder, file: str, parts: Mapping[str, Part], token: str
 class Writer(Protocol):
     """Writes a checkpoint: everybody its parts, then one of them the index. `token` tells it from earlier ones."""
 
+    folder: Folder
     main: str  # the file that is opened to read it
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None: ...
@@ -89,8 +90,8 @@ class Writer(Protocol):
         """Write the parts of an owner; returns what the one who writes the index has to know of it."""
         ...
 
-    def finish(self, told: Mapping[int, Any], contents: Contents) -> None:
-        """Write the index: from now on this is the checkpoint. Then remove what was one before."""
+    def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
+        """Write the index: from now on this is the checkpoint. Returns the files that are not needed any more."""
         ...
 
 
