@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from shardwise.errors import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-MAPPED = 512  # files that stay mapped: each takes a descriptor
+MAPPED, OPEN = 512, 64  # files that stay mapped, and those that stay open: each takes a descriptor
 PIECE = 2**22  # bytes of a range that are fetched at a time where they are only passed on
 SMALL, GAP = 2**12, 2**18  # bytes between two ranges that are fetched along with them, where another request costs more
 
@@ -103,6 +104,7 @@ class LocalFiles(Files):
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
         self._mapped = dict[str, Mapped]()
+        self._open = dict[str, FileIO]()
         self._seen = dict[str, Seen]()
         self._lock = Lock()
 
@@ -118,8 +120,7 @@ class LocalFiles(Files):
     def size(self, name: str) -> int:
         """When it was first looked at."""
         if name not in self._seen:
-            with self._opened(name):
-                pass
+            self._opened(name)
         return self._seen[name].size
 
     def stamp(self, name: str) -> str:
@@ -152,38 +153,40 @@ class LocalFiles(Files):
         self.check(span)
         if not hasattr(file, "take"):
             return super().copy(span, file)
-        with self._opened(span.file) as source:
-            file.take(source, span.start, span.stop - span.start)
+        file.take(self._opened(span.file), span.start, span.stop - span.start)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Without mapping it: headers of very many files may be read."""
         span = Span(name, start, self.size(name) if stop is None else stop)
         self.check(span)
-        with self._opened(name) as file, readable(self.shown(name)):
-            return os.pread(file, span.stop - span.start, start)
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
-        """A descriptor; refused where the file is not the one that was looked at before."""
         with readable(self.shown(name)):
-            file = os.open(self._path / name, os.O_RDONLY)
-        try:
-            status = os.fstat(file)
-            now = Seen(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
-            if self._seen.setdefault(name, now) != now:
-                raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
-            yield file
-        finally:
-            os.close(file)
+            return os.pread(self._opened(name).fileno(), span.stop - span.start, start)
+
+    def _opened(self, name: str) -> FileIO:
+        """A file; refused where it is not the one that was looked at before."""
+        file = self._open.pop(name, None)
+        if file is None:
+            with readable(self.shown(name)):
+                file = FileIO(self._path / name)
+        status = os.fstat(file.fileno())
+        now = Seen(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+        if self._seen.setdefault(name, now) != now:
+            raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
+        with self._lock:
+            while len(self._open) >= OPEN:  # it is closed when the last one who uses it lets go of it
+                self._open.pop(next(iter(self._open)))
+            self._open[name] = file
+        return file
 
     def _map(self, name: str) -> Mapped:
         found = self._mapped.get(name)
         if found is not None:
             return found
-        with self._lock, self._opened(name) as file, readable(self.shown(name)):
+        file = self._opened(name)
+        with self._lock, readable(self.shown(name)):
             while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
                 self._mapped.pop(next(iter(self._mapped)))
-            data = np.frombuffer(_mapping(file) if self._seen[name].size else b"", dtype=np.uint8)
+            data = np.frombuffer(_mapping(file.fileno()) if self._seen[name].size else b"", dtype=np.uint8)
             found = self._mapped[name] = Mapped(data, {})
             return found
 

@@ -1,0 +1,62 @@
+"""Bytes that go from file to file inside of the system, and where it cannot."""
+
+import errno
+import os
+from io import FileIO
+
+import pytest
+
+from shardwise.checkpoint.writing import Appended
+
+DATA = bytes(range(256)) * 20_000  # several times what goes through at once
+
+
+def taken(folder, *spans):
+    """The spans of a file, appended to a new one."""
+    (folder / "source").write_bytes(DATA)
+    with (folder / "made").open("wb", buffering=0) as raw:
+        made = Appended(raw)
+        made.write(b"head")
+        for start, count in spans:
+            made.take(FileIO(folder / "source"), start, count)
+    return (folder / "made").read_bytes()
+
+
+def refused(monkeypatch, which, code):
+    """os.splice that refuses every call of one side."""
+    splice = os.splice
+
+    def some(source, into, count, offset_src=None):
+        if (offset_src is None) == (which == "writing"):
+            raise OSError(code, os.strerror(code))
+        return splice(source, into, count, offset_src=offset_src)
+
+    monkeypatch.setattr(os, "splice", some)
+
+
+def test_bytes_come_as_they_are(tmp_path):
+    assert taken(tmp_path, (3, 2_500_001), (0, 7)) == b"head" + DATA[3:2_500_004] + DATA[:7]
+
+
+@pytest.mark.parametrize("which", ["reading", "writing"])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EXDEV])
+def test_what_the_system_does_not_do_is_done_here(tmp_path, monkeypatch, which, code):
+    refused(monkeypatch, which, code)
+    assert taken(tmp_path, (3, 2_500_001), (0, 7)) == b"head" + DATA[3:2_500_004] + DATA[:7]
+
+
+def test_systems_without_splice_copy(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "splice")
+    assert taken(tmp_path, (3, 2_500_001)) == b"head" + DATA[3:2_500_004]
+
+
+@pytest.mark.parametrize("which", ["reading", "writing"])
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch, which):
+    refused(monkeypatch, which, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        taken(tmp_path, (0, 10))
+
+
+def test_a_source_that_became_shorter_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="became shorter"):
+        taken(tmp_path, (len(DATA) - 5, 10))
