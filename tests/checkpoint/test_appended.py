@@ -2,10 +2,10 @@
 
 import errno
 import os
-from io import FileIO
 
 import pytest
 
+from shardwise.checkpoint.files import Descriptor
 from shardwise.checkpoint.writing import Appended
 
 DATA = bytes(range(256)) * 20_000  # several times what goes through at once
@@ -18,7 +18,7 @@ def taken(folder, *spans):
         made = Appended(raw)
         made.write(b"head")
         for start, count in spans:
-            made.take(FileIO(folder / "source"), start, count)
+            made.take(Descriptor(os.open(folder / "source", os.O_RDONLY)), start, count)
     return (folder / "made").read_bytes()
 
 

@@ -472,6 +472,16 @@ def test_an_indexed_source_is_not_damaged_by_a_conversion_onto_itself_that_fails
 def test_what_replaced_a_file_that_was_opened_is_not_taken_for_it(tmp_path):
     opened = checkpoint.open(source(tmp_path, model(seed=1)))
     os.replace(source(tmp_path, model(seed=2), "new.safetensors"), tmp_path / "in.safetensors")
+    for name, value in model(seed=1).items():
+        assert torch.equal(opened[name].read(), value)
+    checkpoint.convert(opened, tmp_path / "out.safetensors", durable=False, verify=False)
+    assert_same(checkpoint.open(tmp_path / "out.safetensors"), model(seed=1))
+
+
+def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path):
+    opened = checkpoint.open(source(tmp_path, model(seed=1)))
+    changed = source(tmp_path, model(seed=2), "new.safetensors").read_bytes()
+    (tmp_path / "in.safetensors").write_bytes(changed)
     with pytest.raises(CheckpointError, match=r"in\.safetensors was replaced or changed since it was opened"):
         next(iter(opened.values())).read()
     with pytest.raises(CheckpointError, match="was replaced or changed"):

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any, NamedTuple
@@ -32,6 +31,16 @@ class Span(NamedTuple):
     file: str
     start: int
     stop: int
+
+
+class Descriptor:
+    """An open file of the system, which is closed when nobody uses it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
 class Files(ABC):
@@ -104,7 +113,7 @@ class LocalFiles(Files):
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
         self._mapped = dict[str, Mapped]()
-        self._open = dict[str, FileIO]()
+        self._open = dict[str, Descriptor]()
         self._seen = dict[str, Seen]()
         self._lock = Lock()
 
@@ -160,15 +169,15 @@ class LocalFiles(Files):
         span = Span(name, start, self.size(name) if stop is None else stop)
         self.check(span)
         with readable(self.shown(name)):
-            return os.pread(self._opened(name).fileno(), span.stop - span.start, start)
+            return os.pread(self._opened(name).number, span.stop - span.start, start)
 
-    def _opened(self, name: str) -> FileIO:
+    def _opened(self, name: str) -> Descriptor:
         """A file; refused where it is not the one that was looked at before."""
         file = self._open.pop(name, None)
         if file is None:
             with readable(self.shown(name)):
-                file = FileIO(self._path / name)
-        status = os.fstat(file.fileno())
+                file = Descriptor(os.open(self._path / name, os.O_RDONLY))
+        status = os.fstat(file.number)
         now = Seen(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
         if self._seen.setdefault(name, now) != now:
             raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
@@ -186,7 +195,7 @@ class LocalFiles(Files):
         with self._lock, readable(self.shown(name)):
             while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
                 self._mapped.pop(next(iter(self._mapped)))
-            data = np.frombuffer(_mapping(file.fileno()) if self._seen[name].size else b"", dtype=np.uint8)
+            data = np.frombuffer(_mapping(file.number) if self._seen[name].size else b"", dtype=np.uint8)
             found = self._mapped[name] = Mapped(data, {})
             return found
 
