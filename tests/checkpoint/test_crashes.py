@@ -584,7 +584,7 @@ def test_files_that_are_swapped_missing_or_of_another_save_are_refused(ours, tmp
 
 
 def test_a_directory_that_is_nothing_says_what_is_in_it(tmp_path):
-    refused(tmp_path, "it is empty")
+    refused(tmp_path, "there are no files in it")
     (tmp_path / "notes.txt").write_text("mine")
     refused(tmp_path, "notes.txt")
     refused(tmp_path / "notes.txt")

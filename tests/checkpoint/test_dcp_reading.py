@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise import Box
-from shardwise.checkpoint.files import files_at
 from shardwise.checkpoint.formats import dcp
+from shardwise.checkpoint.places import files_at
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import get_element, set_element, traverse_state_dict
 from shardwise.testing import on_ranks

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.local_files import LocalFiles
 from shardwise.state.traverse import flatten_state_dict
 from shardwise.testing import on_ranks
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shardwise.checkpoint import pickles
-from shardwise.checkpoint.files import files_at
 from shardwise.checkpoint.formats import dcp, torch_save
 from shardwise.checkpoint.pickles import check_tree, settled, unpickle
+from shardwise.checkpoint.places import files_at
 from shardwise.errors import CheckpointError
 
 PLAIN = {

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise import Box, Layout, LayoutError, Mesh
-from shardwise.checkpoint.files import files_at
 from shardwise.checkpoint.formats.ranks import open_ranks
+from shardwise.checkpoint.places import files_at
 from shardwise.errors import CheckpointError
 
 RULES = {

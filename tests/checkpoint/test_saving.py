@@ -246,7 +246,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path):
 
     said = on_ranks(2, run)
     assert said[0] == said[1]
-    assert names_in(tmp_path / "no") == []
+    assert not (tmp_path / "no").exists()
     checkpoint.save({"z": numbers(2, dtype=torch.complex128)}, tmp_path / "dcp", format="dcp")
     has(tmp_path / "dcp", {"z": numbers(2, dtype=torch.complex128)})
 

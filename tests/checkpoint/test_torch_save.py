@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import Box
-from shardwise.checkpoint.files import files_at
 from shardwise.checkpoint.formats import torch_save
+from shardwise.checkpoint.places import files_at
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import get_element, traverse_state_dict
 from shardwise.testing import on_ranks

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.state.plan import Tensor
 from shardwise.tensor.together import together
 from shardwise.tensor.wiring import group_wire
 
@@ -33,6 +34,17 @@ class Callers:
     def first(self) -> bool:
         """True for the one who does what is to be done once."""
         return self.me == self.owners[0]
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors of which others than the callers hold a part."""
+        for layout in {tensor.layout for tensor in tensors.values()}:
+            outside = sorted(set(layout.owners()) - set(self.owners))
+            if outside:
+                name = next(name for name, tensor in tensors.items() if tensor.layout == layout)
+                raise ValueError(
+                    f"{name!r} is on rank {outside[0]} too ({layout!r}), which does not call: "
+                    f"the callers are {list(self.owners[:8])}"
+                )
 
     def together(self, say: Callable[[], S], conclude: Callable[[Mapping[int, S]], T], **same: Any) -> T:
         """What follows from what all of them say. What goes wrong for one is raised for all."""

@@ -20,6 +20,7 @@ from shardwise.state.view import View
 
 T = TypeVar("T")
 R = TypeVar("R")
+NEAREST = 8  # names that lack, for which one that is much like it is looked for among all
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ def verify(a: Any, b: Any, *, jobs: int = 1, progress: Progress = None, rules: A
     one, other = (found if isinstance(found, Checkpoint) else open(found, rules=rules) for found in (a, b))
     found = list[Difference]()
     for mine, theirs in (one, other), (other, one):
-        for name in mine:
-            if name not in theirs:
-                found.append(Difference(name, missing(f"{theirs.path} has no", [name], theirs)))
+        absent = [name for name in mine if name not in theirs]
+        found += [Difference(name, missing(f"{theirs.path} has no", [name], theirs)) for name in absent[:NEAREST]]
+        found += [Difference(name, f"{theirs.path} has no {name!r}") for name in absent[NEAREST:]]
     common = {name: (stream_of(one[name]), stream_of(other[name])) for name in one if name in other}
     return found + compared(common, jobs=jobs, progress=progress)
 

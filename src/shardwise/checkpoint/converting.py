@@ -16,12 +16,12 @@ import torch
 from shardwise.checkpoint.asked import size_in_bytes
 from shardwise.checkpoint.comparing import check_jobs, compared, ordered, stream_of
 from shardwise.checkpoint.entry import Checkpoint, Entry
-from shardwise.checkpoint.files import same_place
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Contents, Part, Writer
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
@@ -75,14 +75,18 @@ def convert(
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
     owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
-    kept = {key: value for key, value in opened.objects.items() if format != "safetensors"}
+    kept = {key: value for key, value in opened.objects.items() if format != "safetensors" and _chosen(key, select)}
     contents = Contents(
         {key: (stream.dtype, layouts[key]) for key, stream in streams.items()},
         kept,
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
     )
     writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
-    _check_apart(opened, streams, folder, name, writer)
+    _check_apart(opened, folder, name)
+    twice = [key for key in kept if key in streams]
+    if twice:
+        raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
+    writer.check(contents)
     told = _written(writer, owners, streams, contents, chunk, jobs, progress)
     for old in writer.finish(told, contents):
         writer.folder.remove(old)
@@ -125,14 +129,9 @@ def _streams(
     opened: Checkpoint, rename: Rename, remap: Sequence[Remap], select: Sequence[str] | str | None, cast: Cast
 ) -> dict[str, Stream]:
     """The tensors to write, by their new names."""
-    patterns = [select] if isinstance(select, str) else select
-    chosen = {
-        name: opened[name].shape
-        for name in opened
-        if patterns is None or any(matched(pattern, name) is not None for pattern in patterns)
-    }
+    chosen = {name: opened[name].shape for name in opened if _chosen(name, select)}
     if not chosen and len(opened):
-        raise CheckpointError(f"{opened.path}: no tensor fits {patterns}")
+        raise CheckpointError(f"{opened.path}: no tensor fits {select}")
     targets = shapes_after(chosen, rename=rename, remap=remap)
     found = dict[str, list[tuple[Link, Entry]]]()
     for link in links(chosen, targets, rename=rename, remap=remap, empty=True):
@@ -152,6 +151,11 @@ def _streams(
             check_cast(dtype, made[name].dtype)
         made[name].check()
     return made
+
+
+def _chosen(name: str, select: Sequence[str] | str | None) -> bool:
+    patterns = [select] if isinstance(select, str) else select
+    return patterns is None or any(matched(pattern, name) is not None for pattern in patterns)
 
 
 def _cast(name: str, dtype: torch.dtype, cast: Cast) -> torch.dtype:
@@ -184,7 +188,7 @@ def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, st
         raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
-    if endings.get(ending) == said:
+    if endings.get(ending) == said and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
         return said, Folder(f"{scheme}{separator}{here}", durable=durable), name
     return said, Folder(path, durable=durable), None
@@ -251,29 +255,28 @@ def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name
     return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
 
 
-def _check_apart(
-    opened: Checkpoint, streams: Mapping[str, Stream], folder: Folder, name: str | None, writer: Writer
-) -> None:
-    """Refuse to write over what is read, and beside what is another checkpoint."""
-    used = {path for stream in streams.values() for _, entry in stream.sources for path in entry.used()}
-    if name is None:
-        onto = same_place(opened.files.root, folder.path)
-    else:
+def _check_apart(opened: Checkpoint, folder: Folder, name: str | None) -> None:
+    """Refuse to write over what is read."""
+    onto = same_place(opened.files.root, folder.path)
+    if name is not None:
+        listed = {id(entry.paths): entry.paths for entry in opened.values()}
+        used = {path for paths in listed.values() for path in paths}
         onto = any(same_place(opened.files.shown(path), folder.shown(name)) for path in used)
     if onto:
         raise CheckpointError(
             f"{folder.path if name is None else folder.shown(name)} is what is read: give another path"
         )
-    writer.check()
-    twice = [name for name in opened.objects if name in streams and not isinstance(writer, SafetensorsWriter)]
-    if twice:
-        raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
 
 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[str, Layout], format: str) -> str:
     """Tells this conversion from others: of other files, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
-    said: list[Any] = [format, opened.path, [(path, opened.files.stamp(path)) for path in files]]
+    said: list[Any] = [
+        format,
+        opened.path,
+        sorted(opened.metadata.items()),
+        [(path, opened.files.stamp(path)) for path in files],
+    ]
     said += [(name, str(stream.dtype), stream.shape, str(layouts[name])) for name, stream in streams.items()]
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
     return blake2b(repr((said, links)).encode(), digest_size=4).hexdigest()

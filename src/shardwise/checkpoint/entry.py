@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import WORDS, Bytes, Files, LocalFiles, Span, worth_it
+from shardwise.checkpoint.files import Files, Span, elements
+from shardwise.checkpoint.local_files import LocalFiles
+from shardwise.checkpoint.remote_files import worth_it
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
@@ -67,6 +69,10 @@ class Entry:
     locate: Callable[[Ints], Located] = field(repr=False)
     paths: Sequence[str] = field(repr=False)
     files: Files = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if 0 in self.shape and prod(max(size, 1) for size in self.shape) >= 2**58:
+            raise CheckpointError(f"{self.files.root}: {self.name!r} has shape {self.shape}, which no tensor has")
 
     @cached_property
     def layout(self) -> Layout:
@@ -135,15 +141,13 @@ class Entry:
         blocks = [(cut, _outer(cut, self.dtype.itemsize)) for cut in cuts]
         parts = [self._parts(cut, outer) for cut, outer in blocks]
         found = iter(self.files.fetch([self._span(part) for several in parts for part in several]))
-        tensors = [[self._tensor(next(found), part) for part in several] for several in parts]
+        tensors = [
+            [elements(next(found), 0, self.dtype, part.shape, part.strides) for part in several] for several in parts
+        ]
         return [
             several[0] if not outer else torch.stack(several).reshape(cut.shape)
             for (cut, outer), several in zip(blocks, tensors, strict=True)
         ]
-
-    def _tensor(self, data: Bytes, cut: Cut) -> torch.Tensor:
-        words = torch.frombuffer(data, dtype=WORDS[self.dtype.itemsize])
-        return words.as_strided(cut.shape, cut.strides).view(self.dtype)
 
     def _parts(self, cut: Cut, outer: int) -> list[Cut]:
         """A cut as one for every step along its first dims."""
@@ -171,7 +175,7 @@ class Entry:
         boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
         self.check(boxes)
         self.within(boxes)  # the files have it: what a damaged one says is not room that is asked for
-        found = torch.empty(wanted.shape, dtype=self.dtype)
+        found = torch.empty(wanted.shape, dtype=self.dtype, device="cpu")
         if boxes.count:
             fill(self, Places.packed(boxes), [found.view(-1)])
         return found
@@ -237,14 +241,10 @@ class Checkpoint(Mapping[str, Entry]):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.files, self.format, self._entries = files, format, entries
+        self.path = files.root  # where it is; the file, where it is one
         self.paths = paths or {}  # of names in nested state dicts, where they are known
         self.metadata = metadata or {}
         self._objects = objects
-
-    @property
-    def path(self) -> str:
-        """Where it is."""
-        return self.files.root
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:

@@ -63,17 +63,24 @@ def load(
         paths.update(names[1])
         return said(flat)
 
-    targets = callers.together(say, lambda told: tensors_of(told, "state dict"))
-    checkpoint = found[0]
+    def conclude(told: Mapping[int, Said]) -> dict[str, Tensor]:
+        tensors = tensors_of(told, "state dict")
+        if once:
+            callers.check(tensors)
+        return tensors
 
-    others = list[str]()
+    once = not callers.alone and read != "each"
+    # who reads a byte for all must read it where all others would
+    same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
+    targets = callers.together(say, conclude, **same)
+    checkpoint, others = found[0], list[str]()
 
     def prepare() -> list[tuple[Link, Entry, Tensor]]:
         others.extend(_others(checkpoint, flat, strict))
         return _links(checkpoint, targets, rename, remap, cast, strict)
 
     with torch.no_grad():
-        if not callers.alone and read != "each":
+        if once:
             load_once(callers, targets, flat, prepare, max_bytes, progress)
         else:
             callers.together(lambda: _load_each(prepare(), flat, callers, progress), lambda _: None)

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import Files, files_at
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import dcp, ranks, safetensors, sharded, torch_save
+from shardwise.checkpoint.places import files_at
+from shardwise.checkpoint.writing import ASIDE
 from shardwise.errors import CheckpointError
 
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
@@ -29,7 +31,11 @@ def open(path: Any, *, rules: Any = None) -> Checkpoint:
     with _uncollected():
         if rules is not None:
             return ranks.open_ranks(files, rules)
-        return _open_file(files, name) if name is not None else _open_directory(files)
+        if name is None:
+            return _open_directory(files)
+        found = _open_file(files, name)
+        found.path = files.shown(name)
+        return found
 
 
 @contextmanager
@@ -48,8 +54,7 @@ def _open_directory(files: Files) -> Checkpoint:
     for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # before a large directory is listed
         if files.has(index):
             return _open_file(files, index)
-    names = files.names()
-    here = [name for name in names if "/" not in name]
+    here = files.names()
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
     if len(indexes) == 1:
         return _open_file(files, indexes[0])
@@ -60,7 +65,9 @@ def _open_directory(files: Files) -> Checkpoint:
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
-    found = f"it has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}" if names else "it is empty"
+    if any(name.endswith(ASIDE) for name in here):
+        raise CheckpointError(f"{files.root} is unfinished: a save or a conversion to it was interrupted, or goes on")
+    found = f"it has {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "there are no files in it"
     raise CheckpointError(f"{files.root} is no checkpoint that is known here ({KNOWN}): {found}")
 
 

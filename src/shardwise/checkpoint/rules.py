@@ -120,7 +120,7 @@ class Rules:
             with _at(f"{self.where}, [files]"):
                 file_name(self.pattern or "", places_of(self.mesh, 0))
 
-    def with_mesh(self, **sizes: int) -> Rules:
+    def with_mesh(self, /, **sizes: int) -> Rules:
         """The same rules on a mesh of these axes.
 
         >>> read_rules("llama").with_mesh(dp=2, tp=4).mesh

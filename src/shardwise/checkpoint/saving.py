@@ -21,7 +21,7 @@ from shardwise.layout import Layout
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
-from shardwise.state.traverse import flatten_state_dict
+from shardwise.state.traverse import flatten_state_dict, is_step
 
 WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
 
@@ -52,7 +52,7 @@ def save(
         }
         others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
         contents.append(Contents(layouts, others, paths))
-        opened.append(_writer(format, Folder(path, durable=durable), callers, token))
+        opened.append(_writer(format, Folder(path, durable=durable), callers, token, contents[0]))
         parts = [
             p for name, tensor in tensors.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)
         ]
@@ -85,6 +85,9 @@ def _heard(
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
         paths.update(found[1])
+        for name, path in paths.items():
+            if not all(map(is_step, path)):
+                raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {path}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items() if format == "safetensors" else ():
             encoded(value, name)  # refused now, not when all the rest is written
@@ -96,7 +99,9 @@ def _heard(
             if other != names:
                 strange = sorted(set(names) ^ set(other)) or names
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        return tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
+        tensors = tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
+        callers.check(tensors)
+        return tensors
 
     return flat, paths, callers.together(say, conclude, format=format, path=str(path))
 
@@ -106,9 +111,9 @@ def _check(format: str) -> None:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
 
 
-def _writer(format: str, folder: Folder, callers: Callers, token: str) -> Saver:
+def _writer(format: str, folder: Folder, callers: Callers, token: str, contents: Contents) -> Saver:
     found = WRITERS[format](folder, callers.owners, token)
-    found.check()
+    found.check(contents)
     return found
 
 

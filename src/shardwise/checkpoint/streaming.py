@@ -79,7 +79,7 @@ class Stream:
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same room for its cells."""
         cells = max(1, chunk // self.dtype.itemsize)
-        room = torch.empty(min(cells, box.volume), dtype=self.dtype)
+        room = torch.empty(min(cells, box.volume), dtype=self.dtype, device="cpu")
         for start in range(0, box.volume, cells):
             stop = min(start + cells, box.volume)
             _, part = cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))

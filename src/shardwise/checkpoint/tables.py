@@ -7,10 +7,13 @@ from collections import Counter
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.planning import size
+
+DEEPEST = 32  # parts of a name that are branches of their own
 
 
 def summary(checkpoint: Checkpoint) -> str:
@@ -32,35 +35,42 @@ def table(checkpoint: Checkpoint) -> Table:
         column.justify = "right"
     for name, entry in checkpoint.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        found.add_row(name, _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes))
+        texts = _shown(name), _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes)
+        found.add_row(*map(_text, texts))
     for name, value in checkpoint.objects.items():
-        found.add_row(name, type(value).__name__, _short(value), "", "", "")
+        found.add_row(*map(_text, (_shown(name), type(value).__name__, _short(value))))
     return found
+
+
+class Node:
+    """A part of names: what is stored under it, and the parts after it."""
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+        self.below = dict[str, Node]()
+
+    @property
+    def bytes(self) -> int:
+        """Of it and of all below."""
+        return (self.entry.bytes if self.entry else 0) + sum(node.bytes for node in self.below.values())
+
+    def grow(self, tree: Tree) -> Tree:
+        """Add what is below to a tree."""
+        for part, node in self.below.items():
+            about = f"  {_dtype(node.entry)} {list(node.entry.shape)}" if node.entry is not None else ""
+            node.grow(tree.add(_text(f"{_shown(part)}{about}  {size(node.bytes)}")))
+        return tree
 
 
 def tree(checkpoint: Checkpoint) -> Tree:
     """Names by their parts, with the bytes below each."""
-    whole: dict[str, Any] = {}
+    root = Node()
     for name, entry in checkpoint.items():
-        at = whole
-        for part in name.split("."):
-            at = at.setdefault(part, {})
-        at[""] = entry
-    return _grown(Tree(f"{checkpoint.path}  {size(checkpoint.bytes)}"), whole)
-
-
-def _grown(found: Tree, names: dict[str, Any]) -> Tree:
-    for part, below in names.items():
-        if part == "":
-            continue
-        entry = below.get("")
-        about = f"  {_dtype(entry)} {list(entry.shape)}" if entry is not None else ""
-        _grown(found.add(f"{part}{about}  {size(_bytes(below))}", highlight=False), below)
-    return found
-
-
-def _bytes(names: dict[str, Any]) -> int:
-    return sum(below.bytes if part == "" else _bytes(below) for part, below in names.items())
+        at = root
+        for part in name.split(".", DEEPEST):
+            at = at.below.setdefault(part, Node())
+        at.entry = entry
+    return root.grow(Tree(_text(f"{checkpoint.path}  {size(checkpoint.bytes)}")))
 
 
 def as_json(checkpoint: Checkpoint) -> str:
@@ -82,6 +92,16 @@ def as_json(checkpoint: Checkpoint) -> str:
     return json.dumps(
         {**about, "metadata": dict(checkpoint.metadata), "tensors": tensors, "objects": objects}, indent=1
     )
+
+
+def _text(text: str) -> Text:
+    """As it is: brackets in names are no markup."""
+    return Text(text)
+
+
+def _shown(name: str) -> str:
+    """A name that any terminal takes."""
+    return name if name.isprintable() else repr(name)[1:-1]
 
 
 def _dtype(entry: Entry) -> str:

@@ -20,6 +20,8 @@ def encoded(value: Any, where: str) -> Any:
     >>> decoded(encoded({"betas": (0.9, 0.95), 3: [None, b"x"]}, "optimizer"))
     {'betas': (0.9, 0.95), 3: [None, b'x']}
     """
+    if type(value) is int and value.bit_length() > 64:  # more digits than JSON is read with
+        return {"int": hex(value)}
     if type(value) in PLAIN:
         return value
     if type(value) is list:
@@ -45,6 +47,8 @@ def decoded(said: Any) -> Any:
         return said
     if len(said) == 1:
         (name, item), *_ = said.items()
+        if name == "int":
+            return int(item, 16)
         if name == "dict":
             return {decoded(key): decoded(value) for key, value in item}
         for other, _, read in KINDS.values():

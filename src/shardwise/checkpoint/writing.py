@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import torch
 
-from shardwise.checkpoint.files import WORDS, Descriptor, remote_system
+from shardwise.checkpoint.files import WORDS, Descriptor
+from shardwise.checkpoint.places import place_of
 from shardwise.errors import CheckpointError
 
 CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other
@@ -27,15 +28,16 @@ class Folder:
     """A directory that is written to, here or where fsspec reaches."""
 
     def __init__(self, path: Any, *, durable: bool = True) -> None:
-        self.path, self._durable = str(path), durable
-        self._system: Any = None
-        if "://" in self.path:
-            self._system, local = remote_system(self.path)
-            self.path = local or self.path
+        (self._system, self._place), self._durable = place_of(path), durable
+        self.path = self._place if self._system is None else self._system.unstrip_protocol(self._place)
 
     def shown(self, name: str) -> str:
         """A file, as people know it."""
         return f"{self.path.rstrip('/')}/{name}"
+
+    def _at(self, name: str) -> str:
+        """A file, as the system knows it."""
+        return f"{self._place.rstrip('/')}/{name}"
 
     @contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:
@@ -43,7 +45,7 @@ class Folder:
         target = self.shown(name)
         if self._system is not None:  # of its own, since its transaction has all files that it opens
             own = type(self._system)(**self._system.storage_options, skip_instance_cache=True)
-            with writable(target), own.transaction, own.open(target, "wb") as file:
+            with writable(target), own.transaction, own.open(self._at(name), "wb") as file:
                 yield file
             return
         aside = Path(f"{target}{ASIDE}")
@@ -79,8 +81,8 @@ class Folder:
     def has(self, name: str, start: bytes, size: int) -> bool:
         """True for a file that begins so and has that size: it was written before, and files appear only when whole."""
         if self._system is not None:
-            known = self._system.exists(self.shown(name)) and self._system.size(self.shown(name)) == size
-            return bool(known) and self._system.cat_file(self.shown(name), 0, len(start)) == start
+            known = self._system.exists(self._at(name)) and self._system.size(self._at(name)) == size
+            return bool(known) and self._system.cat_file(self._at(name), 0, len(start)) == start
         path = Path(self.shown(name))
         with writable(self.path):
             if not path.is_file() or path.stat().st_size != size:
@@ -92,7 +94,7 @@ class Folder:
         """A small file, or the start of one."""
         with writable(self.shown(name)):
             if self._system is not None:
-                return bytes(self._system.cat_file(self.shown(name), 0, most))
+                return bytes(self._system.cat_file(self._at(name), 0, most))
             with Path(self.shown(name)).open("rb") as file:
                 return file.read(-1 if most is None else most)
 
@@ -101,7 +103,13 @@ class Folder:
         with writable(self.path), suppress(FileNotFoundError):
             if self._system is None:
                 return sorted(entry.name for entry in os.scandir(self.path) if entry.is_file())
-            return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self.path, detail=False))
+            return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self._place, detail=False))
+        return []
+
+    def lost(self, files: Iterable[str]) -> list[str]:
+        """Those of some files that are known not to be there."""
+        with suppress(CheckpointError):
+            return sorted(set(files) - set(self.names()))
         return []
 
     def others(self, named: re.Pattern[str], kept: Collection[str]) -> list[str]:
@@ -116,7 +124,7 @@ class Folder:
             if self._system is None:
                 os.unlink(self.shown(name))
             else:
-                self._system.rm_file(self.shown(name))
+                self._system.rm_file(self._at(name))
 
 
 class Appended:

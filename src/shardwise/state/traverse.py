@@ -133,6 +133,11 @@ def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any
     return found
 
 
+def is_step(key: Any) -> bool:
+    """True for a key of a path that a file can hold: a text or a whole number."""
+    return isinstance(key, str | int) and not isinstance(key, bool)
+
+
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
     """One level of names with dots, and the path of each, for `unflatten_state_dict`.
 

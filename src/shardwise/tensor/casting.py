@@ -36,7 +36,7 @@ def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
     if dtype.is_complex and not becomes.is_complex:
         raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: the imaginary part would be lost")
     try:
-        torch.zeros(1, dtype=becomes).copy_(torch.zeros(1, dtype=dtype))
+        torch.zeros(1, dtype=becomes, device="cpu").copy_(torch.zeros(1, dtype=dtype, device="cpu"))
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {said}") from None

@@ -24,6 +24,7 @@ from shardwise.checkpoint.standins import MOST, Call, Name, Record, sizes
 from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
+from shardwise.state.traverse import Key
 
 METADATA = ".metadata"
 
@@ -149,7 +150,12 @@ def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[
     paths = {name: path for name, path in nested.items() if name in described and isinstance(path, tuple) and path}
     if not all(type(key) in (str, int) for path in paths.values() for key in path):
         raise CheckpointError(f"{where}: its planner_data has paths of other things than names and numbers")
-    return described, stored, paths
+    return described, stored, {name: _steps(path, len(described)) for name, path in paths.items()}
+
+
+def _steps(path: tuple[Any, ...], names: int) -> tuple[Any, ...]:
+    """Numbers are places in lists. Those that no list of so few names can have are keys."""
+    return tuple(Key(key) if type(key) is int and not 0 <= key < names else key for key in path)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.formats.dcp import METADATA
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, names_token
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, check_there, names_token
 from shardwise.checkpoint.writing import ASIDE, Folder
 
 OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
@@ -37,7 +37,7 @@ class DcpWriter:
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = METADATA
 
-    def check(self) -> None:
+    def check(self, contents: Contents) -> None:
         """An earlier one stays whole until this one is."""
         check_alone(self.folder, METADATA)
 
@@ -64,10 +64,12 @@ class DcpWriter:
         items = [item for listed in told.values() for item in listed]
         text = io.BytesIO()
         pickle.dump(_metadata(items, contents), text)
+        files = {self._file(owner) for owner in self._owners}
+        check_there(self.folder, files)
         with self.folder.write(METADATA) as file:
             file.write(text.getvalue())
-        known = {item.file for item in items} | {self._file(owner) for owner in self._owners}
-        return self.folder.others(OURS, known)
+        check_there(self.folder, files)
+        return self.folder.others(OURS, files)
 
     def committed(self) -> bool:
         """True where the index names our files."""

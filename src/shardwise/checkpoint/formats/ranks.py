@@ -7,6 +7,7 @@ counts, which the rules have to be right about: nothing here compares values.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +50,7 @@ def open_ranks(files: Files, rules: Any) -> Checkpoint:
         entries,
         paths=_paths(opened[0], rules),
         objects=lambda: _objects(opened[0], entries, rules),
-        metadata=opened[0].metadata,
+        metadata={**opened[0].metadata, "rules": repr(rules)},
     )
 
 
@@ -60,10 +61,10 @@ def rank_files(files: Files, rules: Rules) -> list[str]:
     """The name of every rank's file, in the order of the mesh."""
     if rules.pattern is None:
         return _numbered_files(files, rules.known_mesh())
-    mesh, pattern, there = rules.known_mesh(), rules.pattern, set(files.names())
+    mesh, pattern, there = rules.known_mesh(), rules.pattern, set(files.names(below=True))
     names = [inside(file_name(pattern, places_of(mesh, rank)), rules.where) for rank in range(mesh.ranks.size)]
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        (twice, _), *_ = Counter(names).most_common(1)
         raise LayoutError(f"{rules.where}, [files]: by pattern {pattern!r} several ranks of {mesh} have {twice!r}")
     if absent := [name for name in names if name not in there]:
         raise CheckpointError(

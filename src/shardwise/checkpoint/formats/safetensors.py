@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -82,8 +83,7 @@ def parsed(text: bytes, where: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             raise ValueError(f"{twice!r} comes twice")
         return found
 
@@ -150,6 +150,13 @@ def header_bytes(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metad
         raise CheckpointError(f"a header of {len(text)} bytes is more than the format allows: write more files")
     text += b" " * (-(8 + len(text)) % 64)  # so that the elements of all dtypes are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def check_storable(name: str, dtype: torch.dtype) -> None:
+    """Refuse what has no place in a header."""
+    if name == "__metadata__":
+        raise CheckpointError(f"a tensor of safetensors cannot be called {name!r}: rename= gives it another name")
+    name_of(dtype, name)
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:

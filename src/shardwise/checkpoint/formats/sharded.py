@@ -24,12 +24,13 @@ from shardwise.checkpoint.formats.safetensors import (
     parsed,
     read_header,
 )
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, names_token, write_parts
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, check_there, names_token, write_parts
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
 from shardwise.layout import Grid, parse
+from shardwise.state.traverse import Key, is_step
 
 INDEX = "shardwise.json"
 VERSION = 1
@@ -53,9 +54,13 @@ class ShardedWriter:
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = INDEX
 
-    def check(self) -> None:
+    def check(self, contents: Contents) -> None:
         """An earlier one stays whole until this one is."""
         check_alone(self.folder, INDEX)
+        for name, (dtype, _) in contents.tensors.items():
+            name_of(dtype, name)
+        for name, value in contents.values.items():
+            encoded(value, name)
 
     def _file(self, owner: int) -> str:
         return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
@@ -68,10 +73,12 @@ class ShardedWriter:
     def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
         """The index; then files of earlier checkpoints at this place, and of interrupted ones, may go."""
         files = [self._file(owner) for owner in self._owners]
-        index, known = index_bytes(files, contents, self._numbers), set(files)
+        index = index_bytes(files, contents, self._numbers)
+        check_there(self.folder, files)
         with self.folder.write(INDEX) as file:
             file.write(index)
-        return self.folder.others(OURS, known)
+        check_there(self.folder, files)
+        return self.folder.others(OURS, files)
 
     def committed(self) -> bool:
         """True where the index names our files."""
@@ -118,15 +125,17 @@ def open_sharded(files: Files) -> Checkpoint:
         files,
         "sharded",
         entries,
-        paths={name: _path(path, name, where) for name, path in paths.items()},
+        paths={name: _path(path, name, where, len(paths)) for name, path in paths.items()},
         objects=lambda: {name: _decoded(value, name, where) for name, value in values.items()},
     )
 
 
-def _path(said: Any, name: str, where: str) -> tuple[Any, ...]:
+def _path(said: Any, name: str, where: str, names: int) -> tuple[Any, ...]:
     found = _decoded(said, name, where)
-    if not isinstance(found, list) or not found or not all(isinstance(key, str | int) for key in found):
+    if not isinstance(found, list) or not found or not all(map(is_step, found)):
         raise CheckpointError(f"{name!r} in {where} has the path {found!r:.100}: a list of names and numbers is one")
+    if any(not isinstance(key, str | Key) and not 0 <= key < names for key in found):
+        raise CheckpointError(f"{name!r} in {where} has the path {found!r:.100}: no list of {names} names is so long")
     return tuple(found)
 
 

@@ -6,13 +6,15 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import IO, Any
 
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # names in the format
 
+from shardwise.checkpoint.writing import write_tensor
 from shardwise.geometry import row_major
 
 ALIGN = 64
@@ -52,7 +54,23 @@ class _Record:
         self.stored = stored
 
 
+Records = dict[str, tuple[int, Callable[[IO[bytes]], None]]]  # by key: the bytes, and what writes them
+
+
 class _Pickler(pickle.Pickler):
+    """Tensors that values have in them become records, too."""
+
+    def __init__(self, file: IO[bytes], records: Records) -> None:
+        super().__init__(file, protocol=2)
+        self._records = records
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        key = f"value{len(self._records)}"
+        self._records[key] = obj.numel() * obj.element_size(), partial(write_tensor, obj)
+        return Stored(key, obj.dtype, tuple(obj.shape)).__reduce__()
+
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Record):
             return None
@@ -80,13 +98,13 @@ class _Counted(io.RawIOBase):
         return self._at
 
 
-def write_archive(file: IO[bytes], value: Any, records: Mapping[str, tuple[int, Callable[[IO[bytes]], None]]]) -> int:
+def write_archive(file: IO[bytes], value: Any, records: Records) -> int:
     """Write a value that has `Stored` in it; `records` has for the key of each its bytes, and what writes them.
 
     Returns the bytes of the archive.
     """
-    counted, text = _Counted(file), io.BytesIO()
-    _Pickler(text, protocol=2).dump(value)
+    counted, text, records = _Counted(file), io.BytesIO(), dict(records)
+    _Pickler(text, records).dump(value)
     with zipfile.ZipFile(counted, "w", zipfile.ZIP_STORED) as archive:
         for name, data in ("data.pkl", text.getvalue()), ("byteorder", b"little"):
             with _opened(archive, counted, name, len(data)) as record:

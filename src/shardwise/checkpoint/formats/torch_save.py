@@ -177,7 +177,7 @@ def reader(files: Files, archive: Archive, name: str) -> Callable[[SavedTensor],
     def read(tensor: SavedTensor) -> torch.Tensor:
         member, key = archive.storage(tensor, f"a tensor in {name!r}"), tensor.storage.key
         if not prod(tensor.shape):
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         if key not in storages:
             storages[key] = torch.frombuffer(bytearray(contents(files, [member])[0]), dtype=torch.uint8)
         size, whole = tensor.dtype.itemsize, storages[key]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import IO, Any
+from typing import Any
 
-from shardwise.checkpoint.formats.safetensors import INDEX
-from shardwise.checkpoint.formats.torch_archive import Stored, write_archive
+from shardwise.checkpoint.formats.safetensors import INDEX, check_storable
+from shardwise.checkpoint.formats.torch_archive import Records, Stored, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, write_parts
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
@@ -25,18 +25,20 @@ class SafetensorsWriter:
         self.folder, self._owners, self._token, self._name = folder, list(owners), token, name
         self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
 
-    def check(self) -> None:
+    def check(self, contents: Contents) -> None:
         """Files of whole tensors have names that others may have used: only what conversions wrote may be there.
 
         What another conversion wrote goes first, its index before all, so that it is never taken for a part of this.
         """
+        for name, (dtype, _) in contents.tensors.items():
+            check_storable(name, dtype)
         if self._name is not None:
             return  # one file, which is replaced when the new one is whole
         check_alone(self.folder, INDEX)
         names = [name for name in self.folder.names() if name == INDEX or name.endswith(".safetensors")]
         starts = {name: self.folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
         for name, start in starts.items():
-            if b'"shardwise"' not in start:
+            if b'"shardwise"' not in start or not (name == INDEX or NAMED.fullmatch(name)):
                 raise CheckpointError(f"{self.folder.shown(name)} was not written by a conversion: give another path")
         for name, start in starts.items():
             if self._token.encode() not in start and (name == INDEX or len(self._owners) > 1):
@@ -77,15 +79,18 @@ class TorchSaveWriter:
             raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
         self.folder, self.main = folder, name or "model.pt"
 
-    def check(self) -> None:
+    def check(self, contents: Contents) -> None:
         """A file of that name is replaced when the new one is whole."""
+        paths = {contents.paths.get(name, (name,)): name for name in (*contents.tensors, *contents.values)}
+        for path, name in paths.items():
+            around = next((paths[path[:end]] for end in range(1, len(path)) if path[:end] in paths), None)
+            if around is not None:
+                raise CheckpointError(f"{name!r} would lie inside of {around!r}: rename= gives it another name")
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """All of it."""
         stored = {part.name: Stored(str(at), part.dtype, part.shape) for at, part in enumerate(parts)}
-        records: dict[str, tuple[int, Callable[[IO[bytes]], None]]] = {
-            stored[part.name].key: (part.bytes, part.write) for part in parts
-        }
+        records: Records = {stored[part.name].key: (part.bytes, part.write) for part in parts}
         flat = {**stored, **contents.values}
         paths = {name: contents.paths.get(name, (name,)) for name in flat}
         with self.folder.write(self.main) as file:

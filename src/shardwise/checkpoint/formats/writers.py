@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol
 
 import torch
@@ -53,6 +53,16 @@ def check_alone(folder: Folder, index: str) -> None:
         )
 
 
+def check_there(folder: Folder, files: Iterable[str]) -> None:
+    """Refuse to go on where files that were written are not there any more."""
+    gone = folder.lost(files)
+    if gone:
+        raise CheckpointError(
+            f"{folder.shown(gone[0])} was written, and is gone: is something else saved to the same place? "
+            f"Give every checkpoint a path of its own"
+        )
+
+
 def names_token(folder: Folder, index: str, token: str) -> bool:
     """True where the index that is there names files of that token, or cannot be read."""
     try:
@@ -82,8 +92,8 @@ class Writer(Protocol):
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None: ...
 
-    def check(self) -> None:
-        """Refuse a directory that it must not write to."""
+    def check(self, contents: Contents) -> None:
+        """Refuse a directory that it must not write to, and what it cannot write."""
         ...
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> Any:

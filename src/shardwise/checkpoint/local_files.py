@@ -1,0 +1,147 @@
+"""Files of this machine, mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.files import WORDS, Bytes, Descriptor, Files, Span, elements, readable
+from shardwise.errors import CheckpointError
+
+MAPPED, OPEN = 512, 64  # files that stay mapped, and those that stay open: each takes a descriptor
+
+
+class Seen(NamedTuple):
+    """What tells a file from another one at its place."""
+
+    size: int
+    written: int
+    device: int
+    number: int
+
+
+class Mapped(NamedTuple):
+    """A file in memory: its bytes, and all of it as tensors of some dtypes, without so many bytes at its start."""
+
+    data: Bytes
+    tensors: dict[tuple[torch.dtype, int], torch.Tensor]
+
+
+class LocalFiles(Files):
+    """Files of this machine. They are mapped when they are first looked at; nothing is read before it is needed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._path = str(root), root
+        self._mapped = dict[str, Mapped]()
+        self._open = dict[str, Descriptor]()
+        self._seen = dict[str, Seen]()
+        self._lock = Lock()
+
+    def names(self, *, below: bool = False) -> list[str]:
+        """Without pipes, sockets and devices."""
+        with readable(self.root):
+            return sorted(_names(self.root, "", below))
+
+    def has(self, name: str) -> bool:
+        """By its status."""
+        return (self._path / name).is_file()
+
+    def size(self, name: str) -> int:
+        """When it was first looked at."""
+        if name not in self._seen:
+            self._opened(name)
+        return self._seen[name].size
+
+    def stamp(self, name: str) -> str:
+        """By its size, and when it was written."""
+        return f"{self.size(name)} {self._seen[name].written}"
+
+    def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
+        """Parts of the mapped files."""
+        found = [self._map(span.file).data[span.start : span.stop] for span in spans]
+        for span, part in zip(spans, found, strict=True):
+            if len(part) != span.stop - span.start or span.start < 0:
+                self.check(span)
+        return found
+
+    def elements(self, span: Span, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """The elements in some bytes, as a part of the mapped file."""
+        data, tensors = self._map(span.file)
+        if span.start < 0 or span.stop > len(data):
+            self.check(span)
+        first, skip = divmod(span.start, dtype.itemsize)
+        if skip and dtype.itemsize == 16:
+            return elements(data, span.start, dtype, shape, strides)
+        whole = tensors.get((dtype, skip))
+        if whole is None:
+            count = (len(data) - skip) // dtype.itemsize
+            words = torch.frombuffer(data, dtype=WORDS[dtype.itemsize], count=count, offset=skip)
+            whole = tensors[dtype, skip] = words.view(dtype)
+        return whole.as_strided(shape, strides, first)
+
+    def copy(self, span: Span, file: Any) -> None:
+        """Inside of the system where it can: the bytes are never in our memory."""
+        self.check(span)
+        if not hasattr(file, "take"):
+            return super().copy(span, file)
+        file.take(self._opened(span.file), span.start, span.stop - span.start)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Without mapping it: headers of very many files may be read."""
+        span = Span(name, start, self.size(name) if stop is None else stop)
+        self.check(span)
+        with readable(self.shown(name)):
+            return os.pread(self._opened(name).number, span.stop - span.start, start)
+
+    def _opened(self, name: str) -> Descriptor:
+        """A file; refused where it is not the one that was looked at before."""
+        file = self._open.pop(name, None)
+        if file is None:
+            with readable(self.shown(name)):
+                file = Descriptor(os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK))  # pipes would wait
+        status = os.fstat(file.number)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{self.shown(name)} is no file that could be read in parts")
+        now = Seen(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+        if self._seen.setdefault(name, now) != now:
+            raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
+        with self._lock:
+            while len(self._open) >= OPEN:  # it is closed when the last one who uses it lets go of it
+                self._open.pop(next(iter(self._open)))
+            self._open[name] = file
+        return file
+
+    def _map(self, name: str) -> Mapped:
+        found = self._mapped.get(name)
+        if found is not None:
+            return found
+        file = self._opened(name)
+        with self._lock, readable(self.shown(name)):
+            while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
+                self._mapped.pop(next(iter(self._mapped)))
+            data = np.frombuffer(_mapping(file.number) if self._seen[name].size else b"", dtype=np.uint8)
+            found = self._mapped[name] = Mapped(data, {})
+            return found
+
+
+def _mapping(file: int) -> mmap.mmap:
+    """Private, so that it can never write to the file; without swap set aside for it."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return mmap.mmap(file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _names(folder: str, before: str, below: bool) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file():
+                yield before + entry.name
+            elif below and entry.is_dir(follow_symlinks=False):
+                yield from _names(entry.path, f"{before}{entry.name}/", below)
