@@ -74,7 +74,7 @@ class Files(ABC):
 
     def shown(self, name: str) -> str:
         """The file, as people know it."""
-        return f"{self.root.rstrip('/')}/{name}"
+        return below(self.root, name)
 
     def check(self, span: Span) -> None:
         """Refuse bytes that the file does not have."""
@@ -107,6 +107,15 @@ def readable(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {error.strerror or error}") from error
 
 
+def below(folder: str, name: str) -> str:
+    """A file of a directory or URL.
+
+    >>> below("a", "b"), below("/", "b"), below("memory://", "b")
+    ('a/b', '/b', 'memory://b')
+    """
+    return f"{folder}{name}" if folder.endswith("/") else f"{folder}/{name}"
+
+
 def elements(data: Bytes, start: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """Elements that lie in bytes from a byte on, wherever that is; a view, where they can be read so."""
     count = (len(data) - start) // dtype.itemsize
@@ -116,4 +125,4 @@ def elements(data: Bytes, start: int, dtype: torch.dtype, shape: Sequence[int], 
     # what reads 16 bytes at once takes them to begin at a multiple of that
     halves = torch.frombuffer(data, dtype=torch.int64, count=2 * count, offset=start)
     pairs = halves.as_strided((*shape, 2), (*(2 * stride for stride in strides), 1))
-    return pairs.contiguous().view(dtype).reshape(tuple(shape))
+    return pairs.clone(memory_format=torch.contiguous_format).view(dtype).reshape(tuple(shape))

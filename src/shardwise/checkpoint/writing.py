@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from shardwise.checkpoint.files import WORDS, Descriptor
+from shardwise.checkpoint.files import WORDS, Descriptor, below
 from shardwise.checkpoint.places import place_of
 from shardwise.errors import CheckpointError
 
@@ -33,11 +33,11 @@ class Folder:
 
     def shown(self, name: str) -> str:
         """A file, as people know it."""
-        return f"{self.path.rstrip('/')}/{name}"
+        return below(self.path, name)
 
     def _at(self, name: str) -> str:
         """A file, as the system knows it."""
-        return f"{self._place.rstrip('/')}/{name}"
+        return below(self._place, name)
 
     @contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:
