@@ -71,6 +71,16 @@ Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or
 RulesFile = Annotated[
     str | None, typer.Option(help="Rules (TOML, or llama, mistral, mixtral, qwen) of files of ranks.")
 ]
+MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
+Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first that fits holds.")]
+Selects = Annotated[list[str] | None, typer.Option(help="Only names that fit: 'layers.*'.")]
+Casts = Annotated[list[str] | None, typer.Option(help="'*.norm.*=float32', and bfloat16 for all other floats.")]
+Concats = Annotated[
+    list[str] | None,
+    typer.Option(help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes."),
+]
+Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
+Transposes = Annotated[list[str] | None, typer.Option(help="Names whose dims are to be reversed.")]
 Jobs = Annotated[int, typer.Option(help="Threads.")]
 Bar = Annotated[bool, typer.Option(help="Show a progress bar.")]
 
@@ -81,7 +91,7 @@ def inspect(
     tree: Annotated[bool, typer.Option("--tree", help="Names by their parts, with sizes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
     rules: RulesFile = None,
-    mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the rules: tp=2, repeated for more axes.")] = None,
+    mesh: MeshSizes = None,
 ) -> None:
     """List the tensors of a checkpoint, without reading their values."""
     from shardwise import checkpoint as checkpoints
@@ -107,18 +117,15 @@ def convert(
         str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
     ] = None,
     rules: RulesFile = None,
-    mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the rules: tp=2, repeated for more axes.")] = None,
+    mesh: MeshSizes = None,
     source_rules: RulesFile = None,
-    source_mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the source rules.")] = None,
-    rename: Annotated[list[str] | None, typer.Option(help="'model.*=*': the first that fits holds.")] = None,
-    select: Annotated[list[str] | None, typer.Option(help="Only names that fit: 'layers.*'.")] = None,
-    cast: Annotated[list[str] | None, typer.Option(help="bfloat16 for all floats, or '*.norm.*=float32'.")] = None,
-    concat: Annotated[
-        list[str] | None,
-        typer.Option(help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes."),
-    ] = None,
-    stack: Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")] = None,
-    transpose: Annotated[list[str] | None, typer.Option(help="Names whose dims are to be reversed.")] = None,
+    source_mesh: MeshSizes = None,
+    rename: Renames = None,
+    select: Selects = None,
+    cast: Casts = None,
+    concat: Concats = None,
+    stack: Stacks = None,
+    transpose: Transposes = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="The most of values in memory.")] = "256MiB",
     verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
@@ -127,7 +134,7 @@ def convert(
     """Write a checkpoint in another format, sharding or naming, in little memory."""
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
-    from shardwise.checkpoint.asked import casts, pairs, remaps, size_in_bytes
+    from shardwise.checkpoint.asked import changes, size_in_bytes
 
     made = checkpoints.convert(
         source,
@@ -136,10 +143,7 @@ def convert(
         max_shard_size=max_shard_size,
         rules=_rules(rules, mesh),
         source_rules=_rules(source_rules, source_mesh),
-        rename=pairs(rename or (), "--rename") or None,
-        select=select,
-        cast=casts(cast or ()),
-        remap=remaps(concat or (), stack or (), transpose or ()),
+        **changes(rename, select, cast, concat, stack, transpose),
         jobs=jobs,
         max_bytes=size_in_bytes(max_bytes),
         verify=verify,
@@ -154,19 +158,36 @@ def verify(
     a: Path_,
     b: Path_,
     rules: RulesFile = None,
-    mesh: Annotated[list[str] | None, typer.Option(help="The mesh of the rules: tp=2, repeated for more axes.")] = None,
+    mesh: MeshSizes = None,
+    other_rules: RulesFile = None,
+    other_mesh: MeshSizes = None,
+    rename: Renames = None,
+    select: Selects = None,
+    cast: Casts = None,
+    concat: Concats = None,
+    stack: Stacks = None,
+    transpose: Transposes = None,
+    all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
     bar: Bar = True,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 where they differ."""
+    """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 where they differ.
+
+    With options as in convert: whether B is what A becomes by them.
+    """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
+    from shardwise.checkpoint.asked import changes
 
-    known = _rules(rules, mesh)
-    one, other = checkpoints.open(a, rules=known), checkpoints.open(b)
-    found = checkpoints.verify(one, other, jobs=jobs, progress="bar" if bar else None)
-    for difference in found:
+    one = checkpoints.open(a, rules=_rules(rules, mesh))
+    other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
+    changed = changes(rename, select, cast, concat, stack, transpose)
+    found = checkpoints.verify(one, other, **changed, jobs=jobs, progress="bar" if bar else None)
+    listed = found if all else found[:20]
+    for difference in listed:
         typer.echo(str(difference))
+    if len(listed) < len(found):
+        typer.echo(f"... and {len(found) - len(listed)} more differences: --all lists them")
     if found:
         raise SystemExit(1)
     Console(highlight=False).print(f"equal, bit by bit: {escape(tables.summary(one))}", soft_wrap=True)

@@ -59,7 +59,7 @@ def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
     assert "k  float32 [2, 6]  48 B" in tree
     code, text = shell("inspect", saved, "--json")
     said = json.loads(text)
-    assert (code, said["format"], said["bytes"], said["objects"]) == (0, "sharded", 168, {"step": "7"})
+    assert (code, said["format"], said["bytes"], said["objects"]) == (0, "sharded", 168, {"step": 7})
     (shard,) = said["tensors"]["layers.0.k"]["shards"]
     assert shard["box"] == [[0, 0], [2, 6]]
     assert shard["stop"] - shard["start"] == 48
@@ -102,8 +102,8 @@ def test_parts_by_rules(shell, saved, tmp_path):
 def test_what_differs_is_listed_and_ends_with_one(shell, saved):
     torch.save({**WEIGHTS, "norm": torch.tensor([0.0, 0, 0, 0, 1, 0])}, "other.pt")
     code, text = shell("verify", saved, "other.pt", "--no-bar", "--jobs", "2")
-    assert (code, text) == (1, "norm: 1 or more cells differ in [4:5]\n")
-    torch.save(WEIGHTS, "same.pt")
+    assert (code, text) == (1, "norm: 1 or more cells differ in [4:5]\nstep: ./other.pt has no 'step'\n")
+    torch.save({**WEIGHTS, "step": 7}, "same.pt")
     code, text = shell("verify", saved, "same.pt")
     assert code == 0
     assert "equal, bit by bit" in text

@@ -705,7 +705,7 @@ def test_memory_stays_within_max_bytes(tmp_path):
     peaks = dict(line.split() for line in ran.stdout.splitlines())
     assert list(peaks) == ["plain", "cast", "turned", "joined"], ran.stderr
     for name, peak in peaks.items():
-        assert int(peak) < 4 * 2**23 + 2**23, f"{name} took {peak} bytes"
+        assert int(peak) < 2**23 + 2**22, f"{name} took {peak} bytes"
 
 
 def everything(path):

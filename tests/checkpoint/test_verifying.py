@@ -96,7 +96,7 @@ def test_paths_are_opened_and_rules_are_for_files_of_ranks(tmp_path):
     save_file(tensors(), tmp_path / "a.safetensors")
     torch.save(tensors(), tmp_path / "b.pt")
     assert checkpoint.verify(tmp_path / "a.safetensors", str(tmp_path / "b.pt")) == []
-    assert checkpoint.verify(tmp_path / "ranks", tmp_path / "ranks", rules=rules(tp=2)) == []
+    assert checkpoint.verify(tmp_path / "ranks", tmp_path / "a.safetensors", rules=rules(tp=2)) == []
     with pytest.raises(CheckpointError, match="there is nothing at"):
         checkpoint.verify(tmp_path / "a.safetensors", tmp_path / "none")
 

@@ -42,14 +42,17 @@ def pairs(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
 
 
 def casts(texts: Sequence[str]) -> Any:
-    """A dtype for all, or rules.
+    """Rules, and a dtype for the rest.
 
-    >>> casts(["*.norm.*=float32", "bfloat16"])
-    [('*.norm.*', torch.float32), ('*', torch.bfloat16)]
+    >>> casts(["bfloat16", "*.norm.*=float32"])
+    [torch.bfloat16, ('*.norm.*', torch.float32)]
     """
-    if len(texts) == 1 and "=" not in texts[0]:
-        return _dtype(texts[0])
-    return [(name, _dtype(to)) for name, to in pairs([t if "=" in t else f"*={t}" for t in texts], "--cast")] or None
+    return [_dtype(text) if "=" not in text else _rule(text) for text in texts] or None
+
+
+def _rule(text: str) -> tuple[str, torch.dtype]:
+    ((pattern, becomes),) = pairs([text], "--cast")
+    return pattern, _dtype(becomes)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -82,6 +85,23 @@ def _along(text: str, option: str) -> tuple[str, int, tuple[int, ...] | None]:
         return names, int(dim or 0), tuple(map(int, sizes.split(","))) if sizes else None
     except ValueError:
         raise ValueError(f"{option} {text!r}: a dim and sizes are whole numbers, as in 'a,b@1:4,2'") from None
+
+
+def changes(
+    rename: Sequence[str] | None,
+    select: Sequence[str] | None,
+    cast: Sequence[str] | None,
+    concat: Sequence[str] | None,
+    stack: Sequence[str] | None,
+    transpose: Sequence[str] | None,
+) -> dict[str, Any]:
+    """What a checkpoint is to become, as `convert` and `verify` take it."""
+    return {
+        "rename": pairs(rename or (), "--rename") or None,
+        "select": select,
+        "cast": casts(cast or ()),
+        "remap": remaps(concat or (), stack or (), transpose or ()),
+    }
 
 
 def rules_on(rules: str | None, mesh: Sequence[str]) -> Rules | None:

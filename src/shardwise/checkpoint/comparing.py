@@ -1,4 +1,4 @@
-"""verify: two checkpoints have the same tensors, whatever their formats and shardings."""
+"""verify: two checkpoints have the same tensors and values, whatever their formats and shardings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
+from shardwise.checkpoint.streams import Cast, Select, chosen, stream_of, streams_of
 from shardwise.geometry import Box, Boxes, Ints, starts
-from shardwise.state.links import Link
-from shardwise.state.names import missing
+from shardwise.state.links import Remap
+from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.state.view import View
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,33 +36,81 @@ class Difference:
         return f"{self.name}: {self.what}" + (f" in {self.box}" if self.box is not None else "")
 
 
-def verify(a: Any, b: Any, *, jobs: int = 1, progress: Progress = None, rules: Any = None) -> list[Difference]:
+def verify(
+    a: Any,
+    b: Any,
+    *,
+    rename: Rename = None,
+    remap: Iterable[Remap] = (),
+    select: Select = None,
+    cast: Cast = None,
+    rules: Any = None,
+    other_rules: Any = None,
+    jobs: int = 1,
+    progress: Progress = None,
+) -> list[Difference]:
     """What differs between two checkpoints: names, shapes, dtypes, and values bit by bit. Nothing where they are equal.
 
-    `a` and `b`: what `open` takes, or what it returned.
+    `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
+    `select` and `cast` as in `convert`: whether b is what a becomes by them; with `select` b may have more. Values that
+    are no tensors are compared where both formats hold them.
     """
     check_progress(progress)
     check_jobs(jobs)
-    one, other = (found if isinstance(found, Checkpoint) else open(found, rules=rules) for found in (a, b))
-    found = list[Difference]()
-    for mine, theirs in (one, other), (other, one):
-        absent = [name for name in mine if name not in theirs]
-        found += [Difference(name, missing(f"{theirs.path} has no", [name], theirs)) for name in absent[:NEAREST]]
-        found += [Difference(name, f"{theirs.path} has no {name!r}") for name in absent[NEAREST:]]
-    common = {name: (stream_of(one[name]), stream_of(other[name])) for name in one if name in other}
-    return found + compared(common, jobs=jobs, progress=progress)
+    one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
+    other = b if isinstance(b, Checkpoint) else open(b, rules=other_rules)
+    streams = streams_of(one, rename=rename, remap=remap, select=select, cast=cast)
+    found = _absent(streams, other, other.path)
+    if select is None:
+        found += _absent(other, streams, one.path)
+    pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
+    found += compared(pairs, jobs=jobs, progress=progress)
+    return found + _values(one, other, select)
+
+
+def _absent(names: Iterable[str], there: Iterable[str], path: str) -> list[Difference]:
+    known = dict.fromkeys(there)
+    absent = [name for name in names if name not in known]
+    near = [Difference(name, missing(f"{path} has no", [name], known)) for name in absent[:NEAREST]]
+    return near + [Difference(name, f"{path} has no {name!r}") for name in absent[NEAREST:]]
+
+
+def _values(one: Checkpoint, other: Checkpoint, select: Select) -> list[Difference]:
+    """What differs in values that are no tensors."""
+    if "safetensors" in (one.format, other.format):  # which holds none
+        return []
+    mine = {name: value for name, value in one.objects.items() if chosen(name, select)}
+    found = _absent(mine, other.objects, other.path)
+    found += _absent(other.objects, mine, one.path) if select is None else []
+    for name in mine:
+        if name in other.objects and not same_value(mine[name], other.objects[name]):
+            found.append(Difference(name, f"{mine[name]!r:.60} and {other.objects[name]!r:.60}"))
+    return found
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """True for equal values of one type, whatever they have in them; a NaN is equal to itself.
+
+    >>> same_value({"a": [1.0, float("nan")]}, {"a": [1.0, float("nan")]}), same_value([1], [True])
+    (True, False)
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    return bool(a == b) or (isinstance(a, float) and a != a and b != b)
 
 
 def check_jobs(jobs: int) -> None:
     """Refuse what are not so many threads."""
     if jobs < 1:
         raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
-
-
-def stream_of(entry: Entry) -> Stream:
-    """An entry as it is."""
-    whole = View.whole(entry.shape)
-    return Stream(entry.name, entry.shape, entry.dtype, ((Link(entry.name, entry.name, whole, whole), entry),))
 
 
 def compared(

@@ -11,11 +11,9 @@ from pathlib import PurePath
 from threading import Lock
 from typing import IO, Any
 
-import torch
-
 from shardwise.checkpoint.asked import size_in_bytes
-from shardwise.checkpoint.comparing import check_jobs, compared, ordered, stream_of
-from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.comparing import check_jobs, compared, ordered
+from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
@@ -25,17 +23,16 @@ from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
+from shardwise.checkpoint.streams import Cast, chosen, stream_of, streams_of
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
-from shardwise.state.links import Link, Remap, links, shapes_after
-from shardwise.state.names import Rename, matched, missing
+from shardwise.state.links import Remap
+from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.tensor.casting import check_cast, check_dtype
 
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
-Cast = torch.dtype | Sequence[tuple[str, torch.dtype | None]] | None
 
 
 def convert(
@@ -61,21 +58,22 @@ def convert(
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save"; by
     default what the ending of `out` says. `rename`, `remap`: as in `Resharder`; Concat and Stack put together what the
-    source has in parts, and take apart what it has whole. `select`: patterns of source names. `cast`: a dtype for all
-    floating point tensors, or rules [(pattern, dtype), ...] by the new names. At most `max_bytes` of values are in
+    source has in parts, and take apart what it has whole. `select`: patterns of names of the source, also of values
+    that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
+    names, perhaps with a dtype for the rest. Rules that fit nothing are refused. At most `max_bytes` of values are in
     memory, by `jobs` threads. safetensors files that an interrupted try has finished are not written again. `verify`:
     read it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
     parts = None if rules is None else read_rules(rules)
-    streams = _streams(opened, rename, list(remap), select, cast)
+    streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
     streams = {key: stream for key, stream in streams.items() if parts is None or not parts.skips(key)}
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
     owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
-    kept = {key: value for key, value in opened.objects.items() if format != "safetensors" and _chosen(key, select)}
+    kept = {key: value for key, value in opened.objects.items() if format != "safetensors" and chosen(key, select)}
     contents = Contents(
         {key: (stream.dtype, layouts[key]) for key, stream in streams.items()},
         kept,
@@ -123,50 +121,6 @@ class _Count:
             with self._lock:
                 self._done += size
                 self._tell(self._done, self._total)
-
-
-def _streams(
-    opened: Checkpoint, rename: Rename, remap: Sequence[Remap], select: Sequence[str] | str | None, cast: Cast
-) -> dict[str, Stream]:
-    """The tensors to write, by their new names."""
-    chosen = {name: opened[name].shape for name in opened if _chosen(name, select)}
-    if not chosen and len(opened):
-        raise CheckpointError(f"{opened.path}: no tensor fits {select}")
-    targets = shapes_after(chosen, rename=rename, remap=remap)
-    found = dict[str, list[tuple[Link, Entry]]]()
-    for link in links(chosen, targets, rename=rename, remap=remap, empty=True):
-        found.setdefault(link.target, []).append((link, opened[link.source]))
-    made = dict[str, Stream]()
-    for name, shape in targets.items():
-        stored = {entry.dtype for _, entry in found[name]}
-        becomes = {_cast(name, dtype, cast) for dtype in stored}
-        if len(becomes) > 1:
-            raise CheckpointError(
-                f"{name!r} is put together from {', '.join(map(str, stored))}: cast= makes them alike"
-            )
-        made[name] = Stream(
-            name, shape, becomes.pop(), tuple(one for one in found[name] if prod(one[0].target_view.shape))
-        )
-        for dtype in stored:
-            check_cast(dtype, made[name].dtype)
-        made[name].check()
-    return made
-
-
-def _chosen(name: str, select: Sequence[str] | str | None) -> bool:
-    patterns = [select] if isinstance(select, str) else select
-    return patterns is None or any(matched(pattern, name) is not None for pattern in patterns)
-
-
-def _cast(name: str, dtype: torch.dtype, cast: Cast) -> torch.dtype:
-    if cast is None or isinstance(cast, torch.dtype):
-        return cast if cast is not None and dtype.is_floating_point else dtype
-    said: object = cast
-    if not isinstance(said, list | tuple):
-        raise TypeError(f"cast= must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
-    becomes = next((to for pattern, to in cast if matched(pattern, name) is not None), None)
-    check_dtype(becomes)
-    return dtype if becomes is None else becomes
 
 
 def _chunk(max_bytes: int, jobs: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from mmap import MAP_PRIVATE, mmap
 from typing import IO
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, cut, ints
 from shardwise.state.links import Link
 
-CHUNK = 2**23
+CHUNK, APART = 2**23, 2**20
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,18 @@ class Stream:
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same room for its cells."""
         cells = max(1, chunk // self.dtype.itemsize)
-        room = torch.empty(min(cells, box.volume), dtype=self.dtype, device="cpu")
+        room = _room(min(cells, box.volume), self.dtype)
         for start in range(0, box.volume, cells):
             stop = min(start + cells, box.volume)
             _, part = cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))
             yield part, room[: stop - start]
+
+
+def _room(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for so many elements. What is large goes back to the system at once: allocators may keep it for later."""
+    if count * dtype.itemsize < APART:
+        return torch.empty(count, dtype=dtype, device="cpu")
+    return torch.frombuffer(mmap(-1, count * dtype.itemsize, flags=MAP_PRIVATE), dtype=torch.uint8).view(dtype)
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -87,11 +87,20 @@ def as_json(checkpoint: Checkpoint) -> str:
         }
         for name, entry in checkpoint.items()
     }
-    objects = {name: _short(value) for name, value in checkpoint.objects.items()}
+    objects = {name: _plain(value) for name, value in checkpoint.objects.items()}
     about = {"path": checkpoint.path, "format": checkpoint.format, "bytes": checkpoint.bytes}
     return json.dumps(
         {**about, "metadata": dict(checkpoint.metadata), "tensors": tensors, "objects": objects}, indent=1
     )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; in words, where that has none."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+    return value
 
 
 def _text(text: str) -> Text:

@@ -308,3 +308,5 @@ def _check(
     extra = [name for name in sources if name not in used]
     if extra and strict:
         raise ValueError(missing("the target has no", extra, targets) + idle + "; strict=False leaves them out")
+    if unused and strict:
+        raise ValueError(f"{unused[0]} fits nothing: leave it out, or look for a name that is written otherwise")

@@ -39,7 +39,9 @@ class SafetensorsWriter:
         starts = {name: self.folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
         for name, start in starts.items():
             if b'"shardwise"' not in start or not (name == INDEX or NAMED.fullmatch(name)):
-                raise CheckpointError(f"{self.folder.shown(name)} was not written by a conversion: give another path")
+                raise CheckpointError(
+                    f"{self.folder.shown(name)} is no part of a conversion to here: give another path"
+                )
         for name, start in starts.items():
             if self._token.encode() not in start and (name == INDEX or len(self._owners) > 1):
                 self.folder.remove(name)
