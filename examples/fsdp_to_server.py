@@ -23,8 +23,7 @@ class Layer(nn.Module):
 
 
 def main():
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     rank, servers = dist.get_rank(), [1, 3]
     model = nn.Sequential(Layer(), Layer())
@@ -53,6 +52,7 @@ def main():
         whole = model[0].k.weight.full_tensor().to(torch.bfloat16)
         if rank == 3:  # the second half of k comes after the second half of q
             assert torch.equal(target["0.qkv.weight"].local_tensor()[32:48], whole[16:])
+    dist.destroy_process_group()
 
 
 main()

@@ -238,6 +238,21 @@ def test_odd_tensors_as_dtensors(tmp_path):
     has(tmp_path, {**wholes, "turned": torch.cat([numbers(5, 3, start=100 * at).t() for at in range(4)])})
 
 
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("size", [5, 3_000_000])
+def test_plain_tensors_that_differ_between_ranks_are_those_of_the_first_rank(tmp_path, format, size):
+    def run(rank):
+        state = {"same": torch.ones(7), "own": torch.full((size,), float(rank)), "last": torch.zeros(3)}
+        if rank:
+            checkpoint.save(state, tmp_path / "made", format=format)
+            return
+        with pytest.warns(UserWarning, match="save: 'own' differs between ranks, .* rank 0's are saved"):
+            checkpoint.save(state, tmp_path / "made", format=format)
+
+    on_ranks(3, run)
+    has(tmp_path / "made", {"same": torch.ones(7), "own": torch.zeros(size), "last": torch.zeros(3)})
+
+
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path):
     def run(rank):
         with pytest.raises(sw.CheckpointError, match=r"'z\S* is torch\.complex128, which safetensors cannot") as error:

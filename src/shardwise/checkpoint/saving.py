@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from secrets import token_hex
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Part, Saver
+from shardwise.checkpoint.replicas import Marks, differing, marks
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded
 from shardwise.checkpoint.writing import Folder, write_tensor
@@ -38,16 +40,19 @@ def save(
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
     Replicas are written once, in equal shares. A checkpoint that was at the path stays whole until the new one is, and
-    is removed then. Values that are no tensors are those of the first rank. `durable`: wait until the disk has it.
+    is removed then. Values that are no tensors are those of the first rank; so are plain tensors that differ between
+    ranks, with a warning. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
-    flat, paths, tensors = _heard(callers, state_dict, format, path)
+    flat, paths, tensors, unlike = _heard(callers, state_dict, format, path)
     token = callers.together(lambda: token_hex(4) if callers.first else "", lambda told: told[callers.owners[0]])
     opened, contents = list[Saver](), list[Contents]()
 
     def write() -> Any:
+        shares = {name: tensor.layout for name, tensor in tensors.items()}
+        shares |= {name: Layout.replicated(tensors[name].shape, shares[name].owners()[:1]) for name in unlike}
         layouts = {
-            name: (tensor.dtype, written(tensor.layout, tensor.dtype.itemsize, turn))
+            name: (tensor.dtype, written(shares[name], tensor.dtype.itemsize, turn))
             for turn, (name, tensor) in enumerate(tensors.items())
         }
         others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
@@ -72,15 +77,17 @@ def save(
     # everybody some of them, by name: others may be writing the next checkpoint by now
     for name in old[callers.owners.index(callers.me) :: len(callers.owners)]:
         opened[0].folder.remove(name)
+    if unlike and callers.first:
+        warnings.warn(_unlike(unlike, callers.me), stacklevel=2)
 
 
 def _heard(
     callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[str]]:
+    """The flat state dict of this rank, its nested names, what is known of all tensors, and which of them differ."""
     flat, paths = dict[str, Any](), dict[str, Any]()
 
-    def say() -> tuple[Said, list[str]]:
+    def say() -> tuple[Said, list[str], Marks]:
         _check(format)
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
@@ -91,19 +98,27 @@ def _heard(
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items() if format == "safetensors" else ():
             encoded(value, name)  # refused now, not when all the rest is written
-        return said(flat), list(others)
+        return said(flat), list(others), {} if callers.alone else marks(flat)
 
-    def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
-        (first, (_, names)), *others = told.items()
-        for rank, (_, other) in others:
+    def conclude(told: Mapping[int, tuple[Said, list[str], Marks]]) -> tuple[dict[str, Tensor], list[str]]:
+        (first, (_, names, _)), *others = told.items()
+        for rank, (_, other, _) in others:
             if other != names:
                 strange = sorted(set(names) ^ set(other)) or names
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        tensors = tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
+        tensors = tensors_of({rank: one for rank, (one, _, _) in told.items()}, "state dict")
         callers.check(tensors)
-        return tensors
+        return tensors, differing([marked for _, _, marked in told.values()])
 
-    return flat, paths, callers.together(say, conclude, format=format, path=str(path))
+    return flat, paths, *callers.together(say, conclude, format=format, path=str(path))
+
+
+def _unlike(names: Sequence[str], rank: int) -> str:
+    listed = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
+    return (
+        f"save: {listed} differ{'s' * (len(names) == 1)} between ranks, though plain tensors are the same on all: "
+        f"rank {rank}'s are saved. What every rank has of its own needs a name of its own"
+    )
 
 
 def _check(format: str) -> None:
