@@ -336,7 +336,8 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, kind, jo
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"out.* cannot be written: No space left on device"):
+        what = "cannot be written" if jobs == 1 else "(cannot be written|was written, but the disk may lose it)"
+        with pytest.raises(CheckpointError, match=rf"out.* {what}: No space left on device"):
             checkpoint.convert(path, out / kind, jobs=jobs, **FORMATS[kind])
     assert len(left(out)) == 3 if (kind, jobs) == ("several", 1) else len(left(out)) < 6
     assert not any(name.endswith((INDEX, ".metadata", "shardwise.json", "one.pt")) for name in left(out))
