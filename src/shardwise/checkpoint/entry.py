@@ -80,7 +80,8 @@ class Entry:
         if not self.boxes.count:
             return Layout.replicated(self.shape, [0])
         pieces = zip(self.file.tolist(), self.boxes.lo.tolist(), self.boxes.hi.tolist(), strict=True)
-        return Layout.boxes(self.shape, list(pieces), overlap="replicas").shortest()
+        once = _tiled(self.alike, self.shape)
+        return Layout.boxes(self.shape, list(pieces), overlap=None if once else "replicas").shortest()
 
     @property
     def boxes(self) -> Boxes:

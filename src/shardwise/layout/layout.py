@@ -301,18 +301,25 @@ class Layout:
     # --- values ------------------------------------------------------------------------------------------------------
 
     def shortest(self) -> Layout:
-        """The same layout under a shorter name, where it is the chunks of a dim.
+        """The same layout under a shorter name, where it is the chunks of some dims.
 
         >>> print(Layout.boxes((4, 6), [(1, (0, 0), (2, 6)), (0, (2, 0), (4, 6))]).shortest())
         4x6/S0@2:1,0
         """
         held = [(owner, self.pieces(owner)) for owner in self.owners()]
-        if self.op is None and all(len(pieces) == 1 for _, pieces in held):
-            for dim in range(self.ndim):
-                owners = [owner for owner, _ in sorted(held, key=lambda one: one[1][0].box.lo[dim])]
-                if (chunks := Layout.chunk(self.shape, dim, owners)) == self:
-                    return chunks
-        return self
+        if self.op is not None or not all(len(pieces) == 1 for _, pieces in held):
+            return self
+        corners = sorted((pieces[0].box.lo, owner) for owner, pieces in held)
+        counts = [len({lo[dim] for lo, _ in corners}) for dim in range(self.ndim)]
+        cut = [dim for dim, count in enumerate(counts) if count > 1]
+        if not cut or prod(counts) != len(held):
+            return self
+        owners, words = [owner for _, owner in corners], [f"S{dim}" for dim in cut]
+        if len(cut) == 1:
+            chunks = Layout.chunk(self.shape, cut[0], owners)
+        else:
+            chunks = Layout.on_mesh(self.shape, Mesh.of([counts[dim] for dim in cut], ranks=owners), words)
+        return chunks if chunks == self else self
 
     def relabel(self, owners: Mapping[int, int]) -> Layout:
         """The same layout with owners renamed; those not named keep their number.
