@@ -14,6 +14,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ ABOUT = """
 The model of the section before (289 tensors, 0.7 GiB in bfloat16), saved fully sharded by four ranks, loaded tensor
 parallel by four ranks, into tensors that are there. `dcp.load` reads the very files that we read ("from DCP"); ours are
 safetensors files with an index. The page cache is warm, and both sides were found equal before the clock started.
-`read="once"` reads every byte on one rank and sends it on, for files that are far away; here they are not.
+`read="once"` reads every byte on one rank and sends it on, for files that are far away; here they are not. Memory is
+what a rank takes beside its tensors and the mapped files.
 
 Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. Converting is one process, DCP
 to one safetensors file without reading it back; the peer is torch's `dcp_to_torch_save`, and `cp` copies as many bytes.
@@ -58,12 +60,15 @@ def rows(effort: Effort) -> Iterator[Row]:
     if dist.is_initialized():
         dist.destroy_process_group()
     with TemporaryDirectory(dir=os.environ.get("SHARDWISE_BENCH", None)) as folder:
-        found = on_ranks(RANKS, lambda _: _measured(folder, effort.large), timeout=900)
+        ranks = on_ranks(RANKS, lambda _: _measured(folder, effort.large), timeout=900)
+        found = [times for times, _ in ranks]
+        most = [max(ones) / 2**20 for ones in zip(*(memory for _, memory in ranks), strict=True)]
+        memory = [f"{one:.1f} MiB of memory (10 wanted)" for one in most]
         ours, theirs, once, peer, saved, saves, safe, safes, as_dcp = (
             median(map(max, zip(*ranks, strict=True))) for ranks in zip(*found, strict=True)
         )
-        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6))
-        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4))
+        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0])
+        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1])
         yield Row('load from our safetensors, read="once"', once, peer, "dcp.load")
         yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5))
         yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5))
@@ -75,7 +80,7 @@ def rows(effort: Effort) -> Iterator[Row]:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(folder: str, repeats: int) -> list[list[float]]:
+def _measured(folder: str, repeats: int) -> tuple[list[list[float]], list[int]]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     mesh = DeviceMesh("cpu", list(range(RANKS)))
@@ -91,8 +96,10 @@ def _measured(folder: str, repeats: int) -> list[list[float]]:
         lambda _: checkpoint.load(f"{folder}/ours", target, group=everybody),
         lambda _: dcp.load(target, checkpoint_id=f"{folder}/dcp"),
     ]
+    memory = [_most_memory(job) for job in jobs[:2]]
     for job in jobs:
         _check(job, source, target, mesh)
+    loads, _ = every_repeat(*(Job(job, dist.barrier, repeats) for job in jobs))
     saving: list[Callable[[Any], Any]] = [
         lambda _: checkpoint.save(source, f"{folder}/a", durable=False),
         lambda _: _dcp_save(source, f"{folder}/b", sync=False),
@@ -102,8 +109,37 @@ def _measured(folder: str, repeats: int) -> list[list[float]]:
     ]
     for job in saving:
         job(None)
-    found, _ = every_repeat(*(Job(job, lambda: dist.barrier(), repeats) for job in (*jobs, *saving)))
-    return found
+    saves, _ = every_repeat(*(Job(job, _settled, repeats) for job in saving))
+    return loads + saves, memory
+
+
+def _settled() -> None:
+    """All ranks, once the disk has what was written before."""
+    dist.barrier()
+    os.sync()
+    dist.barrier()
+
+
+def _most_memory(job: Callable[[Any], Any]) -> int:
+    """What a process has beside mapped files, above what it had before."""
+    before, most, done = _anonymous(), 0, Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, _anonymous())
+
+    thread = Thread(target=watch)
+    thread.start()
+    job(None)
+    done.set()
+    thread.join()
+    return max(0, max(most, _anonymous()) - before)
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 def _check(job: Callable[[Any], Any], source: dict[str, DTensor], target: dict[str, DTensor], mesh: DeviceMesh) -> None:
@@ -176,6 +212,7 @@ def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
 
 def _unlink(path: str) -> None:
     Path(path).unlink(missing_ok=True)
+    os.sync()
 
 
 def _watched(job: str) -> tuple[float, float]:
@@ -208,7 +245,10 @@ def _openings(folder: str, effort: Effort) -> Iterator[Row]:
     )
     files = [f"shard-{n:05d}-of-{SHARDS:05d}-00000000.safetensors" for n in range(SHARDS)]
     (ours / "shardwise.json").write_bytes(index_bytes(files, contents, {n: n for n in range(SHARDS)}))
-    wanted = dict(zip(metadata.state, targets, strict=True))
+    wanted = {
+        name: Local(layout, RANK, tuple(map(row_major, local_shapes(layout, RANK))))
+        for name, layout in zip(metadata.state, targets, strict=True)
+    }
     mine, from_dcp, peer = interleaved(
         Job(lambda _: _planned(ours, wanted), forget, effort.peer),
         Job(lambda _: _planned(theirs, wanted), forget, effort.slow_peer),
@@ -222,12 +262,8 @@ def _openings(folder: str, effort: Effort) -> Iterator[Row]:
     yield Row("the same, from DCP's metadata", from_dcp.seconds, peer.seconds, "DCP")
 
 
-def _planned(path: Path, targets: dict[str, Layout]) -> int:
+def _planned(path: Path, targets: dict[str, Local]) -> int:
     found = checkpoint.open(path)
     shapes = {name: found[name].shape for name in found}
-    copies = 0
-    for link in links(shapes, shapes):
-        layout = targets[link.target]
-        strides = tuple(map(row_major, local_shapes(layout, RANK)))
-        copies += len(match(link, found[link.source], Local(layout, RANK, strides)).there)
-    return copies
+    listed = links(shapes, shapes)
+    return sum(len(match(link, found[link.source], targets[link.target]).there) for link in listed)

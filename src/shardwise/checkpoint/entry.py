@@ -53,7 +53,7 @@ class Alike:
         return self is other or (isinstance(other, Alike) and self._value == other._value)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Entry:
     """A tensor in files: box i of it lies in file number `file[i]` of `paths`.
 

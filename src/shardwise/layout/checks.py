@@ -32,11 +32,12 @@ def owner_array(owners: Any) -> Ints:
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
         return np.arange(not_too_many(counted(owners, "the number of owners"), "owners"))
     try:
-        given = (
-            owners
-            if isinstance(owners, np.ndarray)
-            else np.array([counted(o, "an owner", -(2**99)) for o in owners], object)
-        )
+        if isinstance(owners, np.ndarray):
+            given = owners
+        else:
+            listed = list(owners)
+            plain = set(map(type, listed)) == {int}
+            given = np.array(listed if plain else [counted(o, "an owner", -(2**99)) for o in listed], object)
     except (TypeError, LayoutError):
         raise LayoutError(f"owners must be a number of owners or a list of whole numbers, not {owners!r}") from None
     if given.ndim != 1 or not given.size or given.dtype.kind not in "iuO":

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.state.names import Rename, filled, matched, missing, renamed
 from shardwise.state.view import View
@@ -16,8 +16,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """Cells of a source tensor that become cells of a target tensor."""
 
     source: str
@@ -178,7 +177,7 @@ def links(
     place = {name: at for at, name in enumerate(targets)}
     found = [link for link in found if empty or 0 not in link.target_view.shape]
     found.sort(key=lambda link: place[link.target])
-    return [Link(given[link.source][0], link.target, link.source_view, link.target_view) for link in found]
+    return [link._replace(source=given[link.source][0]) if rename else link for link in found]
 
 
 def _checked(remap: Any) -> list[Remap]:

@@ -22,6 +22,13 @@ class View:
     region: Box
     order: tuple[int, ...]
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.region, self.order))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @staticmethod
     def whole(shape: Sequence[int]) -> View:
         """All cells, as they are."""

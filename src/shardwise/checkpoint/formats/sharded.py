@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from shardwise.state.traverse import Key, is_step
 
 INDEX = "shardwise.json"
 VERSION = 1
+FIELDS = frozenset({"dtype", "shape", "layout"})  # of a tensor in the index
 OURS = re.compile(rf"shard-\d+-of-\d+-[0-9a-f]+\.safetensors({re.escape(ASIDE)})?")
 
 
@@ -120,7 +121,7 @@ def open_sharded(files: Files) -> Checkpoint:
         raise CheckpointError(f"{where} has no files, tensors, values and paths")
     names, (tensors, values, paths) = [inside(name, where) for name in parts[0]], parts[1:]
     headers = Headers(files, names)
-    entries = Lazy({name: _maker(name, one, headers, where) for name, one in tensors.items()})
+    entries = Lazy(tensors, partial(_entry, headers, where))
     return Checkpoint(
         files,
         "sharded",
@@ -149,22 +150,23 @@ def _decoded(said: Any, name: str, where: str) -> Any:
 class Lazy(Mapping[str, Entry]):
     """Entries that are made when they are first looked at: a large checkpoint has very many."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Entry]]) -> None:
-        self._makers, self._made = makers, dict[str, Entry]()
+    def __init__(self, said: Mapping[str, Any], make: Callable[[str, Any], Entry]) -> None:
+        self._said, self._make, self._made = said, make, dict[str, Entry]()
 
     def __getitem__(self, name: str) -> Entry:
-        if name not in self._made:
-            self._made[name] = self._makers[name]()
-        return self._made[name]
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = self._make(name, self._said[name])
+        return found
 
     def __contains__(self, name: object) -> bool:
-        return name in self._makers
+        return name in self._said
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
+        return iter(self._said)
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return len(self._said)
 
 
 class Headers:
@@ -181,18 +183,15 @@ class Headers:
         return self._read[number]
 
 
-def _maker(name: str, said: Any, headers: Headers, where: str) -> Callable[[], Entry]:
-    def make() -> Entry:
-        if not isinstance(said, dict) or not said.keys() >= {"dtype", "shape", "layout"}:
-            raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout")
-        try:
-            stored = _stored(said["dtype"], str(said["shape"]), str(said["layout"]), len(headers.names))
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{name!r} in {where}: {error}") from error
-        locate = _locator(name, stored, headers)
-        return Entry(name, stored.shape, stored.dtype, stored.alike, stored.file, locate, headers.names, headers.files)
-
-    return make
+def _entry(headers: Headers, where: str, name: str, said: Any) -> Entry:
+    if not isinstance(said, dict) or not said.keys() >= FIELDS:
+        raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout")
+    try:
+        stored = _stored(said["dtype"], str(said["shape"]), str(said["layout"]), len(headers.names))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{name!r} in {where}: {error}") from error
+    locate = partial(_locate, headers, name, stored)
+    return Entry(name, stored.shape, stored.dtype, stored.alike, stored.file, locate, headers.names, headers.files)
 
 
 class Stored(NamedTuple):
@@ -219,8 +218,7 @@ def _stored(dtype: str, shape: str, text: str, files: int) -> Stored:
     layout = parse(text)
     if dtype not in DTYPES:
         raise ValueError(f"its dtype {dtype!r} is not known here")
-    outside = any(not 0 <= owner < files for owner in layout.owners())
-    if str(list(layout.shape)) != shape or layout.op is not None or outside:
+    if str(list(layout.shape)) != shape or layout.op is not None or layout.form.owners.max() >= files:
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # the same, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
@@ -233,20 +231,17 @@ def _stored(dtype: str, shape: str, text: str, files: int) -> Stored:
     return Stored(layout.shape, DTYPES[dtype], Alike(boxes), owners, {})
 
 
-def _locator(name: str, stored: Stored, headers: Headers) -> Callable[[Ints], Located]:
-    def locate(rows: Ints) -> Located:
-        starts = list[int]()
-        for number, ending, shape in map(stored.part, rows.tolist()):
-            key = name + ending
-            tensor = headers.of(number).tensors.get(key)
-            if tensor is None or tensor.dtype != stored.dtype or tensor.shape != shape:
-                found = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"
-                where = headers.files.shown(headers.names[number])
-                raise CheckpointError(
-                    f"{where} should have {key!r}, {stored.dtype} of shape {shape}, but {found}: "
-                    f"it is not the file that the index was written for"
-                )
-            starts.append(tensor.start)
-        return Located(ints(starts))
-
-    return locate
+def _locate(headers: Headers, name: str, stored: Stored, rows: Ints) -> Located:
+    starts = list[int]()
+    for number, ending, shape in map(stored.part, rows.tolist()):
+        key = name + ending
+        tensor = headers.of(number).tensors.get(key)
+        if tensor is None or tensor.dtype != stored.dtype or tensor.shape != shape:
+            found = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"
+            where = headers.files.shown(headers.names[number])
+            raise CheckpointError(
+                f"{where} should have {key!r}, {stored.dtype} of shape {shape}, but {found}: "
+                f"it is not the file that the index was written for"
+            )
+        starts.append(tensor.start)
+    return Located(ints(starts))
