@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise import Box, checkpoint
-from shardwise.checkpoint.comparing import compared, stream_of
+from shardwise.checkpoint.comparing import compared
+from shardwise.checkpoint.streams import stream_of
 from shardwise.errors import CheckpointError
 from shardwise.testing import on_ranks
 
