@@ -7,6 +7,7 @@ import pytest
 
 from shardwise.checkpoint.files import Descriptor
 from shardwise.checkpoint.writing import Appended
+from shardwise.errors import CheckpointError
 
 DATA = bytes(range(256)) * 20_000  # several times what goes through at once
 
@@ -18,7 +19,7 @@ def taken(folder, *spans):
         made = Appended(raw)
         made.write(b"head")
         for start, count in spans:
-            made.take(Descriptor(os.open(folder / "source", os.O_RDONLY)), start, count)
+            made.take(Descriptor(os.open(folder / "source", os.O_RDONLY), "the source"), start, count)
     return (folder / "made").read_bytes()
 
 
@@ -50,13 +51,18 @@ def test_systems_without_splice_copy(tmp_path, monkeypatch):
     assert taken(tmp_path, (3, 2_500_001)) == b"head" + DATA[3:2_500_004]
 
 
-@pytest.mark.parametrize("which", ["reading", "writing"])
-def test_a_full_disk_is_an_error(tmp_path, monkeypatch, which):
-    refused(monkeypatch, which, errno.ENOSPC)
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    refused(monkeypatch, "writing", errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
         taken(tmp_path, (0, 10))
 
 
+def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    refused(monkeypatch, "reading", errno.EIO)
+    with pytest.raises(CheckpointError, match="the source cannot be read: Input/output error"):
+        taken(tmp_path, (0, 10))
+
+
 def test_a_source_that_became_shorter_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="became shorter"):
+    with pytest.raises(CheckpointError, match="the source became shorter"):
         taken(tmp_path, (len(DATA) - 5, 10))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shardwise.state.plan import Tensor
@@ -34,6 +35,10 @@ class Callers:
     def first(self) -> bool:
         """True for the one who does what is to be done once."""
         return self.me == self.owners[0]
+
+    def highest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The highest of what all have, number by number."""
+        return numbers if self.alone else group_wire(self.group).reduced(numbers, "max")()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors of which others than the callers hold a part."""

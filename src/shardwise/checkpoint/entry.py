@@ -21,6 +21,8 @@ from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 
+TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
+
 
 class Located(NamedTuple):
     """Where boxes are in their files: the byte of the first element of each, and strides (in elements).
@@ -107,9 +109,9 @@ class Entry:
         places = self.places(np.arange(self.boxes.count))
         return [(places.boxes.box(at), self._span(cut)) for at, cut in enumerate(self.cuts(places))]
 
-    def places(self, rows: Ints) -> Places:
+    def places(self, rows: Ints, at: Located | None = None) -> Places:
         """Where some of its boxes are: the tensors are numbers of files, offsets and strides are counted in bytes."""
-        at, boxes = self.locate(rows), self.boxes.take(rows)
+        at, boxes = at or self.locate(rows), self.boxes.take(rows)
         strides = Places.packed(boxes).strides if at.strides is None else at.strides
         return Places(boxes, self.file[rows], at.start, strides * self.dtype.itemsize)
 
@@ -149,6 +151,11 @@ class Entry:
             several[0] if not outer else torch.stack(several).reshape(cut.shape)
             for (cut, outer), several in zip(blocks, tensors, strict=True)
         ]
+
+    def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut]) -> None:
+        """Copy the elements of cuts of files into tensors."""
+        for at in range(0, len(cuts), TOGETHER):
+            torch._foreach_copy_(tensors[at : at + TOGETHER], self.views(cuts[at : at + TOGETHER]))
 
     def _parts(self, cut: Cut, outer: int) -> list[Cut]:
         """A cut as one for every step along its first dims."""
@@ -207,9 +214,7 @@ def whole_box(shape: tuple[int, ...]) -> Alike:
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     """Copy into tensors what belongs at these places of them."""
     here, there = placed(entry.within(target.boxes), target)
-    sources = entry.views(entry.cuts(here))
-    if sources:
-        torch._foreach_copy_([cut.of(tensors) for cut in there], sources)
+    entry.copy_to([cut.of(tensors) for cut in there], entry.cuts(here))
 
 
 def placed(source: Places, target: Places) -> tuple[Places, list[Cut]]:

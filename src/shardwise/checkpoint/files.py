@@ -31,8 +31,8 @@ class Span(NamedTuple):
 class Descriptor:
     """An open file of the system, which is closed when nobody uses it any more."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, name: str = "a pipe") -> None:
+        self.number, self.name = number, name
 
     def __del__(self) -> None:
         os.close(self.number)

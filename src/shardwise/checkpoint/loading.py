@@ -99,9 +99,8 @@ def _links(
     """Which entry fills which tensor."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
-    several = (
-        lacking or rename is not None or remap
-    )  # else only what is asked for is looked at, of what may be very many
+    # else only what is asked for is looked at, of what may be very many
+    several = lacking or rename is not None or remap
     have = {name: checkpoint[name].shape for name in (checkpoint if several else wanted)}
     try:
         found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
@@ -134,9 +133,7 @@ def _load_each(
     total, done = sum(entry.bytes for entry, *_ in todo), 0
     with shown(progress, total, "load", here=callers.first) as tell:
         for entry, here, there, memory in todo:
-            sources = entry.views(here)
-            if sources:
-                torch._foreach_copy_([cut.of(memory) for cut in there], sources)
+            entry.copy_to([cut.of(memory) for cut in there], here)
             done += entry.bytes
             if tell is not None:
                 tell(done, total)

@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoint.files import WORDS, Bytes, Descriptor, Files, Span, elements, readable
 from shardwise.errors import CheckpointError
 
-MAPPED, OPEN = 512, 64  # files that stay mapped, and those that stay open: each takes a descriptor
+MAPPED, OPEN = 384, 64  # files that stay mapped, and those that stay open: each takes a descriptor
 
 
 class Seen(NamedTuple):
@@ -98,15 +98,21 @@ class LocalFiles(Files):
         """Without mapping it: headers of very many files may be read."""
         span = Span(name, start, self.size(name) if stop is None else stop)
         self.check(span)
+        file = self._opened(name)  # held until all is read: others may close it meanwhile
         with readable(self.shown(name)):
-            return os.pread(self._opened(name).number, span.stop - span.start, start)
+            found = os.pread(file.number, span.stop - span.start, start)
+        if len(found) < span.stop - span.start:
+            raise CheckpointError(f"{self.shown(name)}: {len(found)} bytes came where {span} was asked for")
+        return found
 
     def _opened(self, name: str) -> Descriptor:
         """A file; refused where it is not the one that was looked at before."""
-        file = self._open.pop(name, None)
+        with self._lock:
+            file = self._open.pop(name, None)
         if file is None:
             with readable(self.shown(name)):
-                file = Descriptor(os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK))  # pipes would wait
+                number = os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK)  # pipes would wait
+            file = Descriptor(number, self.shown(name))
         status = os.fstat(file.number)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{self.shown(name)} is no file that could be read in parts")

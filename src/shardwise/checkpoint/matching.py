@@ -61,7 +61,7 @@ class Match(NamedTuple):
                 Cut(files[row], cut.shape, cut.strides, starts[row] + cut.offset * size)
                 for row, cut in zip(rows, self.dense, strict=True)
             ]
-        places = entry.places(self.rows).inside(self.row, self.boxes)
+        places = entry.places(self.rows, at).inside(self.row, self.boxes)
         return entry.cuts(view.of_places(places))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,10 +77,11 @@ def _check_whole(files: Files, names: list[str]) -> None:
     unfinished = [name for name in names if sharded.OURS.fullmatch(name)]
     if unfinished:
         raise CheckpointError(f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: its save did not end")
-    for name in names:
-        numbered = NUMBERED.fullmatch(name)
-        if numbered and int(numbered[3]) != sum(other.endswith(f"-of-{numbered[3]}.safetensors") for other in names):
-            raise CheckpointError(f"{files.root} has {name}, but not all {int(numbered[3])} files, and no index")
+    numbered = [found for name in names if (found := NUMBERED.fullmatch(name))]
+    there = Counter((found[1], found[3]) for found in numbered)
+    for found in numbered:
+        if int(found[3]) != there[found[1], found[3]]:
+            raise CheckpointError(f"{files.root} has {found[0]}, but not all {int(found[3])} files, and no index")
 
 
 def _open_file(files: Files, name: str) -> Checkpoint:

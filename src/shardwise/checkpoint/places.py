@@ -45,6 +45,7 @@ def place_of(path: Any) -> tuple[Any, str]:
 
 def _remote(system: Any, place: str, url: str) -> tuple[Files, str | None]:
     with readable(url):
+        system.invalidate_cache()  # what was there before may not be there now
         if system.isdir(place):
             return RemoteFiles(system, place, url), None
         if system.isfile(place):

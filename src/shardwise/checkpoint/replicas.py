@@ -1,8 +1,8 @@
-"""Tensors that every rank has whole should be the same on all. Where they are not, one rank's are taken: no mixture."""
+"""Tensors that every rank has whole should be the same on all: where a sample differs, those of one are taken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -12,11 +12,10 @@ from shardwise.state.leaves import is_tensor
 from shardwise.tensor.kinds import is_sharded
 
 SAMPLE = 1024  # elements that are compared, of every tensor
+NOTHING = -(2**63)  # lower than every mark
 
-Marks = Mapping[str, str]
 
-
-def marks(flat: Mapping[str, Any]) -> Marks:
+def marks(flat: Mapping[str, Any]) -> dict[str, int]:
     """Something of the values of every plain tensor, by name: of small ones all."""
     return {name: _mark(value) for name, value in flat.items() if is_tensor(value) and _is_plain(value)}
 
@@ -27,16 +26,22 @@ def _is_plain(value: Any) -> bool:
     return not (value.is_conj() or value.is_neg())
 
 
-def _mark(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, len(flat) // SAMPLE)].contiguous().view(torch.uint8).cpu()
-    return blake2b(some.numpy().data, digest_size=8).hexdigest()
+def _mark(tensor: torch.Tensor) -> int:
+    count = tensor.numel()
+    if not count or not tensor.ndim:
+        some = tensor.detach().reshape(-1)
+    else:  # by their numbers, so that nothing else is copied
+        at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
+        some = tensor.detach()[torch.unravel_index(at, tensor.shape)]
+    text = some.contiguous().view(torch.uint8).cpu().numpy().data
+    return int.from_bytes(blake2b(text, digest_size=7).digest(), "little")
 
 
-def differing(told: Sequence[Marks]) -> list[str]:
-    """The names of which ranks have other values."""
-    first = dict[str, str]()
-    for known in told:
-        for name, mark in known.items():
-            first.setdefault(name, mark)
-    return [name for name, mark in first.items() if any(known.get(name, mark) != mark for known in told)]
+def unlike(
+    names: Iterable[str], marked: Mapping[str, int], highest: Callable[[torch.Tensor], torch.Tensor]
+) -> list[str]:
+    """The names of which ranks have other marks: their highest is not their lowest."""
+    listed = list(names)
+    mine = [(marked[name], -marked[name]) if name in marked else (NOTHING, NOTHING) for name in listed]
+    most, least = highest(torch.tensor(mine, dtype=torch.int64, device="cpu").reshape(-1, 2)).T.tolist()
+    return [name for name, high, low in zip(listed, most, least, strict=True) if high != NOTHING and high != -low]

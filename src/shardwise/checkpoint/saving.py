@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Part, Saver
-from shardwise.checkpoint.replicas import Marks, differing, marks
+from shardwise.checkpoint.replicas import marks, unlike
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded
 from shardwise.checkpoint.writing import Folder, write_tensor
@@ -25,6 +25,7 @@ from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
 from shardwise.state.traverse import flatten_state_dict, is_step
 
+T = TypeVar("T")
 WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
 
 
@@ -44,13 +45,13 @@ def save(
     ranks, with a warning. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
-    flat, paths, tensors, unlike = _heard(callers, state_dict, format, path)
-    token = callers.together(lambda: token_hex(4) if callers.first else "", lambda told: told[callers.owners[0]])
+    flat, paths, tensors, differing = _heard(callers, state_dict, format, path)
+    token = callers.together(lambda: token_hex(4) if callers.first else "", _first)
     opened, contents = list[Saver](), list[Contents]()
 
     def write() -> Any:
         shares = {name: tensor.layout for name, tensor in tensors.items()}
-        shares |= {name: Layout.replicated(tensors[name].shape, shares[name].owners()[:1]) for name in unlike}
+        shares |= {name: Layout.replicated(tensors[name].shape, shares[name].owners()[:1]) for name in differing}
         layouts = {
             name: (tensor.dtype, written(shares[name], tensor.dtype.itemsize, turn))
             for turn, (name, tensor) in enumerate(tensors.items())
@@ -68,26 +69,36 @@ def save(
 
     try:
         told = callers.together(write, dict)
-        old = callers.together(lambda: finish(told), lambda all: all[callers.owners[0]])
-    except BaseException:
-        # what the index may name by now, of this rank or by others that went on, must stay
-        if opened and not callers.broken and not opened[0].committed():
+    except BaseException:  # nobody can have written the index
+        if opened:
+            opened[0].undo(callers.me)
+        raise
+    try:
+        old = callers.together(lambda: finish(told), _first)
+    except Exception:
+        # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
+        if not callers.broken and not callers.together(lambda: callers.first and opened[0].committed(), _first):
             opened[0].undo(callers.me)
         raise
     # everybody some of them, by name: others may be writing the next checkpoint by now
     for name in old[callers.owners.index(callers.me) :: len(callers.owners)]:
         opened[0].folder.remove(name)
-    if unlike and callers.first:
-        warnings.warn(_unlike(unlike, callers.me), stacklevel=2)
+    if differing and callers.first:
+        warnings.warn(_unlike(differing), stacklevel=2)
+
+
+def _first(told: Mapping[int, T]) -> T:
+    """What the first rank says."""
+    return next(iter(told.values()))
 
 
 def _heard(
     callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[str]]:
     """The flat state dict of this rank, its nested names, what is known of all tensors, and which of them differ."""
-    flat, paths = dict[str, Any](), dict[str, Any]()
+    flat, paths, marked = dict[str, Any](), dict[str, Any](), dict[str, int]()
 
-    def say() -> tuple[Said, list[str], Marks]:
+    def say() -> tuple[Said, list[str]]:
         _check(format)
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
@@ -98,26 +109,28 @@ def _heard(
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items() if format == "safetensors" else ():
             encoded(value, name)  # refused now, not when all the rest is written
-        return said(flat), list(others), {} if callers.alone else marks(flat)
+        marked.update({} if callers.alone else marks(flat))
+        return said(flat), list(others)
 
-    def conclude(told: Mapping[int, tuple[Said, list[str], Marks]]) -> tuple[dict[str, Tensor], list[str]]:
-        (first, (_, names, _)), *others = told.items()
-        for rank, (_, other, _) in others:
+    def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
+        (first, (_, names)), *others = told.items()
+        for rank, (_, other) in others:
             if other != names:
                 strange = sorted(set(names) ^ set(other)) or names
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        tensors = tensors_of({rank: one for rank, (one, _, _) in told.items()}, "state dict")
+        tensors = tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
         callers.check(tensors)
-        return tensors, differing([marked for _, _, marked in told.values()])
+        return tensors
 
-    return flat, paths, *callers.together(say, conclude, format=format, path=str(path))
+    tensors = callers.together(say, conclude, format=format, path=str(path))
+    return flat, paths, tensors, unlike(tensors, marked, callers.highest)
 
 
-def _unlike(names: Sequence[str], rank: int) -> str:
+def _unlike(names: Sequence[str]) -> str:
     listed = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
     return (
         f"save: {listed} differ{'s' * (len(names) == 1)} between ranks, though plain tensors are the same on all: "
-        f"rank {rank}'s are saved. What every rank has of its own needs a name of its own"
+        f"those of the first rank that has them are saved. What every rank has of its own needs a name of its own"
     )
 
 
@@ -128,7 +141,8 @@ def _check(format: str) -> None:
 
 def _writer(format: str, folder: Folder, callers: Callers, token: str, contents: Contents) -> Saver:
     found = WRITERS[format](folder, callers.owners, token)
-    found.check(contents)
+    if callers.first:
+        found.check(contents)
     return found
 
 

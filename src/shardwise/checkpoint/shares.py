@@ -26,21 +26,32 @@ def written(layout: Layout, itemsize: int, turn: int) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _once(layout: Layout, itemsize: int, turn: int) -> Layout:
-    holders = dict[Box, list[int]]()
-    for owner in layout.owners():
-        for piece in layout.pieces(owner):
-            holders.setdefault(piece.box, []).append(owner)
-    if sum(box.volume for box in holders) != prod(layout.shape):  # boxes that overlap in part
+    holders = _holders(layout)
+    if holders is None:
         return _as_planned(layout, itemsize)
-    if all(len(owners) == 1 for owners in holders.values()):
+    if all(len(owners) == 1 for _, owners in holders):
         return layout
     pieces = list[Owned]()
-    for box, owners in holders.items():
+    for box, owners in holders:
         if box.volume * itemsize <= WHOLE:
             pieces.append((owners[turn % len(owners)], box.lo, box.hi))
         else:
             pieces += slices(box, owners)
     return Layout.boxes(layout.shape, pieces).shortest()
+
+
+@lru_cache(maxsize=1024)
+def _holders(layout: Layout) -> list[tuple[Box, list[int]]] | None:
+    """The owners of every box; None where boxes overlap in part."""
+    if isinstance(layout.form, Grid):  # all of them at once, however many owners there are
+        cells, holders = layout.form.cells, layout.form.holders
+        rows = [holders.owners[holders.edges[block] : holders.edges[block + 1]].tolist() for block in cells.block]
+        return [(cells.boxes.box(at), owners) for at, owners in enumerate(rows) if cells.boxes.box(at).volume]
+    found = dict[Box, list[int]]()
+    for owner in layout.owners():
+        for piece in layout.pieces(owner):
+            found.setdefault(piece.box, []).append(owner)
+    return list(found.items()) if sum(box.volume for box in found) == prod(layout.shape) else None
 
 
 def _as_planned(layout: Layout, itemsize: int) -> Layout:

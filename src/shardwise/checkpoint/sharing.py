@@ -11,7 +11,7 @@ from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry
 from shardwise.checkpoint.shares import Owned, slices
 from shardwise.exchange import Move
-from shardwise.geometry import Boxes
+from shardwise.geometry import Box, Boxes
 from shardwise.layout import Layout
 from shardwise.state.links import Link
 from shardwise.state.moving import Mover, check_local, memory_of
@@ -73,11 +73,13 @@ def readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout
     total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in listed)), 0
     found = dict[str, Layout]()
     for entry in listed:
-        pieces = list[Owned]()
-        for at, volume in enumerate(entry.boxes.volumes().tolist()):
+        pieces, boxes = list[Owned](), entry.boxes
+        columns = boxes.volumes().tolist(), boxes.lo.tolist(), boxes.hi.tolist()
+        for volume, lo, hi in zip(*columns, strict=True):
             size = volume * entry.dtype.itemsize
             first, last = (where * len(owners) // total for where in (before, before + size - 1))
-            pieces += slices(entry.boxes.box(at), owners[first : last + 1])
+            whole = (owners[first], tuple(lo), tuple(hi))
+            pieces += [whole] if first == last else slices(Box(*whole[1:]), owners[first : last + 1])
             before += size
         found[entry.name] = Layout.boxes(entry.shape, pieces, overlap="replicas")
     return found

@@ -43,7 +43,7 @@ class Stream:
     def fill(self, boxes: Boxes, room: torch.Tensor) -> None:
         """The cells of boxes, one after the other, into a flat tensor."""
         for entry, here, there in self._cuts(Places.packed(boxes)):
-            torch._foreach_copy_([cut.of([room]) for cut in there], entry.views(here))
+            entry.copy_to([one.of([room]) for one in there], here)
 
     def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Cut], list[Cut]]]:
         for link, entry in self.sources:

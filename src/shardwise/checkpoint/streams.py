@@ -39,7 +39,8 @@ def streams_of(
     for link in links(shapes, targets, rename=rename, remap=remap, empty=True):
         found.setdefault(link.target, []).append((link, opened[link.source]))
     named = list(rename.items() if isinstance(rename, Mapping) else [] if callable(rename) else rename or [])
-    _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
+    if select is not None:
+        _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
     _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
     _check_used(opened, "cast=", [pattern for pattern, _ in casts if pattern is not None], targets)
     return {name: _stream(name, shape, found[name], casts) for name, shape in targets.items()}
