@@ -3,6 +3,8 @@
 import math
 from pathlib import Path
 
+import fsspec
+import fsspec.implementations.memory
 import pytest
 import safetensors
 import torch
@@ -440,3 +442,32 @@ def test_relative_paths_and_paths_of_any_kind(tmp_path, monkeypatch):
         has(path, {"w": numbers(2, start=at)})
     assert names_in(tmp_path) == ["a", "d", "e", "g"]
     assert names_in(tmp_path / "a" / "b" / "c")[-1] == INDEX
+
+
+class Remembering(fsspec.implementations.memory.MemoryFileSystem):
+    """Remembers what it listed until it is told to forget, as drivers of object stores do."""
+
+    protocol = "remembering"
+
+    def ls(self, path, detail=True, **options):
+        path = self._strip_protocol(path)
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True, **options)
+        return self.dircache[path] if detail else [entry["name"] for entry in self.dircache[path]]
+
+    def invalidate_cache(self, path=None):
+        self.dircache.clear()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("remembering://", "memory://"))
+
+
+def test_drivers_that_remember_listings_are_asked_anew(tmp_path):
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    url = f"remembering:/{tmp_path}/run"
+    for step in range(3):
+        checkpoint.save({"w": torch.full((4,), float(step))}, url)
+        assert checkpoint.open(url)["w"].read().tolist() == [float(step)] * 4
+    made = checkpoint.convert(url, f"{url}/as.safetensors", cast=torch.half)
+    assert made["w"].dtype == torch.half

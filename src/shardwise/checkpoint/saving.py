@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Contents, Part, Saver
+from shardwise.checkpoint.formats.writers import Contents, Part, Saver, names_token
 from shardwise.checkpoint.replicas import marks, unlike
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded
@@ -67,6 +67,9 @@ def save(
     def finish(told: Mapping[int, Any]) -> list[str]:
         return opened[0].finish(told, contents[0]) if callers.first else []
 
+    def committed() -> bool:
+        return names_token(opened[0].folder, opened[0].main, token)
+
     try:
         told = callers.together(write, dict)
     except BaseException:  # nobody can have written the index
@@ -77,7 +80,7 @@ def save(
         old = callers.together(lambda: finish(told), _first)
     except Exception:
         # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
-        if not callers.broken and not callers.together(lambda: callers.first and opened[0].committed(), _first):
+        if not callers.broken and not callers.together(lambda: callers.first and committed(), _first):
             opened[0].undo(callers.me)
         raise
     # everybody some of them, by name: others may be writing the next checkpoint by now

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.formats.dcp import METADATA
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, check_there, names_token
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
 from shardwise.checkpoint.writing import ASIDE, Folder
 
 OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
@@ -65,15 +65,7 @@ class DcpWriter:
         text = io.BytesIO()
         pickle.dump(_metadata(items, contents), text)
         files = {self._file(owner) for owner in self._owners}
-        check_there(self.folder, files)
-        with self.folder.write(METADATA) as file:
-            file.write(text.getvalue())
-        check_there(self.folder, files)
-        return self.folder.others(OURS, files)
-
-    def committed(self) -> bool:
-        """True where the index names our files."""
-        return names_token(self.folder, METADATA, self._token)
+        return commit(self.folder, METADATA, text.getvalue(), files, OURS)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""

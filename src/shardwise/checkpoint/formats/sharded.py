@@ -24,7 +24,7 @@ from shardwise.checkpoint.formats.safetensors import (
     parsed,
     read_header,
 )
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, check_there, names_token, write_parts
+from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit, write_parts
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
@@ -74,16 +74,7 @@ class ShardedWriter:
     def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
         """The index; then files of earlier checkpoints at this place, and of interrupted ones, may go."""
         files = [self._file(owner) for owner in self._owners]
-        index = index_bytes(files, contents, self._numbers)
-        check_there(self.folder, files)
-        with self.folder.write(INDEX) as file:
-            file.write(index)
-        check_there(self.folder, files)
-        return self.folder.others(OURS, files)
-
-    def committed(self) -> bool:
-        """True where the index names our files."""
-        return names_token(self.folder, INDEX, self._token)
+        return commit(self.folder, INDEX, index_bytes(files, contents, self._numbers), files, OURS)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol
 
 import torch
@@ -53,7 +54,16 @@ def check_alone(folder: Folder, index: str) -> None:
         )
 
 
-def check_there(folder: Folder, files: Iterable[str]) -> None:
+def commit(folder: Folder, index: str, data: bytes, files: Collection[str], named: re.Pattern[str]) -> list[str]:
+    """Write the index of these files; returns others of such names, which are not needed any more."""
+    _check_there(folder, files)
+    with folder.write(index) as file:
+        file.write(data)
+    _check_there(folder, files)
+    return folder.others(named, files)
+
+
+def _check_there(folder: Folder, files: Iterable[str]) -> None:
     """Refuse to go on where files that were written are not there any more."""
     gone = folder.lost(files)
     if gone:
@@ -107,10 +117,6 @@ class Writer(Protocol):
 
 class Saver(Writer, Protocol):
     """A writer whose earlier checkpoint stays whole until the new one is: what failed is taken back."""
-
-    def committed(self) -> bool:
-        """True where the index is that of this checkpoint, or that cannot be told."""
-        ...
 
     def undo(self, me: int) -> None:
         """Remove what `write` wrote."""
