@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise import Box
+from shardwise import Box, checkpoint
 from shardwise.checkpoint.formats import dcp
 from shardwise.checkpoint.places import files_at
 from shardwise.errors import CheckpointError
@@ -354,3 +354,38 @@ def test_damage_leads_to_other_values_or_to_one_error_and_to_nothing_else(saved,
             raised += 1
     assert 40 < raised < 250
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
+
+
+def test_archives_of_one_kind_that_lie_otherwise_are_read_as_they_are(tmp_path):
+    """One tells of all that are like it, byte by byte; these have other strides, or another offset."""
+    whole = torch.arange(32.0).reshape(8, 4)
+    state = {
+        "a": torch.randn(4, 4),
+        "turned": torch.randn(4, 4).t(),
+        "b": torch.randn(4, 4),
+        "again": torch.randn(4, 4).t(),
+    }
+    judge.save(dict(state), checkpoint_id=tmp_path / "c", no_dist=True)
+    judge.save({"half": whole[4:], "other": whole[:4].clone()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    for names in (state, reversed(state)):
+        found = checkpoint.open(tmp_path / "c")
+        for name in names:
+            torch.testing.assert_close(found[name].read(), state[name], rtol=0, atol=0)
+    found = checkpoint.open(tmp_path / "d")
+    torch.testing.assert_close(found["other"].read(), whole[:4], rtol=0, atol=0)
+    torch.testing.assert_close(found["half"].read(), whole[4:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("end", ["head", "tail"])
+def test_an_archive_of_a_known_kind_that_is_damaged_is_refused(tmp_path, end):
+    state = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    judge.save(dict(state), checkpoint_id=tmp_path / "c", no_dist=True)
+    found = checkpoint.open(tmp_path / "c")
+    found["a"].read()
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    text = bytearray(file.read_bytes())
+    at = text.rfind(b"data.pkl", 0, text.rfind(b"data.pkl")) if end == "head" else text.rfind(b"data.pkl")
+    text[at : at + 8] = b"odd.text"
+    file.write_bytes(text)
+    with pytest.raises(CheckpointError, match=file.name):
+        checkpoint.open(tmp_path / "c")["b"].read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,18 +18,32 @@ from shardwise.geometry import Box, Boxes, ints, row_major
 Kind = tuple[int, tuple[int, ...], torch.dtype]  # how long the archive is; the shape and the dtype in it
 
 
+class Read(NamedTuple):
+    """An archive that was read: its tensor, the member that holds the elements, and the byte at which that begins."""
+
+    archive: Archive
+    tensor: SavedTensor
+    storage: Member
+    begins: int
+
+    @property
+    def start(self) -> int:
+        """The byte of the first element, from the start of the archive."""
+        return self.begins - self.archive.span.start + self.tensor.offset * self.tensor.dtype.itemsize
+
+
 class Mould(NamedTuple):
     """What archives of a kind have in common: all bytes before the elements, and the directory but for its checksums.
 
     `start` is the byte of the first element, `directory` that of the directory, from the start of the archive.
     """
 
+    start: int
+    strides: tuple[int, ...]
     head: bytes
     tail: Bytes
-    mask: Bytes | None  # of the tail, without its checksums; None where more than the head tells of the elements
-    start: int
+    mask: Bytes
     directory: int
-    strides: tuple[int, ...]
 
     def spans(self, archive: Span) -> list[Span]:
         """What is to be looked at."""
@@ -38,9 +52,7 @@ class Mould(NamedTuple):
 
     def fits(self, head: Bytes, tail: Bytes) -> bool:
         """True for what these bytes begin and end."""
-        if self.mask is None or head.tobytes() != self.head:
-            return False
-        return not (tail ^ self.tail).__iand__(self.mask).any()
+        return head.tobytes() == self.head and not ((tail ^ self.tail) & self.mask).any()
 
 
 class Moulds:
@@ -48,47 +60,51 @@ class Moulds:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._known = dict[Kind, Mould]()
+        self._known = dict[Kind, Mould | None]()  # None where more than what lies before the elements tells of them
 
     def located(self, archives: Sequence[Span], boxes: Boxes, name: str, dtype: torch.dtype) -> Located:
         """The elements of boxes of a tensor, each in an archive of its own."""
         shapes = list(map(tuple, (boxes.hi - boxes.lo).tolist()))
         kinds = [(span.stop - span.start, shape, dtype) for span, shape in zip(archives, shapes, strict=True)]
+
+        def read(rows: Sequence[int]) -> list[Read]:
+            return self._read([archives[at] for at in rows], [boxes.box(at) for at in rows], name, dtype)
+
         new = {kind: at for at, kind in enumerate(kinds) if kind not in self._known}
-        read = self._read([archives[at] for at in new.values()], boxes.take(ints(list(new.values()))), name, dtype)
-        self._known |= zip(new, read, strict=True)
-        found = [self._known[kind] for kind in kinds]
-        other = [at for at, fits in enumerate(self._fit(archives, found)) if not fits]
-        for at, mould in zip(
-            other, self._read([archives[at] for at in other], boxes.take(ints(other)), name, dtype), strict=True
-        ):
-            found[at] = mould
-        plain = all(mould.strides == row_major(shape) for mould, shape in zip(found, shapes, strict=True))
-        strides = None if plain else ints([mould.strides for mould in found]).reshape(boxes.lo.shape)
-        return Located(ints([span.start + mould.start for span, mould in zip(archives, found, strict=True)]), strides)
+        self._known |= zip(new, map(self._mould, read(list(new.values()))), strict=True)
+        found: list[Mould | Read | None] = list(self._fitting(archives, [self._known[kind] for kind in kinds]))
+        others = [at for at, one in enumerate(found) if one is None]
+        for at, one in zip(others, read(others), strict=True):
+            found[at] = one
+        places = [(one.start, one.strides if isinstance(one, Mould) else one.tensor.strides) for one in found if one]
+        plain = all(strides == row_major(shape) for (_, strides), shape in zip(places, shapes, strict=True))
+        strides = None if plain else ints([strides for _, strides in places]).reshape(boxes.lo.shape)
+        return Located(ints([span.start + start for span, (start, _) in zip(archives, places, strict=True)]), strides)
 
-    def _fit(self, archives: Sequence[Span], moulds: Sequence[Mould]) -> list[bool]:
-        spans = [span for archive, mould in zip(archives, moulds, strict=True) for span in mould.spans(archive)]
-        parts = iter(self._files.fetch(spans))
-        return [mould.fits(head, tail) for mould, head, tail in zip(moulds, parts, parts, strict=True)]
+    def _fitting(self, archives: Sequence[Span], moulds: Sequence[Mould | None]) -> Iterator[Mould | None]:
+        """The mould of every archive that fits it."""
+        looked = zip(archives, moulds, strict=True)
+        parts = iter(self._files.fetch([span for archive, mould in looked if mould for span in mould.spans(archive)]))
+        for mould in moulds:
+            yield mould if mould and mould.fits(next(parts), next(parts)) else None
 
-    def _read(self, archives: Sequence[Span], boxes: Boxes, name: str, dtype: torch.dtype) -> list[Mould]:
+    def _read(self, archives: Sequence[Span], boxes: Sequence[Box], name: str, dtype: torch.dtype) -> list[Read]:
         """By what they say themselves."""
         if not archives:
             return []
         read = read_archives(self._files, archives)
-        tensors = [_checked(archive, boxes.box(at), name, dtype) for at, archive in enumerate(read)]
+        tensors = [_checked(archive, box, name, dtype) for archive, box in zip(read, boxes, strict=True)]
         members = [archive.storage(tensor, repr(name)) for archive, tensor in zip(read, tensors, strict=True)]
-        begins = starts(self._files, members)
-        return list(map(self._mould, read, tensors, members, begins))
+        return list(map(Read, read, tensors, members, starts(self._files, members)))
 
-    def _mould(self, archive: Archive, tensor: SavedTensor, storage: Member, begins: int) -> Mould:
-        file, first, stop = archive.span
-        directory = max(member.stop for member in archive.members.values())
-        head, tail = self._files.fetch([Span(file, first, begins), Span(file, directory, stop)])
-        start = begins - first + tensor.offset * tensor.dtype.itemsize
-        mask = unchecked(tail) if archive.told_before(storage) else None
-        return Mould(head.tobytes(), tail.copy(), mask, start, directory - first, tensor.strides)
+    def _mould(self, read: Read) -> Mould | None:
+        file, first, stop = read.archive.span
+        if not read.archive.told_before(read.storage):
+            return None
+        directory = max(member.stop for member in read.archive.members.values())
+        head, tail = self._files.fetch([Span(file, first, read.begins), Span(file, directory, stop)])
+        mask = unchecked(tail)
+        return Mould(read.start, read.tensor.strides, head.tobytes(), tail.copy(), mask, directory - first)
 
 
 def _checked(archive: Archive, box: Box, name: str, dtype: torch.dtype) -> SavedTensor:
