@@ -176,7 +176,6 @@ def verify(
     With options as in convert: whether B is what A becomes by them.
     """
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import tables
     from shardwise.checkpoint.asked import changes
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
@@ -190,7 +189,10 @@ def verify(
         typer.echo(f"... and {len(found) - len(listed)} more differences: --all lists them")
     if found:
         raise SystemExit(1)
-    Console(highlight=False).print(f"equal, bit by bit: {escape(tables.summary(one))}", soft_wrap=True)
+    by = " by these options" if any(changed.values()) else ""
+    Console(highlight=False).print(
+        f"equal, bit by bit{by}: {escape(one.path)} and {escape(other.path)}", soft_wrap=True
+    )
 
 
 def _rules(rules: str | None, mesh: list[str] | None) -> object:

@@ -158,3 +158,42 @@ def test_what_fits_nothing_is_refused(saved, tmp_path, options, said):
     with pytest.raises((CheckpointError, ValueError), match=said):
         checkpoint.verify(saved, saved, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_some_parts_of_a_whole_without_the_others_are_refused(tmp_path):
+    torch.save({"0.q": torch.ones(2, 2), "0.k": torch.ones(2, 2), "1.q": torch.ones(2, 2)}, tmp_path / "in.pt")
+    with pytest.raises(ValueError, match=r"'1\.q' is there, but '1\.k' is not"):
+        checkpoint.convert(tmp_path / "in.pt", tmp_path / "out", remap=[Concat("*.qk", ["*.q", "*.k"])])
+
+
+def test_all_floats_to_integers_need_a_pattern(saved, tmp_path):
+    with pytest.raises(TypeError, match="would cut them: give a pattern"):
+        checkpoint.convert(saved, tmp_path / "out", cast=torch.int32)
+    made = checkpoint.convert(saved, tmp_path / "out", cast=[("*.norm.weight", torch.int32)])
+    assert made["model.norm.weight"].dtype == torch.int32
+
+
+# --- what is no state dict -------------------------------------------------------------------------------------------
+
+
+def test_models_in_the_place_of_what_they_hold_are_refused(saved, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for call in (
+        lambda: checkpoint.load(saved, {"model": model}),
+        lambda: checkpoint.save({"model": model}, tmp_path / "m"),
+    ):
+        with pytest.raises(TypeError, match=r"'model' is Linear: give its state_dict\(\)"):
+            call()
+
+
+def test_an_optimizer_without_state_is_not_passed_over(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(3))
+    trained = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    trained.step()
+    checkpoint.save({"optimizer": trained.state_dict()}, tmp_path / "saved")
+    fresh = {"optimizer": torch.optim.AdamW([weight]).state_dict()}
+    with pytest.raises(CheckpointError, match=r"'optimizer\.state' is empty here, but .* has tensors below it"):
+        checkpoint.load(tmp_path / "saved", fresh)
+    checkpoint.load(tmp_path / "saved", fresh, strict=False)
+    assert fresh["optimizer"]["state"] == {}

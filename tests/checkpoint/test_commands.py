@@ -122,7 +122,7 @@ def test_what_differs_is_listed_and_ends_with_one(shell, saved):
         (["convert", "saved", "x", "--max-shard-size", "big"], "'big' is no size"),
         (["convert", "saved", "x", "--mesh", "tp=2"], "give --rules too"),
         (["convert", "saved", "x", "--format", "sharded", "--rules", "llamas", "--mesh", "tp=2"], "llama"),
-        (["convert", "saved", "x", "--select", "y*"], "no tensor fits"),
+        (["convert", "saved", "x", "--select", "y*"], "which fits no name"),
     ],
 )
 def test_bad_input_ends_with_two_and_one_message(shell, saved, words, said, tmp_path):

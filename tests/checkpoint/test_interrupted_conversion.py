@@ -207,21 +207,28 @@ def test_some_files_of_an_interrupted_conversion_are_no_checkpoint(tmp_path, kin
         checkpoint.open(out)
 
 
-def test_an_interrupted_conversion_is_never_half_of_the_old_and_half_of_the_new(tmp_path):
+@pytest.mark.parametrize(("first", "then"), [("3KB", "3KB"), ("3KB", None), (None, "3KB")])
+def test_a_conversion_that_is_whole_is_not_replaced_by_another_one(tmp_path, first, then):
     out, old, new = tmp_path / "out", model(seed=1), model(seed=2)
-    checkpoint.convert(source(tmp_path, old), out, durable=False, **FORMATS["several"])
+    checkpoint.convert(source(tmp_path, old), out, durable=False, max_shard_size=first)
+    with pytest.raises(CheckpointError, match="is of another conversion that is whole: give another path"):
+        checkpoint.convert(source(tmp_path, new), out, durable=False, max_shard_size=then)
+    assert_has(out, old)
+
+
+def test_a_whole_file_in_a_directory_is_replaced_by_another_one_at_once(tmp_path):
+    out, old, new = tmp_path / "out", model(seed=1), model(seed=2)
+    checkpoint.convert(source(tmp_path, old), out, durable=False)
 
     def stop(done, total):
         if done > total // 2:
             raise StopError
 
     with pytest.raises(StopError):
-        checkpoint.convert(source(tmp_path, new), out, durable=False, progress=stop, **FORMATS["several"])
-    try:
-        found = {name: entry.read() for name, entry in checkpoint.open(out).items()}
-    except CheckpointError:
-        return  # it is none, and says so
-    assert_same(found, old)
+        checkpoint.convert(source(tmp_path, new), out, durable=False, progress=stop)
+    assert_has(out, old)
+    checkpoint.convert(source(tmp_path, new), out, durable=False)
+    assert_has(out, new)
 
 
 def test_sharded_files_go_on_from_what_is_whole(tmp_path):
@@ -290,11 +297,17 @@ CHANGES = {  # each makes files of the same names and sizes as before
 }
 
 
+def unfinished(path, out):
+    """As a conversion leaves it that was killed before the end."""
+    checkpoint.convert(path, out, durable=False, max_shard_size="3KB")
+    (out / INDEX).unlink()
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_option_uses_nothing_that_is_stale(tmp_path, what):
     options, expected = CHANGES[what]
     path, out = source(tmp_path, model()), tmp_path / "out"
-    checkpoint.convert(path, out, durable=False, max_shard_size="3KB")
+    unfinished(path, out)
     assert len(again(path, out, **options)) == 6
     assert_same(indexed(out), {name: tensor.contiguous() for name, tensor in expected(model()).items()})
 
@@ -302,7 +315,7 @@ def test_another_option_uses_nothing_that_is_stale(tmp_path, what):
 @pytest.mark.parametrize("kind", ["the same file", "another file", "another format"])
 def test_a_source_that_changed_uses_nothing_that_is_stale(tmp_path, kind):
     path, out = source(tmp_path, model()), tmp_path / "out"
-    checkpoint.convert(path, out, durable=False, max_shard_size="3KB")
+    unfinished(path, out)
     new = model(seed=7)
     if kind == "another format":
         path = tmp_path / "in.pt"

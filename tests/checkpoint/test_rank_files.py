@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise import Box, Layout, LayoutError, Mesh
+from shardwise import Box, Layout, LayoutError, Mesh, checkpoint
 from shardwise.checkpoint.formats.ranks import open_ranks
 from shardwise.checkpoint.places import files_at
 from shardwise.errors import CheckpointError
@@ -289,3 +289,21 @@ def test_a_damaged_file_is_named(tmp_path):
     file = tmp_path / "model_1.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     refused(tmp_path, rules(tp=2), "model_1.safetensors", "truncated")
+
+
+def test_files_that_differ_where_rules_say_replicas_are_refused(tmp_path):
+    """A rule that does not fit leaves a tensor that is split to the one for all others."""
+    whole = torch.arange(48.0).reshape(6, 8)
+    for rank in range(2):
+        torch.save(
+            {"o_proj": whole[:, 4 * rank : 4 * rank + 4].clone(), "norm": torch.ones(8)}, tmp_path / f"{rank}.pt"
+        )
+    rules = {"mesh": {"tp": 2}, "rule": [{"name": "oproj", "placements": "S1"}, {"name": "*", "placements": "R"}]}
+    found = checkpoint.open(tmp_path, rules=rules)
+    assert torch.equal(found["norm"].read(), torch.ones(8))
+    with pytest.raises(
+        CheckpointError, match=r"'o_proj' is not the same in .*0\.pt and in .*1\.pt, though .* replicas"
+    ):
+        found["o_proj"].read()
+    with pytest.raises(CheckpointError, match="is it split over an axis"):
+        checkpoint.convert(found, tmp_path / "out.safetensors")

@@ -10,6 +10,7 @@ import torch
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.state.links import Concat, Remap, Stack, Transposed
 
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -29,7 +30,7 @@ def size_in_bytes(text: int | str) -> int:
     return int(found)
 
 
-def pairs(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+def pairs(texts: Sequence[str], option: str, form: str = "pattern=new") -> list[tuple[str, str]]:
     """
     >>> pairs(["model.*=*"], "--rename")
     [('model.*', '*')]
@@ -37,7 +38,7 @@ def pairs(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
     found = [text.partition("=") for text in texts]
     for text, (left, equals, right) in zip(texts, found, strict=True):
         if not (left and equals and right):
-            raise ValueError(f"{option} {text!r} is no pair: write it as 'pattern=new'")
+            raise ValueError(f"{option} {text!r} is no pair: write it as '{form}'")
     return [(left, right) for left, _, right in found]
 
 
@@ -56,9 +57,9 @@ def _rule(text: str) -> tuple[str, torch.dtype]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
+    found = getattr(torch, SHORT.get(name, name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch: such as bfloat16")
+        raise ValueError(f"{name!r} is no dtype of torch: such as bfloat16 or float32")
     return found
 
 
@@ -68,13 +69,19 @@ def remaps(concat: Sequence[str], stack: Sequence[str], transpose: Sequence[str]
     [Concat(whole='*.qkv', parts=('*.q', '*.k', '*.v'), dim=0, sizes=(64, 32, 32)), Stack(whole='*.w', ...
     """
     found = list[Remap]()
-    for whole, rest in pairs(concat, "--concat"):
+    for whole, rest in pairs(concat, "--concat", "whole=a,b,c"):
         parts, dim, sizes = _along(rest, "--concat")
         found.append(Concat(whole, tuple(parts.split(",")), dim, sizes))
-    for whole, rest in pairs(stack, "--stack"):
+    for whole, rest in pairs(stack, "--stack", "whole=part.{}"):
         part, dim, _ = _along(rest, "--stack")
         found.append(Stack(whole, part, dim))
     return [*found, *map(Transposed, transpose)]
+
+
+def _count(text: str, axis: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"--mesh '{axis}={text}': a size is a whole number, as in tp=2")
+    return int(text)
 
 
 def _along(text: str, option: str) -> tuple[str, int, tuple[int, ...] | None]:
@@ -111,8 +118,5 @@ def rules_on(rules: str | None, mesh: Sequence[str]) -> Rules | None:
             raise ValueError("a mesh says nothing without rules: give --rules too")
         return None
     found = read_rules(rules)
-    try:
-        sizes = {axis: int(count) for axis, count in pairs(mesh, "--mesh")}
-    except ValueError as error:
-        raise ValueError(f"{error}: a mesh is written as tp=2") from None
+    sizes = {axis: _count(count, axis) for axis, count in pairs(mesh, "--mesh", "tp=2")}
     return found.with_mesh(**sizes) if sizes else found

@@ -13,6 +13,7 @@ from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
+from shardwise.checkpoint.values import refuse_modules
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
@@ -59,6 +60,7 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         found.append(path if isinstance(path, Checkpoint) else open(path, rules=rules))
         names = flatten_state_dict(into)
+        refuse_modules(names[0])
         flat.update(names[0])
         paths.update(names[1])
         return said(flat)
@@ -149,6 +151,13 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
             f"{tensors[0]!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill"
         )
     names = [name for name in names if name not in checkpoint]
+    empty = [name for name in names if isinstance(flat[name], dict) and not flat[name]]
+    below = [name for name in empty if any(other.startswith(f"{name}.") for other in checkpoint)]
+    if below and strict:
+        raise CheckpointError(
+            f"{below[0]!r} is empty here, but {checkpoint.path} has tensors below it: give tensors to fill (for an "
+            f"optimizer what torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it empty"
+        )
     lacking = [name for name in names if name not in checkpoint.objects and not _is_empty(flat[name])]
     if lacking and strict:
         said = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)

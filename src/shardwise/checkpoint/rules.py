@@ -142,7 +142,9 @@ class Rules:
     def known_mesh(self) -> Mesh:
         """The mesh, where there is one."""
         if self.mesh is None:
-            raise LayoutError(f"{self.where} has no [mesh]: give the sizes of its axes, as in rules.with_mesh(tp=4)")
+            raise LayoutError(
+                f"{self.where} has no [mesh]: give the sizes of its axes: with_mesh(tp=4), or --mesh tp=4"
+            )
         return self.mesh
 
     def placements(self, name: str) -> tuple[Placement, ...]:

@@ -15,7 +15,7 @@ from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Part, Saver, names_token
 from shardwise.checkpoint.replicas import marks, unlike
 from shardwise.checkpoint.shares import written
-from shardwise.checkpoint.values import encoded
+from shardwise.checkpoint.values import encoded, refuse_modules
 from shardwise.checkpoint.writing import Folder, write_tensor
 from shardwise.exchange.cuts import Cut, Places, Strides
 from shardwise.geometry import Box, Boxes
@@ -104,6 +104,7 @@ def _heard(
     def say() -> tuple[Said, list[str]]:
         _check(format)
         found = flatten_state_dict(state_dict)
+        refuse_modules(found[0])
         flat.update(found[0])
         paths.update(found[1])
         for name, path in paths.items():

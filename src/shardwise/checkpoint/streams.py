@@ -33,7 +33,7 @@ def streams_of(
     remap, casts = list(remap), _casts(cast)
     shapes = {name: opened[name].shape for name in opened if chosen(name, select)}
     if not shapes and len(opened):
-        raise CheckpointError(f"{opened.path}: no tensor fits {select}")
+        _check_used(opened, "select=", _patterns(select), opened)
     targets = shapes_after(shapes, rename=rename, remap=remap)
     found = dict[str, list[tuple[Link, Entry]]]()
     for link in links(shapes, targets, rename=rename, remap=remap, empty=True):
@@ -88,6 +88,8 @@ def _casts(cast: Any) -> list[tuple[str | None, torch.dtype | None]]:
         raise TypeError(f"cast= must be rules [(pattern, dtype), ...] and at most one dtype for the rest, not {cast!r}")
     for _, becomes in rules:
         check_dtype(becomes)
+    if any(not becomes.is_floating_point for _, becomes in rest):
+        raise TypeError(f"cast= to {rest[0][1]} for all floating point numbers would cut them: give a pattern with it")
     return [*map(tuple, rules), *rest]
 
 

@@ -14,6 +14,13 @@ from shardwise.state.traverse import Key, Place
 PLAIN = (type(None), bool, int, str)
 
 
+def refuse_modules(flat: Mapping[str, Any]) -> None:
+    """Refuse models, optimizers and the like in the place of what they hold."""
+    for name, value in flat.items():
+        if callable(getattr(value, "state_dict", None)):
+            raise TypeError(f"{name!r} is {type(value).__name__}: give its state_dict()")
+
+
 def encoded(value: Any, where: str) -> Any:
     """What JSON can hold, from which `decoded` makes the same again.
 

@@ -196,7 +196,7 @@ def writable(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what} cannot be written: {error.strerror or error}; nothing was changed") from error
+        raise CheckpointError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 def write_tensor(tensor: torch.Tensor, file: IO[bytes]) -> None:

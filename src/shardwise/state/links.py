@@ -214,6 +214,8 @@ def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Rema
 
 def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
     found, gone = dict[str, Shape](), set[str]()
+    if isinstance(rule, Concat):
+        _check_parts(rule, shapes)
     for name, shape in shapes.items():
         if name in gone:
             continue
@@ -228,6 +230,17 @@ def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
         else:
             found[name] = shape
     return {name: shape for name, shape in found.items() if name not in gone or name not in shapes}
+
+
+def _check_parts(rule: Concat, shapes: Shapes) -> None:
+    """Refuse some of the parts without the others."""
+    for name in shapes:
+        for part in rule.parts:
+            stars = matched(part, name)
+            several = [] if stars is None else [filled(one, stars) for one in rule.parts]
+            absent = [one for one in several if one not in shapes]
+            if absent:
+                raise ValueError(f"{name!r} is there, but {', '.join(map(repr, absent))} is not")
 
 
 def _turned(rule: Transposed, source: Shape) -> Shape:

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 
 from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
@@ -23,12 +24,13 @@ from shardwise.checkpoint.formats import safetensors, torch_save
 from shardwise.checkpoint.rules import Rules, Word, file_name, layout_on, places_of, read_rules
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.cuts import Places
-from shardwise.geometry import Boxes, Ints, ints, join, spread
+from shardwise.geometry import Box, Boxes, Ints, ints, join, spread
 from shardwise.layout import Mesh, Partial, Replicate, Shard
 from shardwise.layout.checks import checked_dim
 from shardwise.state.names import missing
 
 NUMBER = re.compile("[0-9]+")
+SAMPLE = 1024  # cells of replicas that are compared
 
 
 def open_ranks(files: Files, rules: Any) -> Checkpoint:
@@ -269,6 +271,27 @@ class Held:
         every = np.arange(len(self.entries)).reshape(self.mesh.shape)
         return every[tuple(0 if dim is None else slice(None) for dim in self.dims)]
 
+    def check_replicas(self) -> None:
+        """Refuse files that differ where the rules say that they do not: the first cells of two tell."""
+        every = np.arange(len(self.entries)).reshape(self.mesh.shape)
+        last = every[tuple(-1 if dim is None else slice(None) for dim in self.dims)]
+        for one, other in zip(self.first().reshape(-1).tolist(), last.reshape(-1).tolist(), strict=True):
+            if one != other and _some(self.entries[one]) != _some(self.entries[other]):
+                raise CheckpointError(
+                    f"{self.name!r} is not the same in {self.shown[one]} and in {self.shown[other]}, though "
+                    f"{self.where} says that they are replicas: is it split over an axis?"
+                )
+
+
+def _some(entry: Entry) -> bytes:
+    """The first cells along every dim."""
+    hi, room = list[int](), SAMPLE
+    for size in reversed(entry.shape):
+        hi.insert(0, min(size, max(room, 1)))
+        room //= max(hi[0], 1)
+    found = entry.read(Box((0,) * len(hi), tuple(hi)))
+    return found.view(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
+
 
 def _entry(held: Held, files: Files, paths: Sequence[str]) -> Entry:
     """One tensor over the files of all ranks."""
@@ -277,7 +300,16 @@ def _entry(held: Held, files: Files, paths: Sequence[str]) -> Entry:
         shape, shards = held.shape(), _one_after_the_other(held) if simple else _by_layout(held)
     except LayoutError as error:
         raise LayoutError(f"{held.where}: {held.name!r} in {held.shown[0]}: {error}") from None
-    return Entry(held.name, shape, held.entries[0].dtype, Alike(shards.boxes), shards.rank, shards.locate, paths, files)
+
+    checked = list[bool]()
+
+    def locate(rows: Ints) -> Located:
+        if not checked:
+            held.check_replicas()
+            checked.append(True)
+        return shards.locate(rows)
+
+    return Entry(held.name, shape, held.entries[0].dtype, Alike(shards.boxes), shards.rank, locate, paths, files)
 
 
 def _one_after_the_other(held: Held) -> Shards:

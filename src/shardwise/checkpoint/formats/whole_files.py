@@ -15,6 +15,7 @@ from shardwise.checkpoint.writing import ASIDE, Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
 
+ALONE = "model.safetensors"
 NAMED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors({re.escape(ASIDE)})?")
 
 
@@ -26,9 +27,9 @@ class SafetensorsWriter:
         self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
 
     def check(self, contents: Contents) -> None:
-        """Files of whole tensors have names that others may have used: only what conversions wrote may be there.
+        """Files of whole tensors have fixed names: only this conversion, or an unfinished one, may be there.
 
-        What another conversion wrote goes first, its index before all, so that it is never taken for a part of this.
+        What an unfinished one left goes, so that it is never taken for a part of this.
         """
         for name, (dtype, _) in contents.tensors.items():
             check_storable(name, dtype)
@@ -42,15 +43,20 @@ class SafetensorsWriter:
                 raise CheckpointError(
                     f"{self.folder.shown(name)} is no part of a conversion to here: give another path"
                 )
-        for name, start in starts.items():
-            if self._token.encode() not in start and (name == INDEX or len(self._owners) > 1):
-                self.folder.remove(name)
+        others = [name for name, start in starts.items() if self._token.encode() not in start]
+        whole = [name for name in others if name == INDEX or (name == ALONE and len(self._owners) > 1)]
+        if whole:
+            raise CheckpointError(
+                f"{self.folder.shown(whole[0])} is of another conversion that is whole: give another path"
+            )
+        for name in others if len(self._owners) > 1 else ():
+            self.folder.remove(name)
 
     def file(self, owner: int) -> str:
         """The name of an owner's file."""
         count = len(self._owners)
         if count == 1:
-            return self._name or "model.safetensors"
+            return self._name or ALONE
         return f"model-{self._owners.index(owner) + 1:05d}-of-{count:05d}.safetensors"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
