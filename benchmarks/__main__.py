@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import activation, checkpoint, loading, model, planning, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
-from benchmarks.table import Section, page, show
+from benchmarks.table import Section, page, show, updated
 
 SUBJECTS = {
     "planning": planning,
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str]) -> None:
         "subjects", nargs="*", metavar="subject", help=f"one of {', '.join(SUBJECTS)}; all unless given"
     )
     parser.add_argument("--quick", action="store_true", help="the same cases with fewer repeats")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables to this markdown page as well")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the tables to this markdown page, too")
     asked = parser.parse_args(arguments)
     if unknown := [name for name in asked.subjects if name not in SUBJECTS]:
         parser.error(f"no subject {unknown[0]!r}: there are {', '.join(SUBJECTS)}")
-    if asked.write and asked.subjects:
-        parser.error("--write needs all subjects, since they share the page: name none")
     sections = _run(asked.subjects or list(SUBJECTS), QUICK if asked.quick else FULL)
-    if asked.write:
+    if asked.write and asked.subjects:
+        asked.write.write_text(updated(asked.write.read_text(), sections))
+    elif asked.write:
         asked.write.write_text(page(sections, " ".join(["python -m benchmarks", *arguments])))
 
 

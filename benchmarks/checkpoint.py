@@ -195,12 +195,12 @@ def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
     def converted(path: str) -> Job:
         return Job(
             lambda _: checkpoint.convert(path, f"{folder}/to.safetensors", verify=False, durable=False),
-            lambda: _unlink(f"{folder}/to.safetensors"),
+            lambda: _ready(f"{folder}/to.safetensors", path),
             effort.large,
         )
 
     copied, again, plain = interleaved(
-        Job(lambda _: shutil.copyfile(ours, f"{folder}/copy"), lambda: _unlink(f"{folder}/copy"), effort.large),
+        Job(lambda _: shutil.copyfile(ours, f"{folder}/copy"), lambda: _ready(f"{folder}/copy", ours), effort.large),
         converted(source),
         converted(f"{folder}/ours"),
     )
@@ -210,9 +210,14 @@ def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
     yield Row("verify DCP against safetensors, bit by bit", verified.seconds)
 
 
-def _unlink(path: str) -> None:
-    Path(path).unlink(missing_ok=True)
+def _ready(out: str, source: str) -> None:
+    """Without what was written before, once the disk has all else, and with the source in the page cache."""
+    Path(out).unlink(missing_ok=True)
     os.sync()
+    for file in Path(source).iterdir() if Path(source).is_dir() else [Path(source)]:
+        with file.open("rb") as opened:
+            while opened.read(2**24):
+                pass
 
 
 def _watched(job: str) -> tuple[float, float]:

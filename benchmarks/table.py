@@ -82,9 +82,19 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 def page(sections: Sequence[Section], command: str) -> str:
     """All sections as a page that says how it was made."""
-    parts = [_HEAD.format(command=command, machine=_machine())]
-    parts += [f"## {s.title}\n\n{s.about.strip()}\n\n{markdown(s.rows)}\n" for s in sections]
-    return "\n".join(parts)
+    return "\n".join([_HEAD.format(command=command, machine=_machine()), *map(_written, sections)])
+
+
+def updated(text: str, sections: Sequence[Section]) -> str:
+    """A page with some of its sections measured anew."""
+    head, *parts = text.split("\n## ")
+    by_title = {part.partition("\n")[0]: f"## {part}" for part in parts}
+    by_title |= {section.title: _written(section) for section in sections}
+    return "\n".join([head, *by_title.values()])
+
+
+def _written(section: Section) -> str:
+    return f"## {section.title}\n\n{section.about.strip()}\n\n{markdown(section.rows)}\n"
 
 
 def _machine() -> str:
@@ -107,6 +117,7 @@ Machine: {machine}.
 
 How to read it:
 
+- Sections may have been measured at different times; what is compared was measured together.
 - Every number is the median of several runs. The sides of a comparison take turns in one run, so that a busy moment
   meets all of them; peers that take seconds run less often than the rest. Absolute times belong to this machine, and
   even ratios move by a quarter from run to run, more on a busy machine: a verdict close to its target can turn over.
