@@ -193,8 +193,11 @@ def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
     checkpoint.convert(source, ours, verify=False, durable=False)
 
     def converted(path: str) -> Job:
+        def work(_: Any) -> None:  # without what it returns: that keeps the file, and to free it is not what is timed
+            checkpoint.convert(path, f"{folder}/to.safetensors", verify=False, durable=False)
+
         return Job(
-            lambda _: checkpoint.convert(path, f"{folder}/to.safetensors", verify=False, durable=False),
+            work,
             lambda: _ready(f"{folder}/to.safetensors", path),
             effort.large,
         )
