@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from secrets import token_hex
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
@@ -50,12 +51,7 @@ def save(
     opened, contents = list[Saver](), list[Contents]()
 
     def write() -> Any:
-        shares = {name: tensor.layout for name, tensor in tensors.items()}
-        shares |= {name: Layout.replicated(tensors[name].shape, shares[name].owners()[:1]) for name in differing}
-        layouts = {
-            name: (tensor.dtype, written(shares[name], tensor.dtype.itemsize, turn))
-            for turn, (name, tensor) in enumerate(tensors.items())
-        }
+        layouts = _layouts(tensors, differing)
         others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
         contents.append(Contents(layouts, others, paths))
         opened.append(_writer(format, Folder(path, durable=durable), callers, token, contents[0]))
@@ -72,8 +68,10 @@ def save(
 
     try:
         told = callers.together(write, dict)
-    except BaseException:  # nobody can have written the index
-        if opened:
+    except BaseException as error:
+        # what all know of ends it for all; else others may go on, and write an index that names what we wrote
+        known = isinstance(error, Exception) and not callers.broken
+        if opened and (known or callers.alone):
             opened[0].undo(callers.me)
         raise
     try:
@@ -128,6 +126,16 @@ def _heard(
 
     tensors = callers.together(say, conclude, format=format, path=str(path))
     return flat, paths, tensors, unlike(tensors, marked, callers.highest)
+
+
+def _layouts(tensors: Mapping[str, Tensor], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
+    """Who writes what. Of those that differ between ranks the first rank writes all."""
+    held = {name: tensor.layout for name, tensor in tensors.items()}
+    held |= {name: Layout.replicated(tensors[name].shape, held[name].owners()[:1]) for name in differing}
+    return {
+        name: (tensor.dtype, written(held[name], tensor.dtype.itemsize, turn))
+        for turn, (name, tensor) in enumerate(tensors.items())
+    }
 
 
 def _unlike(names: Sequence[str]) -> str:
