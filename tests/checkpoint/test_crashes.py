@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint.callers import Callers
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves
@@ -290,6 +291,30 @@ def test_a_file_that_may_not_grow_raises_on_all_ranks(old, tmp_path):
     is_checkpoint(copy, 1)
     is_checkpoint(f"{copy}2", 2)
     assert names_in(copy) == before
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_that_is_interrupted_while_others_go_on_leaves_what_their_index_names(tmp_path, format):
+    def run(rank):
+        together, calls = Callers.together, []
+
+        def interrupted(self, *said, **same):
+            found = together(self, *said, **same)
+            calls.append(found)
+            if rank == 1 and len(calls) == 3:  # all know by now that all have written
+                raise KeyboardInterrupt
+            return found
+
+        Callers.together = interrupted
+        try:
+            checkpoint.save(state(1, 2), tmp_path / "made", format=format)
+        except KeyboardInterrupt:
+            os._exit(0)
+        except sw.ExchangeError as error:
+            return str(error)
+
+    assert "rank 0 was waiting for" in on_ranks(2, run, patience=20, dying=[1])[0]
+    is_checkpoint(tmp_path / "made", 1)
 
 
 @pytest.mark.parametrize("format", FORMATS)
