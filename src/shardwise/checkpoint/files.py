@@ -6,7 +6,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,11 +88,11 @@ class Files(ABC):
 def inside(name: Any, where: str) -> str:
     """A file's name that an index gives; refused where it would lead out of the checkpoint."""
     text = str(name)
-    parts = PurePosixPath(text).parts
+    parts = [part for part in text.split("/") if part not in {"", "."}]
     odd = "\\" in text or not text.isprintable()
     if not isinstance(name, str) or not parts or text.startswith("/") or ".." in parts or odd:
         raise CheckpointError(f"{where} names the file {name!r}, which is not inside of the checkpoint")
-    return str(PurePosixPath(*parts))
+    return "/".join(parts)
 
 
 @contextmanager

@@ -157,27 +157,38 @@ def links(
     Links without cells are left out, unless `empty`.
     """
     rules = _checked(remap)
-    given = defaultdict[str, list[str]](list)  # which sources have this name, once they are renamed
-    for source in sources:
-        for name in renamed(source, rename):
-            given[name].append(source)
-    for name, several in given.items():
-        if len(several) > 1:
-            raise ValueError(f"{' and '.join(map(repr, several))} would both be {name!r}: give them different names")
-    shapes = {name: sources[one] for name, (one, *_) in given.items()}
-    found, by = list[Link](), dict[str, Remap]()
+    given = _given(sources, rename)
+    shapes = {name: sources[source] for name, source in given.items()}
+    ruled, by = defaultdict[str, list[Link]](list), dict[str, Remap]()
     for rule in rules:
         for link in _by_rule(rule, shapes, targets):
             if by.setdefault(link.target, rule) is not rule:
                 raise ValueError(f"{link.target!r} would come both from {by[link.target]} and from {rule}")
-            found.append(link)
-    found += [_plain(name, shapes[name], targets[name]) for name in targets if name not in by and name in shapes]
+            ruled[link.target].append(link)
+    _check_whole(ruled, targets)
+    found = list[Link]()
+    for name, shape in targets.items():
+        if name in ruled:
+            found += ruled[name]
+        elif name in shapes:
+            found.append(_plain(name, shapes[name], shape))
     unused = [rule for rule in rules if rule not in by.values()]
     _check(found, shapes, targets, unused, strict, whole)
-    place = {name: at for at, name in enumerate(targets)}
     found = [link for link in found if empty or 0 not in link.target_view.shape]
-    found.sort(key=lambda link: place[link.target])
-    return [link._replace(source=given[link.source][0]) if rename else link for link in found]
+    return [link._replace(source=given[link.source]) if rename else link for link in found]
+
+
+def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
+    """Which source has a name, once they are renamed."""
+    if rename is None:
+        return {name: name for name in sources}
+    given = dict[str, str]()
+    for source in sources:
+        for name in renamed(source, rename):
+            if name in given:
+                raise ValueError(f"{given[name]!r} and {source!r} would both be {name!r}: give them different names")
+            given[name] = source
+    return given
 
 
 def _checked(remap: Any) -> list[Remap]:
@@ -253,7 +264,8 @@ def _turned(rule: Transposed, source: Shape) -> Shape:
 def _plain(name: str, source: Shape, target: Shape) -> Link:
     if source != target:
         raise ValueError(f"{name!r} has shape {source} in the source, but {target} in the target")
-    return Link(name, name, View.whole(source), View.whole(target))
+    view = View.whole(source)
+    return Link(name, name, view, view)
 
 
 def _by_rule(rule: Remap, sources: Shapes, targets: Shapes) -> list[Link]:
@@ -301,22 +313,23 @@ def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Li
     return Link(name, name, View.whole(source), view)
 
 
+def _check_whole(ruled: Mapping[str, Sequence[Link]], targets: Shapes) -> None:
+    """All cells of a target that has parts come from somewhere, once."""
+    for name, several in ruled.items():
+        count = sum(prod(link.target_view.shape) for link in several)
+        if count != prod(targets[name]):
+            raise ValueError(f"{count} of the {prod(targets[name])} cells of {name!r} come from the source")
+
+
 def _check(
     found: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool, whole: bool
 ) -> None:
-    """Every target cell comes from somewhere, once; every source goes somewhere."""
-    cells, used = defaultdict[str, int](int), set[str]()
-    for link in found:
-        cells[link.target] += prod(link.target_view.shape)
-        used.add(link.source)
-    left = [name for name in targets if name not in cells and whole]
+    """Every target comes from somewhere; every source goes somewhere."""
+    used, reached = {link.source for link in found}, {link.target for link in found}
+    left = [name for name in targets if whole and name not in reached]
     idle = f"; {', '.join(map(str, unused))} fit nothing" if unused else ""
     if left:
         raise ValueError(missing("the source has nothing for", left, sources) + idle)
-    partly = [name for name, count in cells.items() if count != prod(targets[name])]
-    if partly:
-        name = partly[0]
-        raise ValueError(f"{cells[name]} of the {prod(targets[name])} cells of {name!r} come from the source")
     extra = [name for name in sources if name not in used]
     if extra and strict:
         raise ValueError(missing("the target has no", extra, targets) + idle + "; strict=False leaves them out")

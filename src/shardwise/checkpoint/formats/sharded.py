@@ -178,7 +178,7 @@ def _entry(headers: Headers, where: str, name: str, said: Any) -> Entry:
     if not isinstance(said, dict) or not said.keys() >= FIELDS:
         raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout")
     try:
-        stored = _stored(said["dtype"], str(said["shape"]), str(said["layout"]), len(headers.names))
+        stored = _stored(said["dtype"], tuple(said["shape"]), str(said["layout"]), len(headers.names))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
     locate = partial(_locate, headers, name, stored)
@@ -204,12 +204,12 @@ class Stored(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _stored(dtype: str, shape: str, text: str, files: int) -> Stored:
+def _stored(dtype: str, shape: tuple[int, ...], text: str, files: int) -> Stored:
     """By what the index says. Kept: tensors of one shape lie alike."""
     layout = parse(text)
     if dtype not in DTYPES:
         raise ValueError(f"its dtype {dtype!r} is not known here")
-    if str(list(layout.shape)) != shape or layout.op is not None or layout.form.owners.max() >= files:
+    if layout.shape != shape or layout.op is not None or layout.form.owners.max() >= files:
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # the same, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
