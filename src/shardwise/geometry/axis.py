@@ -35,6 +35,8 @@ class Spans(NamedTuple):
         >>> Spans.whole(10).chunk(4).stop.tolist()
         [3, 6, 9, 10]
         """
+        if len(self.part) == 1:  # as most are, and in a few steps
+            return self._chunk_one(count)
         first, length = self._offsets()
         size = np.maximum(-(-length // count), 1)[self.part]  # the ceil rule: trailing chunks are smaller or empty
         last = first + self.stop - self.start - 1
@@ -44,6 +46,12 @@ class Spans(NamedTuple):
         start = np.maximum(self.start[row], chunk * size[row] + shift)
         stop = np.minimum(self.stop[row], (chunk + 1) * size[row] + shift)
         return Spans(start, stop, self.part[row] * count + chunk)
+
+    def _chunk_one(self, count: int) -> Spans:
+        (start, stop, part) = (int(values[0]) for values in self)
+        size = max(-(-(stop - start) // count), 1)
+        edges = np.minimum(np.arange(start, stop + size, size), stop)
+        return Spans(edges[:-1], edges[1:], np.arange(part * count, part * count + len(edges) - 1))
 
     def strided(self, factor: int, count: int) -> Spans:
         """Every part cut into `factor` chunks, these into `count`; chunk i of each together is one part.
@@ -85,12 +93,14 @@ class Axis:
         """
         full = spans.stop > spans.start
         start, part = spans.start[full], spans.part[full]
+        size = int(spans.stop.max(initial=0))
+        if (part[1:] > part[:-1]).all():  # as most are: nothing to put together, nothing to number anew
+            return Axis(np.append(start, size), np.arange(len(part))), part
         first = heads(part)
         kept, place, number = np.unique(part[first], return_index=True, return_inverse=True)
         order = np.argsort(place, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
-        size = int(spans.stop.max(initial=0))
         return Axis(np.append(start[first], size), ints(rank[number])), ints(kept[order])
 
     @property

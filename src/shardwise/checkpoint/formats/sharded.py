@@ -213,9 +213,7 @@ def _stored(dtype: str, shape: tuple[int, ...], text: str, files: int) -> Stored
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # the same, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
-        boxes = layout.form.cells.boxes.take(row)
-        some = boxes.volumes() > 0
-        return Stored(layout.shape, DTYPES[dtype], Alike(boxes.take(some)), owner[some], {})
+        return Stored(layout.shape, DTYPES[dtype], Alike(layout.form.cells.boxes.take(row)), owner, {})
     found = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
     boxes = Boxes.of([piece.box for _, piece in found], layout.ndim)
     owners = ints([owner for owner, _ in found])
