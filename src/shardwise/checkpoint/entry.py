@@ -122,7 +122,7 @@ class Entry:
     def within(self, boxes: Boxes) -> Places:
         """What the files have of these boxes, no cell twice."""
         _, rows = join(boxes, self.boxes)
-        return self.places(np.unique(rows)).once(boxes)
+        return self.places(np.unique(rows)).once(boxes)[1]
 
     def check(self, boxes: Boxes) -> None:
         """Refuse cells that no file has. Exact, also where boxes overlap."""

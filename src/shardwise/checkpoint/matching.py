@@ -77,8 +77,8 @@ def _match(alike: Alike, room: Local | Packed, source_view: View, target_view: V
     # the number of its box stands for its file: that differs from tensor to tensor
     packed, count = Places.packed(alike.boxes), alike.boxes.count
     stored = Places(packed.boxes, np.arange(count), np.zeros(count, np.int64), packed.strides)
-    seen = source_view.of_places(stored.once(wanted))
-    row, placed = there.within(seen.boxes)
-    here = seen.inside(row, placed.boxes)
-    rows, row = np.unique(here.tensor, return_inverse=True)
-    return Match(ints(rows), ints(row), source_view.back(placed.boxes), here.cuts(), placed.cuts(), wanted)
+    number, held = stored.once(wanted)
+    here = source_view.of_places(held)  # one for one: nothing that is wanted is out of sight
+    rows, row = np.unique(held.tensor, return_inverse=True)
+    placed = there.inside(number, here.boxes)
+    return Match(ints(rows), ints(row), held.boxes, here.cuts(), placed.cuts(), wanted)

@@ -172,5 +172,5 @@ def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], m
 def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Cut]]:
     """The boxes to write, and where they are. Kept: most tensors lie as others do."""
     boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
-    places = Places.of_owner(held, me, strides).once(boxes)
+    _, places = Places.of_owner(held, me, strides).once(boxes)
     return [(places.boxes.box(at), cut) for at, cut in enumerate(places.cuts())]

@@ -60,7 +60,7 @@ def _as_planned(layout: Layout, itemsize: int) -> Layout:
     found = list[Owned]()
     for owner in layout.owners():
         held = Places.of_owner(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
-        boxes = held.once(copies.boxes.take(copies.source == owner)).boxes
+        boxes = held.once(copies.boxes.take(copies.source == owner))[1].boxes
         found += [(owner, boxes.box(at).lo, boxes.box(at).hi) for at in range(boxes.count)]
     return Layout.boxes(layout.shape, found)
 

@@ -93,11 +93,11 @@ class Places:
         box, place = box[order], place[order]
         return box, self.inside(place, boxes.take(box).overlap(self.boxes.take(place)))
 
-    def once(self, boxes: Boxes) -> Places:
-        """What these places hold of the boxes, no cell twice: an owner may hold overlapping pieces."""
+    def once(self, boxes: Boxes) -> tuple[Ints, Places]:
+        """The same, no cell of a box twice: an owner may hold overlapping pieces."""
         box, found = self.within(boxes)
         if found.boxes.volumes().sum() == boxes.volumes().sum():
-            return found
+            return box, found
         rows, rest = list[int](), list[Box]()
         seen = dict[int, list[Box]]()
         for row, number in enumerate(box.tolist()):
@@ -107,7 +107,7 @@ class Places:
             seen[number].append(found.boxes.box(row))
             rows += [row] * len(left)
             rest += left
-        return found.inside(ints(rows), Boxes.of(rest, boxes.ndim))
+        return box[rows], found.inside(ints(rows), Boxes.of(rest, boxes.ndim))
 
     def inside(self, rows: Ints, boxes: Boxes) -> Places:
         """The places of boxes that lie inside these rows, each in its own."""

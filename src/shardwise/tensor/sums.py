@@ -30,7 +30,7 @@ def sums(
     found = torch.zeros(LANES, dtype=torch.int64, device=local[0].device if local else None)
     if not boxes.count:
         return found.cpu()
-    places = Places.of_owner(layout, me, [t.stride() for t in local]).once(boxes)
+    _, places = Places.of_owner(layout, me, [t.stride() for t in local]).once(boxes)
     for cut, lo in zip(places.cuts(), places.boxes.lo.tolist(), strict=True):
         cells = cut.of(local)
         for at in blocks(cells.shape):
