@@ -114,6 +114,25 @@ def _segment(peer: int, boxes: Boxes, places: Places | None) -> Segment:
     return Segment(peer, cells, pairs, whole)
 
 
+@lru_cache(maxsize=4096)
+def across(
+    plan: Plan, key: tuple[int, int], ends: tuple[int, int], theirs: tuple[Strides, ...], ours: tuple[Strides, ...]
+) -> tuple[Pair, ...]:
+    """What the first of two owners sends the other in a stage: its cells there, in tensors of these strides, and here.
+
+    Where nothing is said of ours, that is the message.
+    """
+    peer, owner = ends
+    copies = plan.for_owner(owner).copies
+    step, turn = key
+    chosen = (copies.step == step) & (copies.round == turn) & (copies.source == peer) & (copies.target == owner)
+    boxes = copies.boxes.take(chosen)
+    there = Places.of_owner(plan.source if step == 0 else plan.target, peer, theirs)
+    if not ours:
+        return _segment(peer, boxes, there).pairs
+    return _local(boxes, there, Places.of_owner(plan.target, owner, ours))
+
+
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
     _, read = source.within(boxes)
     number, written = target.within(read.boxes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -13,11 +14,12 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
+from shardwise.exchange.fetch import fetch
 from shardwise.exchange.program import Pair, Program, program
 from shardwise.exchange.reduce import reduce
 from shardwise.exchange.schedule import Parcel, Tensors, Turn, schedule
 from shardwise.exchange.views import Views
-from shardwise.exchange.wire import Message, Swap, Wire
+from shardwise.exchange.wire import Receive, Send, Turned, Wire
 from shardwise.planning import Plan
 
 HEADER = 8 * WORDS
@@ -43,21 +45,13 @@ class Move(NamedTuple):
         return Move(plan, program(plan, owner, *strides), source, target, dtype)
 
 
-class Posted(NamedTuple):
-    """Messages of a turn under way: the room of every receive, and whether that is already where it belongs."""
-
-    swap: Swap | None
-    rooms: Sequence[torch.Tensor]
-    in_place: Sequence[bool]
-
-
 class Exchange:
     """One exchange of this rank with all others of the wire: `start` agrees and sends what is small, `finish` the rest.
 
     Everybody starts exchanges in the same order, and finishes them in that order. Messages lie on `device`, the same
     kind for everybody, or where the wire can reach them. `fresh` says that nobody sees the target's tensors before the
     exchange is done. `views` are those of the last time, where it is repeated with the same moves. `again` is the one
-    that this takes the place of, or belongs to.
+    that this takes the place of, or belongs to. `direct` allows for other ways than messages of the group.
     """
 
     def __init__(
@@ -70,9 +64,10 @@ class Exchange:
         fresh: bool = True,
         views: Views | None = None,
         again: Exchange | None = None,
+        direct: bool = True,
     ) -> None:
         self.wire, self.terms, self.moves, self.fresh = wire, terms, moves, fresh
-        self.views = views or Views()
+        self.views, self.direct = views or Views(), direct
         self.device = wire.serves(device or torch.device("cpu"))
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
@@ -86,7 +81,7 @@ class Exchange:
         self.tag = crc32(self.header[1:].tobytes(), crc32(f"{wire.name} {self.number} {self.again}".encode())) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
         self._agreement: Callable[[], torch.Tensor] | None = None
-        self._ahead: Posted | None = None
+        self._ahead: Turned | None = None
 
     def start(self, *, alone: bool = False) -> Exchange:
         """Send the header to everybody, and with it the messages that fit.
@@ -99,7 +94,8 @@ class Exchange:
         if self._many:
             self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart)
         else:
-            self._agreement = self.wire.slots(*self._slots(), apart=apart)
+            mine, theirs, sizes = self._slots()
+            self._agreement = self.wire.slots(mine, theirs, sizes=sizes, apart=apart)
         first = self.schedule.turns[0]
         if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
             with self._unbroken():
@@ -146,8 +142,8 @@ class Exchange:
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
-    def _slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row for every rank: our header, and what is small; and the room for theirs."""
+    def _slots(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """A row for every rank: our header, and what is small; the room for theirs; and what of each row matters."""
         rows, theirs = self.views.slots(len(self.wire.owners), HEADER + self.inline)
         try:
             for parcel in self.schedule.turns[0].small_sends:
@@ -156,7 +152,10 @@ class Exchange:
             self.terms = replace(self.terms, error=error)
             self.header = self.terms.header()
         rows[:, :HEADER] = torch.from_numpy(self.header.view(np.uint8))
-        return rows, theirs
+        sizes = [HEADER] * len(self.wire.owners)
+        for parcel in self.schedule.turns[0].small_sends:
+            sizes[self.wire.rows[parcel.peer]] += parcel.bytes
+        return rows, theirs, sizes
 
     def _agreed(self) -> torch.Tensor | None:
         """The slots of the others, once all agree; None where ranks have to learn."""
@@ -192,11 +191,15 @@ class Exchange:
         for parcel in turn.small_receives:
             messages.append((parcel, slots[self.wire.rows[parcel.peer], HEADER:]))
             self.views.unpack(parcel, messages[-1][1], self.targets)
-        for at in posted.swap.arrivals() if posted.swap else ():
-            if not posted.in_place[at]:
-                messages.append((turn.receives[at], posted.rooms[at]))
-                self.views.unpack(turn.receives[at], posted.rooms[at], self.targets)
+        for at, found in posted.arrivals() if posted else ():
+            if isinstance(found, torch.Tensor):
+                messages.append((turn.receives[at], found))
+                self.views.unpack(turn.receives[at], found, self.targets)
+            elif found is not None:
+                fetch(turn.key, turn.receives[at], found, self.moves, self.wire.me, self.views)
         self._reduce(turn, messages)
+        if posted:
+            posted.finish()
 
     def _copy_local(self, turn: Turn) -> None:
         """What stays with its owner."""
@@ -208,26 +211,37 @@ class Exchange:
 
         self.views.copy(turn.key, pairs())
 
-    def _post(self, turn: Turn, *, hidden: bool) -> Posted:
+    def _post(self, turn: Turn, *, hidden: bool) -> Turned | None:
         """Post the messages of a turn. `hidden`: receive nothing into the target's tensors yet."""
         if not turn.bytes:
-            return Posted(None, (), ())
+            return None
         source, device = self._read(turn), self.device
-        into = [None if hidden else p.in_place(self.targets, device) for p in turn.receives]
-        outof = [p.in_place(source, device) for p in turn.sends]
-        sizes = [p.bytes for p, place in zip(turn.receives + turn.sends, into + outof, strict=True) if place is None]
-        staged = iter(self.wire.staging.take(sizes, device, align=self.schedule.align))
-        rooms = [next(staged) if place is None else place for place in into]
+        receives = [
+            Receive(p.peer, p.bytes, None if hidden else p.in_place(self.targets, device)) for p in turn.receives
+        ]
+        sends = [
+            Send(
+                parcel.peer,
+                parcel.bytes,
+                parcel.in_place(source, device),
+                partial(self.views.pack, parcel, tensors=source),
+                self._readable(turn, parcel, source),
+                parcel.run,
+                turn.same[number],
+            )
+            for number, parcel in enumerate(turn.sends)
+        ]
+        return self.wire.turn(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
 
-        def sends() -> Iterator[Message]:
-            for parcel, place in zip(turn.sends, outof, strict=True):
-                room = next(staged) if place is None else place
-                if place is None:
-                    self.views.pack(parcel, room, source)
-                yield parcel.peer, room
-
-        receives = [(p.peer, room) for p, room in zip(turn.receives, rooms, strict=True)]
-        return Posted(self.wire.swap(receives, sends(), self.tag), rooms, [place is not None for place in into])
+    def _readable(self, turn: Turn, parcel: Parcel, source: Sequence[Tensors]) -> list[torch.Tensor]:
+        """The tensors that a peer could read a message from: not where it is terms, or is cast on the way."""
+        found = list[torch.Tensor]()
+        for part in parcel.parts:
+            if turn.key[0] == 0 and self.moves[part.move].plan.reducing:
+                return []
+            found += source[part.move]
+        same = all(t.dtype == part.dtype for part in parcel.parts for t in source[part.move])
+        return found if same else []
 
     def _reduce(self, turn: Turn, messages: Sequence[tuple[Parcel, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -46,6 +46,12 @@ class Parcel(NamedTuple):
                 theirs.append(there.of(cells))
         return ours, theirs
 
+    @property
+    def run(self) -> float:
+        """How many bytes of it lie one after the other among our own tensors, on average."""
+        runs = sum(pair.here.runs for part in self.parts for pair in part.segment.pairs)
+        return self.bytes / runs if runs else 0.0
+
     def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
         """Its bytes among our own tensors, where they lie there as in the message."""
         part, *others = self.parts
@@ -72,6 +78,13 @@ class Turn:
     def bytes(self) -> int:
         """Of the messages of their own, both ways."""
         return sum(p.bytes for p in (*self.receives, *self.sends))
+
+    @cached_property
+    def same(self) -> list[int]:
+        """For every send the number of the first that has the same cells: what is copied to many is packed once."""
+        first = dict[Hashable, int]()
+        cells = [tuple((part.move, part.segment.pairs) for part in parcel.parts) for parcel in self.sends]
+        return [first.setdefault(key, number) for number, key in enumerate(cells)]
 
 
 @dataclass(frozen=True)

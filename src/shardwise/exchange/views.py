@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.exchange.program import Pair
 from shardwise.exchange.schedule import Parcel, Tensors
 
-Kept = tuple[Hashable, list[torch.Tensor], list[torch.Tensor]]  # what they depend on, and the views of both sides
+T = TypeVar("T")
+Sides = tuple[list[torch.Tensor], list[torch.Tensor]]  # views of the same cells
 
 
 class Views:
     """Of one exchange, or of one that is repeated with the same moves: then only messages may lie elsewhere."""
 
     def __init__(self) -> None:
-        self._kept = dict[Hashable, Kept]()
+        self._made = dict[int, tuple[Parcel, Hashable, Any]]()  # by the id of the parcel
+        self._local = dict[Hashable, Sides]()
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def slots(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,20 +41,26 @@ class Views:
 
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
         """Copy what stays with its owner, between tensors. `key` tells the turns apart."""
-        if key not in self._kept:
+        if key not in self._local:
             views = [(pair.here.of(source), pair.there.of(target)) for pair, source, target in pairs]
-            self._kept[key] = None, [here for here, _ in views], [there for _, there in views]
-        _, here, there = self._kept[key]
-        _copy(there, here)
+            self._local[key] = [there for _, there in views], [here for here, _ in views]
+        _copy(*self._local[key])
 
-    def _of(
-        self, parcel: Parcel, message: torch.Tensor, tensors: Sequence[Tensors]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        at, known = message.data_ptr(), self._kept.get(id(parcel))
-        if known is None or known[0] != (parcel, at):  # which also keeps the parcel, and so its id, alive
-            with torch.inference_mode(False):  # they may be used again outside of that mode
-                known = self._kept[id(parcel)] = (parcel, at), *parcel.views(message, tensors)
-        return known[1], known[2]
+    def known(self, parcel: Parcel, where: Hashable, make: Callable[[], T]) -> T:
+        """What was made for a message that comes from there, kept until it comes from elsewhere."""
+        kept = self._made.get(id(parcel))
+        if kept is None or kept[:2] != (parcel, where):  # which also keeps the parcel, and so its id, alive
+            with torch.inference_mode(False):  # it may be used again outside of that mode
+                kept = self._made[id(parcel)] = parcel, where, make()
+        found: T = kept[2]
+        return found
+
+    def copy_known(self, parcel: Parcel, where: Hashable, make: Callable[[], Sides]) -> None:
+        """Copy between views that are made once: to ours, from theirs."""
+        _copy(*self.known(parcel, where, make))
+
+    def _of(self, parcel: Parcel, message: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
+        return self.known(parcel, message.data_ptr(), lambda: parcel.views(message, tensors))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -4,13 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from shardwise.exchange.cuts import Strides
 from shardwise.exchange.staging import Staging
+from shardwise.geometry import Ints
 
 Message = tuple[int, torch.Tensor]  # a peer, and the bytes for it or the room for its bytes
+
+
+class Receive(NamedTuple):
+    """Bytes to come from a peer; `into` is where they belong, where they lie there as in the message."""
+
+    peer: int
+    bytes: int
+    into: torch.Tensor | None
+
+
+class Send(NamedTuple):
+    """Bytes for a peer; `outof` is where they lie already, where that is as in the message; else `pack` writes them.
+
+    `tensors` are those that the cells lie in, where the peer could read them there itself, in runs of about `run`
+    bytes. `same` is the number of the first send of the turn with the same bytes.
+    """
+
+    peer: int
+    bytes: int
+    outof: torch.Tensor | None
+    pack: Callable[[torch.Tensor], None]
+    tensors: Sequence[torch.Tensor]
+    run: float
+    same: int
+
+
+class Theirs(Protocol):
+    """Tensors of a peer that are read where they lie, instead of a message."""
+
+    key: bytes  # tells apart what lies elsewhere
+    attached: bool  # its memory is not mapped here, but can be read
+
+    @property
+    def strides(self) -> Sequence[Strides]:
+        """Of each tensor."""
+        ...
+
+    def mapped(self) -> list[torch.Tensor]:
+        """The bytes of each from its first element on, where they are mapped."""
+        ...
+
+    def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
+        """Copy ranges of bytes from offsets of its tensors to addresses here."""
+        ...
+
+
+class Turned(Protocol):
+    """The messages of a turn under way."""
+
+    def arrivals(self) -> Iterator[tuple[int, torch.Tensor | Theirs | None]]:
+        """The number of each receive once it is there, and its bytes; None where they are where they belong."""
+        ...
+
+    def finish(self) -> None:
+        """What came is read no more; when this returns, others have read what was sent."""
+        ...
 
 
 class Swap(Protocol):
@@ -33,6 +91,46 @@ class End:
         self.staging = Staging()
         self.memory = dict[Any, Any]()  # what earlier calls left for later ones
 
+    def turn(
+        self: Wire,
+        receives: Sequence[Receive],
+        sends: Sequence[Send],
+        tag: int,
+        device: torch.device,
+        align: int,
+        *,
+        direct: bool = True,
+    ) -> Turned:
+        """Post the messages of a turn, those that have no place of their own by way of staging."""
+        sizes = [one.bytes for one in receives if one.into is None] + [one.bytes for one in sends if one.outof is None]
+        staged = iter(self.staging.take(sizes, device, align=align))
+        rooms = [next(staged) if one.into is None else one.into for one in receives]
+
+        def messages() -> Iterator[Message]:
+            for one in sends:
+                room = next(staged) if one.outof is None else one.outof
+                if one.outof is None:
+                    one.pack(room)
+                yield one.peer, room
+
+        taken = [(one.peer, room) for one, room in zip(receives, rooms, strict=True)]
+        return Staged(self.swap(taken, messages(), tag), receives, rooms)
+
+
+class Staged:
+    """A turn by messages."""
+
+    def __init__(self, swap: Swap, receives: Sequence[Receive], rooms: Sequence[torch.Tensor]) -> None:
+        self._swap, self._receives, self._rooms = swap, receives, rooms
+
+    def arrivals(self) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """As they come."""
+        for at in self._swap.arrivals():
+            yield at, self._rooms[at] if self._receives[at].into is None else None
+
+    def finish(self) -> None:
+        """All was sent when the last had come."""
+
 
 class Wire(Protocol):
     """Moves bytes between owners. Everybody makes the same calls in the same order."""
@@ -52,11 +150,16 @@ class Wire(Protocol):
         ...
 
     def slots(
-        self, mine: torch.Tensor, theirs: torch.Tensor, *, apart: int | None = None
+        self,
+        mine: torch.Tensor,
+        theirs: torch.Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        apart: int | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Start to swap rows of bytes: row i goes to `owners[i]`; what is returned waits for the rows of the others.
 
-        `apart`, a number that all know, is given where this may happen between other calls of the owners.
+        `sizes` says how many bytes of each row matter: others need not come. `apart`, a number that all know, is given where this may happen between other calls of the owners.
         """
         ...
 
@@ -68,6 +171,22 @@ class Wire(Protocol):
 
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> Swap:
         """Post the receives, then the sends as they come. Both sides know all sizes beforehand."""
+        ...
+
+    def turn(
+        self,
+        receives: Sequence[Receive],
+        sends: Sequence[Send],
+        tag: int,
+        device: torch.device,
+        align: int,
+        *,
+        direct: bool = True,
+    ) -> Turned:
+        """Post the messages of a turn of an exchange, which lie on a device that the wire serves.
+
+        `direct` allows for other ways than messages of the group.
+        """
         ...
 
     def tell(self, value: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from shardwise.dtensor import OnMesh, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError
 from shardwise.tensor.held import Held
 from shardwise.wires import GroupWire
+from shardwise.wires.shared import SharedWire
 
 _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]]()
 
@@ -51,8 +52,11 @@ def _wire(group: Any, owners: Sequence[int] | None = None) -> GroupWire:
     known = _wires.setdefault(group, {})
     key = () if owners is None else tuple(owners)
     if key not in known:
-        wire = GroupWire(group, owners)
-        known[key] = known[wire.owners] = known.get(wire.owners, wire)
+        wire = SharedWire(group, owners)
+        if wire.owners not in known:
+            known[wire.owners] = wire
+            wire.meet()
+        known[key] = known[wire.owners]
     return known[key]
 
 

@@ -83,7 +83,12 @@ class GroupWire(End):
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def slots(
-        self, mine: torch.Tensor, theirs: torch.Tensor, *, apart: int | None = None
+        self,
+        mine: torch.Tensor,
+        theirs: torch.Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        apart: int | None = None,
     ) -> Callable[[], torch.Tensor]:
         """One all-to-all of the whole group; among some of its ranks, or apart, messages between each two."""
         if self._own.type != "cpu":  # by way of memory that the wire can reach

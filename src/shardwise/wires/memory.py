@@ -37,7 +37,12 @@ class MemoryWire(End):
         return device
 
     def slots(
-        self, mine: torch.Tensor, theirs: torch.Tensor, *, apart: int | None = None
+        self,
+        mine: torch.Tensor,
+        theirs: torch.Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        apart: int | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Row by row through the queues."""
         for owner, row in zip(self.owners, mine, strict=True):

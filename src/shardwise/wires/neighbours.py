@@ -1,0 +1,71 @@
+"""Which owners of a wire are processes of this host, and can be reached without the network: found once for a wire."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from shardwise.wires.attach import allowed, trial
+from shardwise.wires.post import Post
+
+
+class Card(NamedTuple):
+    """What a process tells others: its host, its address there, and a place of its memory to see whether they can."""
+
+    host: tuple[Any, ...]
+    address: str
+    trial: tuple[int, bytes]
+
+
+class Neighbours(NamedTuple):
+    """Owners on this host, by number: their addresses; the process of each whose memory can be read from here.
+
+    `wire` is a number that only packets of this wire have. `all` says that everybody on the wire is on one host.
+    """
+
+    wire: int
+    addresses: dict[int, str]
+    processes: dict[int, int]
+    all: bool
+
+    @staticmethod
+    def met(me: int, owners: Sequence[int], tell: Callable[[Any], list[Any]]) -> Neighbours:
+        """Everybody calls. Two are neighbours where both reach each other: what is told twice is known to both."""
+        cards = dict(zip(owners, tell(_card()), strict=True))
+        reached, mine = dict[int, int](), cards[me]
+        for owner, card in cards.items():
+            if owner != me and mine is not None and card is not None and card.host == mine.host:
+                try:
+                    reached[owner] = Post.here().connect(card.address)
+                except OSError:
+                    continue
+        told = dict(zip(owners, tell(sorted(reached)), strict=True))
+        found = {owner: cards[owner] for owner in reached if me in told[owner]}
+        listed = str([card and card.address for card in cards.values()])
+        return Neighbours(
+            int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
+            {owner: card.address for owner, card in found.items()},
+            {owner: reached[owner] for owner, card in found.items() if allowed(reached[owner], *card.trial)},
+            all(len(others) == len(owners) - 1 for others in told.values()),
+        )
+
+
+def _card() -> Card | None:
+    """None where this process can or should not meet others of its host."""
+    if os.environ.get("SHARDWISE_WIRE") == "group":
+        return None
+    try:
+        return Card(_host(), Post.here().address, trial())
+    except OSError:
+        return None
+
+
+def _host() -> tuple[Any, ...]:
+    """Equal where processes can meet: one running system, one network namespace (addresses are its), one user."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    named = os.environ.get("SHARDWISE_HOST", socket.gethostname())
+    return named, boot, os.stat("/proc/self/ns/net").st_ino, os.getuid()

@@ -1,0 +1,290 @@
+"""Packets between the processes of one host, over unix sockets: small things, and descriptors of shared memory.
+
+Every process has one address, whatever groups it is in, and a connection to every process that it writes to. A process
+that ends is seen at once: its connections close. The kernel orders what is in a packet after what was written before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from threading import Condition, Lock
+from typing import NamedTuple
+
+from shardwise.errors import ExchangeError
+
+HEADER = struct.Struct("<Qqii")  # of a packet: wire, tag, kind, and whether its payload lies in a file
+LARGE = 2**15  # bytes from which on a payload travels as a file: socket buffers are small
+MOST = LARGE + HEADER.size
+HELLO = -1  # the kind of the first packet of a connection: who writes
+FAILED = -2  # the kind of a packet that ends a wire: why
+SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
+
+
+class Key(NamedTuple):
+    """What a packet is for: those with equal keys come in the order in which they were sent."""
+
+    sender: str
+    wire: int
+    kind: int
+    tag: int
+
+
+class Packet(NamedTuple):
+    """What came: bytes, and descriptors, which are now this process's own."""
+
+    payload: bytes
+    files: tuple[int, ...]
+
+
+class Gone(Exception):
+    """A process that something was expected of has ended, or closed its address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+
+class Failed(Exception):
+    """Another end of the wire has told that it broke there."""
+
+
+class Post:
+    """The address of this process. Made by `here`; threads may use it at a time."""
+
+    _here: Post | None = None
+
+    @staticmethod
+    def here() -> Post:
+        """That of this process: one that was forked has its own."""
+        if Post._here is None:
+            Post._here = Post()
+        return Post._here
+
+    def __init__(self) -> None:
+        self.address = f"shardwise-{os.getuid()}-{os.getpid()}-{secrets.token_hex(16)}"
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._door.bind("\0" + self.address)
+        self._door.listen(4096)
+        self._poll = select.poll()
+        self._poll.register(self._door, select.POLLIN)
+        self._out = dict[str, socket.socket]()
+        self._in = dict[int, tuple[socket.socket, str | None]]()  # by descriptor: with the address that said hello
+        self._queues = defaultdict[Key, deque[Packet]](deque)
+        self._gone, self._failed = set[str](), dict[int, str]()
+        self._news, self._boxes, self._reading = Condition(), Lock(), False
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def connect(self, address: str) -> int:
+        """Be able to write there; the process id that has this address, as it is seen from here."""
+        if address not in self._out:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.connect("\0" + address)
+            pid, uid, _ = _credentials(sock)
+            if uid != os.getuid():
+                sock.close()
+                raise PermissionError(errno.EPERM, "the address belongs to another user")
+            sock.setblocking(False)
+            self._out[address] = sock
+            self.send(address, Key(self.address, 0, HELLO, 0), self.address.encode())
+            return pid
+        return _credentials(self._out[address])[0]
+
+    def close(self) -> None:
+        """Of a forked process: what it has got is its parent's."""
+        for sock in (self._door, *self._out.values(), *(sock for sock, _ in self._in.values())):
+            sock.close()
+
+    # --- packets -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        to: str,
+        key: Key,
+        payload: bytes | bytearray | memoryview = b"",
+        files: Sequence[int] = (),
+        *,
+        seconds: float = 60.0,
+    ) -> None:
+        """Leave a packet there. Where its box is full, this takes what has come here until it is not."""
+        end, large = time.monotonic() + seconds, len(payload) > LARGE
+        if large:
+            files = (*files, _file_of(payload))
+        head = HEADER.pack(key.wire, key.tag, key.kind, large)
+        sock = self._out[to]
+        try:
+            while True:
+                try:
+                    _send(sock, (head, b"" if large else payload), files)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
+                    self._make_room(sock)
+        except ConnectionError as error:
+            raise Gone(to) from error
+        finally:
+            if large:
+                os.close(files[-1])
+
+    def try_to_send(self, to: str, key: Key, payload: bytes) -> None:
+        """The same, where it does not matter whether it comes."""
+        try:
+            self.send(to, key, payload)
+        except (Gone, TimeoutError):
+            pass
+
+    def _make_room(self, sock: socket.socket) -> None:
+        """Others may wait for room here, as this waits for room there."""
+        self._turn(lambda: False, 0.0)
+        writable = select.poll()
+        writable.register(sock, select.POLLOUT)
+        writable.poll(1)
+
+    def take(self, key: Key) -> Packet | None:
+        """The next packet of a key that has come; None where none has."""
+        with self._boxes:
+            queue = self._queues.get(key)
+            if not queue:
+                return None
+            packet = queue.popleft()
+            if not queue:
+                del self._queues[key]
+        return packet
+
+    def wait(
+        self, ready: Callable[[], bool], *, wire: int, expected: Callable[[], Iterable[str]], seconds: float, spin: bool
+    ) -> None:
+        """Until it is ready, which something `expected` of these addresses makes it. Others are not waited for."""
+        end, begun = time.monotonic() + seconds, time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if wire in self._failed:
+                raise Failed(self._failed[wire])
+            gone = next((address for address in expected() if address in self._gone), None)
+            if gone is not None and not ready():
+                raise Gone(gone)
+            if now > end:
+                raise TimeoutError(f"nothing came within {seconds:g} s")
+            self._turn(ready, 0.0 if spin and now - begun < SPIN else end - now)
+
+    def forget(self, wire: int) -> None:
+        """What came for a wire and will not be taken."""
+        self._failed.pop(wire, None)
+        with self._boxes:
+            left = [self._queues.pop(key) for key in list(self._queues) if key.wire == wire]
+        for packet in (packet for queue in left for packet in queue):
+            _close(packet.files)
+
+    def _turn(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it."""
+        with self._news:
+            if self._reading and not ready():
+                self._news.wait(max(seconds, 1e-3))
+            if self._reading or ready():
+                return
+            self._reading = True
+        try:
+            for descriptor, _ in self._poll.poll(1000 * min(seconds, 3600)):
+                if descriptor == self._door.fileno():
+                    self._accept()
+                else:
+                    self._read(descriptor)
+        finally:
+            with self._news:
+                self._reading = False
+                self._news.notify_all()
+
+    def _accept(self) -> None:
+        sock, _ = self._door.accept()
+        if _credentials(sock)[1] != os.getuid():
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._in[sock.fileno()] = sock, None
+        self._poll.register(sock, select.POLLIN)
+
+    def _read(self, descriptor: int) -> None:
+        sock, sender = self._in[descriptor]
+        try:
+            data, files = _receive(sock)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, files = b"", ()
+        if not data:
+            self._poll.unregister(descriptor)
+            del self._in[descriptor]
+            sock.close()
+            if sender is not None:
+                self._gone.add(sender)
+            return
+        wire, tag, kind, large = HEADER.unpack_from(data)
+        payload = data[HEADER.size :]
+        if large:
+            payload, files = _read_file(files[-1]), files[:-1]
+        if sender is None or kind == HELLO:
+            self._in[descriptor] = sock, payload.decode()
+        elif kind == FAILED:
+            self._failed[wire] = payload.decode()
+        else:
+            with self._boxes:
+                self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files))
+
+
+def _forked() -> None:
+    if Post._here is not None:
+        Post._here.close()
+        Post._here = None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end."""
+    found: tuple[int, int, int] = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return found
+
+
+def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], files: Sequence[int]) -> None:
+    if files:
+        socket.send_fds(sock, list(parts), files)
+    else:
+        sock.sendmsg(parts)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
+    data, extra, flags, _ = sock.recvmsg(MOST, 128)
+    if flags & socket.MSG_CTRUNC:
+        raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
+    if not extra:
+        return data, ()
+    (_, _, numbers), *_ = extra
+    return data, struct.unpack(f"{len(numbers) // 4}i", numbers)
+
+
+def _file_of(payload: bytes | bytearray | memoryview) -> int:
+    file = os.memfd_create("shardwise-packet")
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(payload)
+    return file
+
+
+def _read_file(file: int) -> bytes:
+    with open(file, "rb") as stream:
+        stream.seek(0)
+        return stream.read()
+
+
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)

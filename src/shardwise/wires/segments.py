@@ -1,0 +1,177 @@
+"""Shared memory without a name: nothing is left behind, and only who is handed the descriptor can read it."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.errors import ExchangeError
+from shardwise.wires.post import Key, Post
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
+DROPPED = 0  # the kind of a packet that says which segments are no more, of wire 0
+SHM = "/dev/shm"
+
+_numbers = count(1)
+
+
+class NoSharedMemory(ExchangeError):
+    """Shared memory that could not be had."""
+
+
+class Segment:
+    """Memory that others may map: `file` is its descriptor, `number` tells it apart from others of this process."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self.file, self.size, self.number = file, size, next(_numbers)
+        weakref.finalize(self, _forget, self.number, file).atexit = False
+
+    @staticmethod
+    def made(size: int) -> Segment:
+        """A new one. All of it is there, so that no write into it can fail."""
+        size = max(size, 1)
+        try:
+            file = os.memfd_create("shardwise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise NoSharedMemory(f"the system gives no shared memory: {error.strerror}") from error
+        try:
+            os.fchmod(file, 0o600)
+            os.posix_fallocate(file, 0, size)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as error:
+            os.close(file)
+            raise NoSharedMemory(f"{size} bytes of shared memory cannot be had: {error.strerror}") from error
+        return Segment(file, size)
+
+    def mapped(self, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
+        """Its bytes here."""
+        return _mapped(self.file, self.size, when_gone)
+
+
+def _forget(number: int, file: int) -> None:
+    os.close(file)
+    hand.dropped.append(number)
+
+
+def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
+    """The bytes of a descriptor; `when_gone` is called once nothing uses them any more."""
+    memory = mmap.mmap(file, size)
+    if when_gone is not None:
+        weakref.finalize(memory, when_gone).atexit = False
+    with torch.inference_mode(False):  # they may be used outside of that mode
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Hand:
+    """Which segments of ours other processes have, and which of theirs are mapped here."""
+
+    def __init__(self) -> None:
+        self.dropped = list[int]()  # numbers of ours that are no more, and that others may still have
+        self._handed = defaultdict[str, set[int]](set)
+        self._taken = defaultdict[str, dict[int, torch.Tensor]](dict)
+
+    def out(self, address: str, segment: Segment) -> tuple[int, ...]:
+        """The descriptors that must go along with the first packet that names a segment to a process."""
+        if segment.number in self._handed[address]:
+            return ()
+        self._handed[address].add(segment.number)
+        return (segment.file,)
+
+    def of(self, address: str, number: int, size: int, files: list[int]) -> torch.Tensor:
+        """The bytes of a segment that was named here; where that is for the first time, the next descriptor is its."""
+        known = self._taken[address]
+        if number not in known:
+            file = files.pop(0)
+            try:
+                known[number] = _mapped(file, size)
+            finally:
+                os.close(file)
+        return known[number]
+
+    def tidy(self, post: Post) -> None:
+        """Tell others what is no more, and let go what they have told."""
+        if self.dropped:
+            gone, self.dropped = set(self.dropped), []
+            for address, numbers in self._handed.items():
+                listed = sorted(numbers & gone)
+                numbers -= gone
+                if listed:
+                    post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
+        for address, known in self._taken.items():
+            while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
+                for number in map(int, packet.payload.split(b",")):
+                    known.pop(number, None)
+
+
+hand = Hand()
+
+
+class Place(NamedTuple):
+    """Where a tensor begins: at this byte of a segment."""
+
+    segment: Segment
+    start: int
+
+
+class Shared:
+    """The tensors of this process that lie in shared memory, by where their storage begins."""
+
+    def __init__(self) -> None:
+        self._segments, self._lock = dict[int, Segment](), Lock()
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        """Where it lies; None where that is not shared memory of ours."""
+        if not self._segments:
+            return None
+        segment = self._segments.get(tensor.untyped_storage().data_ptr())
+        return None if segment is None else Place(segment, tensor.storage_offset() * tensor.element_size())
+
+    def new(self, size: int) -> torch.Tensor:
+        """Bytes that others read in place."""
+        segment = Segment.made(size)
+        at = list[int]()
+        found = segment.mapped(lambda: self._remove(at[0]))
+        at.append(found.data_ptr())
+        with self._lock:
+            self._segments[at[0]] = segment
+        return found
+
+    def move(self, storage: torch.UntypedStorage) -> None:
+        """Move storage there, for all tensors that have it."""
+        if storage.data_ptr() in self._segments or not storage.nbytes():
+            return
+        free = os.statvfs(SHM)
+        if not storage.is_shared() and free.f_bavail * free.f_frsize < storage.nbytes():
+            raise NoSharedMemory(
+                f"{storage.nbytes()} bytes do not fit into {SHM}, which has {free.f_bavail * free.f_frsize} left: "
+                f"make it larger (docker run --shm-size), or allocate with empty(shared=True), which does not need it"
+            )
+        file, size = storage._share_fd_cpu_()
+        address = storage.data_ptr()
+        with self._lock:
+            self._segments[address] = Segment(os.dup(file), size)
+        weakref.finalize(storage, self._remove, address).atexit = False
+
+    def _remove(self, address: int) -> None:
+        with self._lock:
+            self._segments.pop(address, None)
+
+
+shared = Shared()
+
+
+def _forked() -> None:
+    global hand
+    hand = Hand()
+
+
+os.register_at_fork(after_in_child=_forked)

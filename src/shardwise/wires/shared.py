@@ -1,0 +1,369 @@
+"""The wire of ranks of one host, through shared memory; with ranks of other hosts by messages of their group.
+
+A sender packs into memory that others have mapped, and leaves a letter that says where; receivers read it there, and
+say so before it is packed into again. What lies in shared memory already, or can be read from the memory of the other
+process, is not packed at all: the letter says where the tensors are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwise.exchange.cuts import Strides
+from shardwise.exchange.wire import Receive, Send, Theirs, Turned
+from shardwise.geometry import Ints
+from shardwise.wires import attach
+from shardwise.wires.group import GroupSwap, GroupWire
+from shardwise.wires.neighbours import Neighbours
+from shardwise.wires.post import FAILED, Failed, Gone, Key, Packet, Post
+from shardwise.wires.segments import NoSharedMemory, Segment, hand, shared
+
+SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
+STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
+WORTH, RUN = 2**17, 2**10  # bytes from which on it pays to read from another process: of a message, of a run
+PAGE = 2**21  # staging grows by this
+
+log = logging.getLogger("shardwise")
+
+
+class SharedWire(GroupWire):
+    """A process group whose ranks of one host talk through memory, once all of them have called `meet`."""
+
+    def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
+        super().__init__(group, owners)
+        self.near, self._spins = Neighbours(0, {}, {}, all=False), False
+        self.packed = SharedStaging()
+        self._post = Post.here()
+        self._numbers = count()
+        self._seconds = _timeout(group)
+
+    def meet(self) -> None:
+        """Find who is on this host. Everybody on the wire calls, before anything else."""
+        self.near = Neighbours.met(self.me, self.owners, self.tell)
+        self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
+
+    def _key(self, owner: int, kind: int, tag: int) -> Key:
+        """Of packets that come from an owner."""
+        return Key(self.near.addresses[owner], self.near.wire, kind, tag)
+
+    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", files: Sequence[int] = ()) -> None:
+        with self._in_touch():
+            self._post.send(
+                self.near.addresses[owner],
+                Key("", self.near.wire, kind, tag),
+                payload,
+                files,
+                seconds=self._seconds,
+            )
+
+    def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
+        """One packet for each of these numbers, as they come."""
+        came, left = list[tuple[int, Packet]](), dict(keys)
+
+        def ready() -> bool:
+            for number, key in list(left.items()):
+                packet = self._post.take(key)
+                if packet is not None:
+                    came.append((number, packet))
+                    del left[number]
+            return bool(came)
+
+        while left or came:
+            with self._guarded(doing), self._in_touch():
+                self._post.wait(
+                    ready,
+                    wire=self.near.wire,
+                    expected=lambda: (key.sender for key in left.values()),
+                    seconds=self._seconds,
+                    spin=self._spins,
+                )
+            yield from came
+            came.clear()
+
+    @contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        """What may happen to other processes, as the errors that wires have."""
+        try:
+            yield
+        except Gone as error:
+            rank = next(owner for owner, address in self.near.addresses.items() if address == error.address)
+            raise RuntimeError(f"rank {rank} has ended") from error
+        except (Failed, TimeoutError) as error:
+            raise RuntimeError(str(error)) from error
+
+    # --- agreement ---------------------------------------------------------------------------------------------------
+
+    def slots(
+        self,
+        mine: torch.Tensor,
+        theirs: torch.Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        apart: int | None = None,
+    ) -> Callable[[], torch.Tensor]:
+        """A packet for everybody, where all are on this host."""
+        if not self.near.all:
+            return super().slots(mine, theirs, sizes=sizes, apart=apart)
+        kind, tag = (SLOTS, next(self._numbers)) if apart is None else (APART, apart)
+        rows, room = mine.numpy(), theirs.numpy()
+        with self._guarded("starting to agree"):
+            for at, owner in enumerate(self.owners):
+                if owner != self.me:
+                    self._send(owner, kind, tag, rows[at] if sizes is None else rows[at, : sizes[at]])
+        at = self.rows[self.me]
+        room[at] = rows[at]
+
+        def wait() -> torch.Tensor:
+            keys = {self.rows[owner]: self._key(owner, kind, tag) for owner in self.near.addresses}
+            for row, packet in self.collect(keys, self._meeting):
+                room[row, : len(packet.payload)] = np.frombuffer(packet.payload, np.uint8)
+            return theirs
+
+        return wait
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def turn(
+        self,
+        receives: Sequence[Receive],
+        sends: Sequence[Send],
+        tag: int,
+        device: torch.device,
+        align: int,
+        *,
+        direct: bool = True,
+    ) -> Turned:
+        """Letters to those on this host, messages to others."""
+        if device.type != "cpu" or not direct or not self.near.addresses:
+            return super().turn(receives, sends, tag, device, align)
+        hand.tidy(self._post)
+        far = [at for at, one in enumerate(receives) if one.peer not in self.near.addresses]
+        far_sends = [one for one in sends if one.peer not in self.near.addresses]
+        others = None
+        if far or far_sends:
+            others = super().turn([receives[at] for at in far], far_sends, tag, device, align)
+        near_sends = [one for one in sends if one.peer in self.near.addresses]
+        by_group = self._letters(near_sends, tag, align)
+        near = {at: one for at, one in enumerate(receives) if one.peer in self.near.addresses}
+        return SharedTurn(self, tag, near, [one.peer for one in near_sends], others, far, by_group)
+
+    def _letters(self, sends: Sequence[Send], tag: int, align: int) -> list[GroupSwap]:
+        """Say where everything is, once it is there. What does not fit into shared memory goes by messages."""
+        letters = [self._unpacked(one) for one in sends]
+        staged = dict[int, int]()  # the offset of what has to be packed, by its first send
+        total = 0
+        for one, letter in zip(sends, letters, strict=True):
+            if letter is None and one.same not in staged:
+                staged[one.same] = total
+                total += -(-one.bytes // align) * align
+        by_group = list[GroupSwap]()
+        segment: Segment | None = None
+        if staged:
+            try:
+                segment, data = self.packed.take(total)
+            except NoSharedMemory as error:
+                log.warning("%s: messages of rank %s take the way over the process group", error, self.me)
+        done = set[int]()
+        with self._guarded("posting messages"):
+            for one, letter in zip(sends, letters, strict=True):
+                if letter is not None:
+                    self._send(one.peer, LETTER, tag, letter[0], letter[1])
+                elif segment is None:
+                    room = torch.empty(one.bytes, dtype=torch.uint8)
+                    one.pack(room)
+                    self._send(one.peer, LETTER, tag, _words(BY_GROUP, one.bytes))
+                    by_group.append(self.swap([], [(one.peer, room)], tag))
+                else:
+                    start = staged[one.same]
+                    if one.same not in done:
+                        one.pack(data[start : start + one.bytes])
+                        done.add(one.same)
+                    files = hand.out(self.near.addresses[one.peer], segment)
+                    self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), files)
+        return by_group
+
+    def _unpacked(self, one: Send) -> tuple[bytes, Sequence[int]] | None:
+        """A letter for what need not be packed, with descriptors; None where it must be."""
+        address = self.near.addresses[one.peer]
+        place = None if one.outof is None else shared.place(one.outof)
+        if place is not None and not one.tensors:
+            segment, start = place
+            return _words(STAGED, segment.number, segment.size, start), hand.out(address, segment)
+        if not one.tensors:
+            return None
+        places = [shared.place(tensor) for tensor in one.tensors]
+        attached = None in places
+        if attached and not (one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
+            return None
+        words, files = [TENSORS, attached, len(places)], list[int]()
+        for tensor, where in zip(one.tensors, places, strict=True):
+            if attached or where is None:
+                words += (0, 0, tensor.data_ptr())
+            else:
+                words += (where.segment.number, where.segment.size, where.start)
+                files += hand.out(address, where.segment)
+            words += (tensor.dim(), *tensor.stride())
+        return _words(*words), files
+
+    def fail(self, reason: str) -> None:
+        """The others on this host hear of it at once."""
+        first = not self.broken
+        super().fail(reason)
+        self.packed.release()
+        if first:
+            told = f"an exchange broke on rank {self.me} ({reason})".encode()[:1000]
+            for address in self.near.addresses.values():
+                self._post.try_to_send(address, Key("", self.near.wire, FAILED, 0), told)
+
+    def abandon(self, posted: Any) -> None:
+        """Others may read what was packed for as long as they like."""
+        super().abandon(posted)
+        self.packed.release()
+
+
+class SharedTurn:
+    """Letters under way, and messages with other hosts."""
+
+    def __init__(
+        self,
+        wire: SharedWire,
+        tag: int,
+        near: dict[int, Receive],
+        sent_to: Sequence[int],
+        others: Turned | None,
+        far: Sequence[int],
+        by_group: Sequence[GroupSwap],
+    ) -> None:
+        self._wire, self._tag, self._near, self._sent_to = wire, tag, near, sent_to
+        self._others, self._far, self._by_group = others, far, by_group
+
+    def arrivals(self) -> Iterator[tuple[int, torch.Tensor | Theirs | None]]:
+        """Letters as they come, then messages."""
+        wire = self._wire
+        keys = {at: wire._key(one.peer, LETTER, self._tag) for at, one in self._near.items()}
+        for at, packet in wire.collect(keys, f"waiting for {_peers(self._near.values())}"):
+            yield at, self._opened(self._near[at], packet)
+        for at, found in self._others.arrivals() if self._others else ():
+            yield self._far[at], found
+
+    def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
+        address, files = self._wire.near.addresses[one.peer], list(packet.files)
+        words = np.frombuffer(packet.payload, np.int64)
+        if words[0] == TENSORS:
+            pid = self._wire.near.processes.get(one.peer, 0)
+            return TheirTensors(packet.payload, words, pid, address, files)
+        if words[0] == BY_GROUP:
+            room = torch.empty(one.bytes, dtype=torch.uint8)
+            for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
+                pass
+            return room
+        number, size, start = words[1:4].tolist()
+        return hand.of(address, number, size, files)[start : start + one.bytes]
+
+    def finish(self) -> None:
+        """Tell the senders, and hear from those who were sent to."""
+        wire = self._wire
+        with wire._guarded("saying that it has read its messages"):
+            for one in self._near.values():
+                wire._send(one.peer, READ, self._tag)
+        keys = {at: wire._key(peer, READ, self._tag) for at, peer in enumerate(self._sent_to)}
+        for _ in wire.collect(keys, f"waiting for its messages to be read by {_peers_of(self._sent_to)}"):
+            pass
+        for swap in self._by_group:
+            for _ in swap.arrivals():
+                pass
+        if self._others is not None:
+            self._others.finish()
+
+
+class TheirTensors:
+    """Tensors of another process."""
+
+    def __init__(self, key: bytes, words: Ints, pid: int, address: str, files: list[int]) -> None:
+        self.key, self._words, self._pid, self._address = key, words, pid, address
+        self.attached = bool(words[1])
+        self._files = files
+        self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
+        if files:
+            self._parse()
+
+    def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
+        if self._parsed is None:
+            words, at = self._words.tolist(), 3
+            strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
+            for _ in range(words[2]):
+                number, size, start, dims = words[at : at + 4]
+                strides.append(tuple(words[at + 4 : at + 4 + dims]))
+                starts.append(start)
+                if not self.attached:
+                    data.append(hand.of(self._address, number, size, self._files)[start:])
+                at += 4 + dims
+            self._parsed = strides, data, np.array(starts, np.int64)
+        return self._parsed
+
+    @property
+    def strides(self) -> Sequence[Strides]:
+        """Of each."""
+        return self._parse()[0]
+
+    def mapped(self) -> list[torch.Tensor]:
+        """Their bytes from the first element on."""
+        return self._parse()[1]
+
+    def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
+        """Copy ranges of bytes from offsets of tensors to addresses here."""
+        attach.read(self._pid, here, self._parse()[2][tensor] + offset, sizes)
+
+
+class SharedStaging:
+    """The segment that this process packs into, as large as the largest turn so far needed it."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Segment, torch.Tensor] | None = None
+
+    def take(self, size: int) -> tuple[Segment, torch.Tensor]:
+        """Room for that many bytes. What was taken before is free again."""
+        if self._kept is None or self._kept[0].size < size:
+            self._kept = None  # given back before the larger one is asked for
+            segment = Segment.made(-(-size // PAGE) * PAGE)
+            self._kept = segment, segment.mapped()
+        return self._kept
+
+    @property
+    def bytes(self) -> int:
+        """How much is kept."""
+        return self._kept[0].size if self._kept else 0
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._kept = None
+
+
+def _words(*words: int) -> bytes:
+    return np.array(words, np.int64).tobytes()
+
+
+def _peers(receives: Iterable[Receive]) -> str:
+    return _peers_of([one.peer for one in receives])
+
+
+def _peers_of(peers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """How long the group waits, in seconds."""
+    try:
+        kind = torch.device("cpu")
+        return float(group._get_backend(kind).options._timeout.total_seconds())
+    except Exception:  # not every backend says so
+        return float(dist.constants.default_pg_timeout.total_seconds())
