@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,62 +11,69 @@ import torch
 
 from shardwise.exchange.cuts import Cut
 from shardwise.exchange.program import Pair, across
-from shardwise.exchange.schedule import Parcel, Share, Tensors
-from shardwise.exchange.views import Views
+from shardwise.exchange.schedule import Parcel, Share
+from shardwise.exchange.views import Sides, Views
 from shardwise.exchange.wire import Theirs
 from shardwise.geometry import Ints, ints
 
 if TYPE_CHECKING:
     from shardwise.exchange.run import Move
 
-SHORT = 512  # bytes of a run from which on it is worth to read it by itself
+SHORT = 1024  # bytes that a run has on average, if it is worth to be read by itself
+Stage = tuple[int, int]
+Cells = tuple[int, Share, tuple[Pair, ...]]  # the number of a peer's first tensor of a part, and cells there and here
 
 
 class Runs(NamedTuple):
-    """Ranges of bytes: addresses here, and the tensors and offsets of a peer's that they come from."""
+    """Ranges of bytes: where they belong, and the tensors of a peer and the offsets in them that they come from.
+
+    They belong to addresses here, or into a message of our own, from these bytes on.
+    """
 
     here: Ints
     tensor: Ints
     offset: Ints
     sizes: Ints
+    packed: bool
 
 
-def fetch(
-    key: tuple[int, int], parcel: Parcel, theirs: Theirs, moves: Sequence[Move], owner: int, views: Views
-) -> None:
+def fetch(key: Stage, parcel: Parcel, theirs: Theirs, moves: Sequence[Move], owner: int, views: Views) -> None:
     """Copy what the message would have had. `key` is that of the stage."""
+
+    def cells(*, packed: bool) -> Iterator[Cells]:
+        return _cells(key, parcel, theirs, moves, owner, packed=packed)
+
     if not theirs.attached:
-        views.copy_known(parcel, theirs.key, lambda: _views(key, parcel, theirs, moves, owner))
+        views.copy_known(parcel, theirs.key, lambda: _views(cells(packed=False), theirs.mapped(), moves))
         return
-    room, runs = views.known(parcel, theirs.key, lambda: _runs(key, parcel, theirs, moves, owner))
-    theirs.read(*runs)
-    if room is not None:
-        views.unpack(parcel, room, [move.target for move in moves])
+    runs = views.known(parcel, theirs.key, lambda: _runs(cells, parcel, moves))
+    if not runs.packed:
+        theirs.read(*runs[:4])
+        return
+    room = views.spare(parcel.bytes)
+    theirs.read(runs.here + room.data_ptr(), *runs[1:4])
+    views.unpack(parcel, room, [move.target for move in moves])
 
 
-def _parts(
-    key: tuple[int, int], parcel: Parcel, theirs: Theirs, moves: Sequence[Move], owner: int, *, packed: bool
-) -> Iterator[tuple[int, Share, tuple[Pair, ...]]]:
-    """For every part the number of the peer's first tensor of it, and its cells there and here."""
+def _cells(
+    key: Stage, parcel: Parcel, theirs: Theirs, moves: Sequence[Move], owner: int, *, packed: bool
+) -> Iterator[Cells]:
     first = 0
     for part in parcel.parts:
-        move = moves[part.move]
-        layout = move.plan.source if key[0] == 0 else move.plan.target
-        count = len(layout.local_shapes(parcel.peer))
+        plan, target = moves[part.move].plan, moves[part.move].target
+        count = len((plan.source if key[0] == 0 else plan.target).local_shapes(parcel.peer))
         strides = tuple(theirs.strides[first : first + count])
-        ours = () if packed else tuple(t.stride() for t in move.target)
-        yield first, part, across(move.plan, key, (parcel.peer, owner), strides, ours)
+        ours = () if packed else tuple(t.stride() for t in target)
+        yield first, part, across(plan, key, (parcel.peer, owner), strides, ours)
         first += count
 
 
-def _views(
-    key: tuple[int, int], parcel: Parcel, theirs: Theirs, moves: Sequence[Move], owner: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    there, here, mapped = list[torch.Tensor](), list[torch.Tensor](), theirs.mapped()
-    for first, part, pairs in _parts(key, parcel, theirs, moves, owner, packed=False):
-        for pair in pairs:
-            there.append(_typed(mapped[first + pair.here.tensor], part.dtype, pair.here))
-            here.append(pair.there.of(moves[part.move].target))
+def _views(cells: Iterable[Cells], mapped: Sequence[torch.Tensor], moves: Sequence[Move]) -> Sides:
+    here, there = list[torch.Tensor](), list[torch.Tensor]()
+    for first, part, pairs in cells:
+        for theirs, ours in pairs:
+            here.append(ours.of(moves[part.move].target))
+            there.append(_typed(mapped[first + theirs.tensor], part.dtype, theirs))
     return here, there
 
 
@@ -76,43 +83,39 @@ def _typed(data: torch.Tensor, dtype: torch.dtype, cut: Cut) -> torch.Tensor:
     return words.as_strided(cut.shape, cut.strides)
 
 
-def _runs(
-    key: tuple[int, int], parcel: Parcel, theirs: Theirs, moves: Sequence[Move], owner: int
-) -> tuple[torch.Tensor | None, Runs]:
-    """Where they are long enough here, into our tensors; else into a message of our own."""
-    castless = all(t.dtype == part.dtype for part in parcel.parts for t in moves[part.move].target)
-    if castless:
-        runs = _listed(
-            _ranges(moves[part.move].target, first, part, pairs)
-            for first, part, pairs in _parts(key, parcel, theirs, moves, owner, packed=False)
-        )
-        if parcel.bytes >= SHORT * len(runs.sizes):
-            return None, runs
-    room = torch.empty(parcel.bytes, dtype=torch.uint8)
-    return room, _listed(
-        _ranges([part.cells(room)], first, part, pairs)
-        for first, part, pairs in _parts(key, parcel, theirs, moves, owner, packed=True)
-    )
+def _runs(cells: Callable[..., Iterator[Cells]], parcel: Parcel, moves: Sequence[Move]) -> Runs:
+    """Into our tensors, where they are of the same dtype and runs are not too short; else into a message."""
+    straight = all(tensor.dtype == part.dtype for part in parcel.parts for tensor in moves[part.move].target)
+    if straight:
+        found = list(cells(packed=False))
+        count = sum(prod(pair.here.shape[: _outer(pair)]) for *_, pairs in found for pair in pairs)
+        if parcel.bytes >= SHORT * count:
+            return _listed(
+                (_ranges(moves[part.move].target[ours.tensor].data_ptr(), first, part, Pair(theirs, ours))
+                for first, part, pairs in found
+                for theirs, ours in pairs),
+                packed=False,
+            )  # fmt: skip
+    listed = (_ranges(part.start, first, part, pair) for first, part, pairs in cells(packed=True) for pair in pairs)
+    return _listed(listed, packed=True)
 
 
-def _ranges(ours: Tensors, first: int, part: Share, pairs: Sequence[Pair]) -> list[Runs]:
-    size, found = part.dtype.itemsize, list[Runs]()
-    for there, here in pairs:
-        cells, dim = 1, len(there.shape)
-        while dim and (there.shape[dim - 1] == 1 or there.strides[dim - 1] == here.strides[dim - 1] == cells):
-            dim -= 1
-            cells *= there.shape[dim]
-        start = ours[here.tensor].data_ptr() + here.offset * size
-        count = prod(there.shape[:dim])
-        found.append(
-            Runs(
-                start + size * _offsets(here, dim),
-                np.full(count, first + there.tensor),
-                size * (there.offset + _offsets(there, dim)),
-                np.full(count, size * cells),
-            )
-        )
-    return found
+def _outer(pair: Pair) -> int:
+    """How many of the first dims tell runs apart: along the others, cells follow each other on both sides."""
+    (_, shape, there, _), (_, _, here, _) = pair
+    cells, dim = 1, len(shape)
+    while dim and (shape[dim - 1] == 1 or there[dim - 1] == here[dim - 1] == cells):
+        dim -= 1
+        cells *= shape[dim]
+    return dim
+
+
+def _ranges(base: int, first: int, part: Share, pair: Pair) -> tuple[Ints, Ints, Ints, Ints]:
+    """The runs of a pair, whose cells begin at the byte `base` here."""
+    size, dims, (there, here) = part.dtype.itemsize, _outer(pair), pair
+    ours, theirs = (size * (cut.offset + _offsets(cut, dims)) for cut in (here, there))
+    length = size * prod(there.shape[dims:])
+    return base + ours, np.full(len(ours), first + there.tensor), theirs, np.full(len(ours), length)
 
 
 def _offsets(cut: Cut, dims: int) -> Ints:
@@ -123,6 +126,6 @@ def _offsets(cut: Cut, dims: int) -> Ints:
     return found
 
 
-def _listed(parts: Iterator[list[Runs]]) -> Runs:
-    columns = zip(*(runs for part in parts for runs in part), strict=True)
-    return Runs(*(ints(np.concatenate(column)) for column in columns))
+def _listed(ranges: Iterable[tuple[Ints, Ints, Ints, Ints]], *, packed: bool) -> Runs:
+    here, tensor, offset, sizes = (ints(np.concatenate(column)) for column in zip(*ranges, strict=True))
+    return Runs(here, tensor, offset, sizes, packed)

@@ -18,7 +18,8 @@ class Views:
     """Of one exchange, or of one that is repeated with the same moves: then only messages may lie elsewhere."""
 
     def __init__(self) -> None:
-        self._made = dict[int, tuple[Parcel, Hashable, Any]]()  # by the id of the parcel
+        self._made = dict[tuple[int, type], tuple[Parcel, Hashable, Any]]()  # by the id of the parcel, and how it came
+        self._spare: torch.Tensor | None = None
         self._local = dict[Hashable, Sides]()
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -46,12 +47,21 @@ class Views:
             self._local[key] = [there for _, there in views], [here for here, _ in views]
         _copy(*self._local[key])
 
+    def spare(self, size: int) -> torch.Tensor:
+        """Room for a message that is unpacked at once."""
+        if self._spare is None or self._spare.numel() < size:
+            self._spare = None
+            with torch.inference_mode(False):
+                self._spare = torch.empty(size, dtype=torch.uint8)
+        return self._spare[:size]
+
     def known(self, parcel: Parcel, where: Hashable, make: Callable[[], T]) -> T:
         """What was made for a message that comes from there, kept until it comes from elsewhere."""
-        kept = self._made.get(id(parcel))
+        at = id(parcel), type(where)
+        kept = self._made.get(at)
         if kept is None or kept[:2] != (parcel, where):  # which also keeps the parcel, and so its id, alive
             with torch.inference_mode(False):  # it may be used again outside of that mode
-                kept = self._made[id(parcel)] = parcel, where, make()
+                kept = self._made[at] = parcel, where, make()
         found: T = kept[2]
         return found
 
