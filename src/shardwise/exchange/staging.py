@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.exchange.pages import fresh
+
 
 class Staging:
     """One buffer per device, as large as the largest exchange so far needed it."""
@@ -19,7 +21,7 @@ class Staging:
             self._buffers.pop(device, None)
             del buffer  # given back before the larger one is asked for
             with torch.inference_mode(False):  # it may be used again outside of that mode
-                buffer = self._buffers[device] = torch.empty(total, dtype=torch.uint8, device=device)
+                buffer = self._buffers[device] = fresh([total], torch.uint8, device)
         found, start = list[torch.Tensor](), 0
         for size in sizes:
             found.append(buffer[start : start + size])

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.dtensor import local_of
 from shardwise.exchange import Exchange, Move, Terms, Views
+from shardwise.exchange.pages import fresh
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.view import View, seen
 from shardwise.tensor.kinds import kind_of
@@ -162,7 +163,7 @@ class Mover:
 
     def _room(self, tensor: Tensor, device: torch.device) -> Tensors:
         shapes = local_shapes(tensor.layout, self.wire.me)
-        return [torch.empty(shape, dtype=tensor.dtype, device=device) for shape in shapes]
+        return [fresh(shape, tensor.dtype, device) for shape in shapes]
 
 
 def check_verifiable(plan: ModelPlan) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
+from shardwise.exchange.pages import fresh
 from shardwise.layout import Layout
 from shardwise.tensor.kinds import Kind, is_sharded, kind_of
 
@@ -26,7 +27,7 @@ def room(
     """This rank's local tensors of the target, to be written."""
     shapes = local_shapes(target.layout, me)
     if out is None:
-        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        return [fresh(shape, dtype, device) for shape in shapes]
     if followed:
         raise ExchangeError(
             "out= cannot be written while autograd follows the source: on the ranks that hold it, "
