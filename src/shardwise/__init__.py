@@ -16,8 +16,10 @@ if typing.TYPE_CHECKING:
         Resharder,
         Stack,
         Transposed,
+        empty,
         flatten_sharded_tensors,
         reshard_state_dict,
+        share_,
     )
     from shardwise.tensor import Handle, ShardedTensor, fingerprint, layout_of, release_staging, reshard
 
@@ -49,6 +51,7 @@ __all__ = [
     "Stack",
     "StridedShard",
     "Transposed",
+    "empty",
     "fingerprint",
     "flatten_sharded_tensors",
     "input_reshard",
@@ -59,12 +62,13 @@ __all__ = [
     "release_staging",
     "reshard",
     "reshard_state_dict",
+    "share_",
 ]
 
 _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
     **dict.fromkeys(("Concat", "ModelPlan", "Resharder", "Stack", "Transposed"), "state"),
-    **dict.fromkeys(("flatten_sharded_tensors", "reshard_state_dict"), "state"),
+    **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
 _MODULES = ("activation", "checkpoint", "sharded_tensor", "state", "testing")

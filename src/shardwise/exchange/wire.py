@@ -159,7 +159,8 @@ class Wire(Protocol):
     ) -> Callable[[], torch.Tensor]:
         """Start to swap rows of bytes: row i goes to `owners[i]`; what is returned waits for the rows of the others.
 
-        `sizes` says how many bytes of each row matter: others need not come. `apart`, a number that all know, is given where this may happen between other calls of the owners.
+        `sizes` says how many bytes of each row matter: others need not come. `apart`, a number that all know, is given
+        where this may happen between other calls of the owners.
         """
         ...
 

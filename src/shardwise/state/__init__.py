@@ -5,6 +5,7 @@ from shardwise.state.links import Concat, Stack, Transposed
 from shardwise.state.plan import ModelPlan
 from shardwise.state.reshard import reshard_state_dict
 from shardwise.state.resharder import Resharder
+from shardwise.state.shared_memory import empty, share_
 from shardwise.state.traverse import (
     OBJ_PATH,
     STATE_DICT_ITEM,
@@ -26,11 +27,13 @@ __all__ = [
     "Stack",
     "Transposed",
     "_flatten_sharded_tensors",
+    "empty",
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "get_element",
     "reshard_state_dict",
     "set_element",
+    "share_",
     "traverse_state_dict",
     "unflatten_state_dict",
 ]

@@ -16,7 +16,7 @@ from shardwise.tensor.kinds import kind_of
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.output import check_memory, local_shapes
 from shardwise.tensor.verify import compared
-from shardwise.wires import GroupWire
+from shardwise.wires import GroupWire, Way
 
 Tensors = list[torch.Tensor]
 Tell = Callable[[int, int], None] | None
@@ -50,8 +50,8 @@ def check_local(what: str, tensors: Tensors, tensor: Tensor, me: int) -> None:
 class Mover:
     """This rank's part in the plan of a model."""
 
-    def __init__(self, wire: GroupWire, plan: ModelPlan, operation: str) -> None:
-        self.wire, self.plan, self.operation = wire, plan, operation
+    def __init__(self, wire: GroupWire, plan: ModelPlan, operation: str, way: Way = "auto") -> None:
+        self.wire, self.plan, self.operation, self._way = wire, plan, operation, way
         self.buckets = list(plan.buckets())
         self._bytes = [sum(plan.entries[at].bytes for at in bucket) for bucket in self.buckets]
         self._views = dict[int, tuple[Sequence[Move], Views]]()  # of buckets that are moved again and again
@@ -110,7 +110,8 @@ class Mover:
         device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
         views = self._kept_views(bucket, moves) if again else Views()
         terms = Terms(fields, error=error)
-        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh, views=views)
+        direct = self._way != "group"
+        started = Exchange(self.wire, terms, moves, device=device, fresh=fresh, views=views, direct=direct)
         lane = Lane.of(self.wire)
         started.start(alone=lane.idle)
         lane.run(started.finish)

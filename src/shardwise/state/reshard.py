@@ -22,7 +22,7 @@ from shardwise.tensor.kinds import Kind
 from shardwise.tensor.together import agreed, together
 from shardwise.tensor.wiring import group_wire
 from shardwise.tensor.work import check_owners
-from shardwise.wires import GroupWire
+from shardwise.wires import GroupWire, Way
 
 StateDict = Mapping[Any, Any]
 OPERATION = "reshard_state_dict"
@@ -40,6 +40,7 @@ def reshard_state_dict(
     free: bool = False,
     verify: bool = False,
     progress: Progress = None,
+    wire: Way = "auto",
 ) -> dict[str, Any]:
     """A state dict with its tensors in other shardings. Every rank of the group calls; None where it has nothing of it.
 
@@ -51,30 +52,32 @@ def reshard_state_dict(
     DTensors, ShardedTensors and plain tensors (which all ranks have alike) are moved; everything else keeps its place.
     Names are those of nested dicts and lists with dots. `dtype`: cast floating point tensors. `free`: give the memory
     of each source tensor back as soon as it was sent (after the comparison with `verify`). `verify`, `max_bytes`,
-    `hosts`: as in `reshard`. `progress`: a function of (bytes done, bytes in all), or "bar".
+    `hosts`, `wire`: as in `reshard`. `progress`: a function of (bytes done, bytes in all), or "bar".
     """
     flat, paths, sources = _heard(state_dict, group)
-    wire, kinds = group_wire(group), dict[str, Kind]()
+    over, kinds = group_wire(group), dict[str, Kind]()
 
     def make() -> ModelPlan:
         check_progress(progress)
-        kinds.update(kinds_for(sources, to, mesh, group, wire.owners))
-        made = _plan(wire, sources, kinds, dtype, max_bytes, hosts)
+        over.check_way(wire)
+        kinds.update(kinds_for(sources, to, mesh, group, over.owners))
+        made = _plan(over, sources, kinds, dtype, max_bytes, hosts)
         if verify:
             check_verifiable(made)
         return made
 
-    made = agreed(OPERATION, make, group=group, verify=verify, free=free, max_bytes=max_bytes, dtype=str(dtype))
-    mover = Mover(wire, made, OPERATION)
+    same = {"verify": verify, "free": free, "max_bytes": max_bytes, "dtype": str(dtype), "wire": wire}
+    made = agreed(OPERATION, make, group=group, **same)
+    mover = Mover(over, made, OPERATION, wire)
     freeing = Freeing(mover, flat) if free else None
 
     def check() -> None:
         for name, source in made.sources.items():
-            check_local(f"{name!r} of the state dict", memory_of(flat.get(name)), source, wire.me)
+            check_local(f"{name!r} of the state dict", memory_of(flat.get(name)), source, over.me)
         if freeing is not None:
             freeing.look()
 
-    with torch.no_grad(), shown(progress, mover.total, "reshard", here=wire.me == wire.owners[0]) as tell:
+    with torch.no_grad(), shown(progress, mover.total, "reshard", here=over.me == over.owners[0]) as tell:
         found = mover.into_fresh(
             lambda name: memory_of(flat.get(name)),
             lambda name: kinds[name].device or torch.device(made.targets[name].device),

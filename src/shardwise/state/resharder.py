@@ -21,7 +21,7 @@ from shardwise.tensor.output import check_written, shared
 from shardwise.tensor.together import agreed, together
 from shardwise.tensor.wiring import group_wire
 from shardwise.tensor.work import check_owners
-from shardwise.wires import GroupWire
+from shardwise.wires import GroupWire, Way
 
 StateDict = Mapping[Any, Any]
 
@@ -34,6 +34,7 @@ class Resharder:
     mapping or rules with stars, or a function. `remap`: Concat, Stack and Transposed, where tensors are put together or
     apart. `cast`: dtypes may differ. `strict=False`: sources without a target are left out. `max_bytes`: stage no more
     than this at a time. `verify`: compare, and write only if all is well. `plan`: a file that must be of this plan.
+    `wire`: as in `reshard`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Resharder:
         verify: bool = False,
         plan: str | None = None,
         progress: Progress = None,
+        wire: Way = "auto",
     ) -> None:
         self._verify, self._progress, self._wire = verify, progress, group_wire(group)
         self._source, self._target = dict[str, Any](), dict[str, Any]()
@@ -71,6 +73,7 @@ class Resharder:
 
         def make() -> ModelPlan:
             check_progress(progress)
+            self._wire.check_way(wire)
             self.plan = _plan(self._wire, known, rename, remap, cast, strict, max_bytes, hosts)
             if verify:
                 check_verifiable(self.plan)
@@ -79,9 +82,9 @@ class Resharder:
             self._check()
             return self.plan
 
-        same = {"verify": verify, "cast": cast, "strict": strict, "max_bytes": max_bytes}
+        same = {"verify": verify, "cast": cast, "strict": strict, "max_bytes": max_bytes, "wire": wire}
         agreed("Resharder", make, group=group, **same)
-        self._mover = Mover(self._wire, self.plan, "sync")
+        self._mover = Mover(self._wire, self.plan, "sync", wire)
         self._moves = dict[int, tuple[list[Any], Move]]()  # by entry, with where its memory was
         self._written, self._inference = list[torch.Tensor](), False
 

@@ -130,7 +130,8 @@ class Call:
         self.work = Work.of(self.wire, self.held, found, self._target(found.shape), self.options, self._out)
         terms = self._terms(facts, self.work.plan.target, guessed)
         device = self.work.move.source[0].device if self.work.move.source else torch.device(found.device)
-        return Exchange(self.wire, terms, [self.work.move], device=device, fresh=self._out is None, again=again)
+        direct, fresh = self.options.wire != "group", self._out is None
+        return Exchange(self.wire, terms, [self.work.move], device=device, fresh=fresh, again=again, direct=direct)
 
     def _guess(self, facts: Mapping[str, Any], guessed: frozenset[str]) -> Exchange:
         """What it was the last time; where that cannot be, or there was none, those who know will tell."""
@@ -148,5 +149,6 @@ class Call:
             "max_bytes=": options.max_bytes,
             "hosts=": str(named),
             "verify=": options.verify,
+            "wire=": options.wire,
         }
         return Terms({"operation": self.operation, **{f: facts[f] for f in FACTS}, "target": target, **asked}, guessed)

@@ -21,6 +21,7 @@ from shardwise.tensor.output import check_whole
 from shardwise.tensor.sharded import Own, ShardedTensor
 from shardwise.tensor.wiring import group_wire, wire_for
 from shardwise.tensor.work import Options
+from shardwise.wires import Way
 
 
 def reshard(
@@ -34,6 +35,7 @@ def reshard(
     hosts: int | Mapping[int, Hashable] | Mesh | None = None,
     verify: bool = False,
     async_op: bool = False,
+    wire: Way = "auto",
 ) -> Any:
     """Move a sharded tensor to another sharding. Every rank of the group calls it; autograd follows.
 
@@ -44,8 +46,9 @@ def reshard(
     `group`: the ranks that call; else the group of a ShardedTensor that has one, the mesh of a DTensor that stays on
     it, or the default group. `out`: write the result there. `dtype`: cast on the way. `max_bytes`: stage no more than
     this at a time. `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle.
+    `wire`: "auto" goes through shared memory between ranks of one host, "group" never does, "shared" insists on it.
     """
-    options = Options(dtype, max_bytes, hosts, verify)
+    options = Options(dtype, max_bytes, hosts, verify, wire)
     call = called(Held.of(x), out if to is None else to, options, group=group, out=out, alone=not async_op)
     if call is None:
         return Handle(None) if async_op else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,6 @@ from shardwise.dtensor import OnMesh, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError
 from shardwise.tensor.held import Held
 from shardwise.wires import GroupWire
-from shardwise.wires.shared import SharedWire
 
 _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]]()
 
@@ -52,12 +52,20 @@ def _wire(group: Any, owners: Sequence[int] | None = None) -> GroupWire:
     known = _wires.setdefault(group, {})
     key = () if owners is None else tuple(owners)
     if key not in known:
-        wire = SharedWire(group, owners)
+        wire = _new(group, owners)
         if wire.owners not in known:
             known[wire.owners] = wire
             wire.meet()
         known[key] = known[wire.owners]
     return known[key]
+
+
+def _new(group: dist.ProcessGroup, owners: Sequence[int] | None) -> GroupWire:
+    if sys.platform != "linux":
+        return GroupWire(group, owners)
+    from shardwise.wires.shared import SharedWire  # which needs Linux
+
+    return SharedWire(group, owners)
 
 
 def release_staging() -> int:
@@ -66,8 +74,5 @@ def release_staging() -> int:
     >>> release_staging()
     0
     """
-    staging = {wire.staging for wires in _wires.values() for wire in wires.values()}
-    kept = sum(one.bytes for one in staging)
-    for one in staging:
-        one.release()
-    return kept
+    wires = {wire for wires in _wires.values() for wire in wires.values()}
+    return sum(wire.release() for wire in wires)

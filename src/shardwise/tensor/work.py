@@ -27,6 +27,7 @@ class Options:
     max_bytes: int | None = None
     hosts: Any = None
     verify: bool = False
+    wire: Any = "auto"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Work:
     @staticmethod
     def of(wire: GroupWire, held: Held, facts: Facts, target: Kind, options: Options, out: Any) -> Work:
         """Checked as far as one rank can; room for the result is there."""
+        wire.check_way(options.wire)
         becomes = options.dtype or facts.dtype
         for side, layout in ("source", facts.source), ("target", target.layout):
             check_owners(wire, f"the {side}", layout)

@@ -6,18 +6,19 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import ref
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ExchangeError
+from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import Message, in_words
 from shardwise.exchange.wire import End, combined
 from shardwise.layout import Layout
 
+Way = Literal["auto", "group", "shared"]  # through shared memory where it can be, never, or not without
 MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
 HINT = (
     "Most often a rank did not call (a branch, an error before, no backward: handle.backward() of a Handle, or "
@@ -59,6 +60,25 @@ class GroupWire(End):
         if group is None:
             raise ExchangeError("the process group of this exchange is gone: it was destroyed")
         return group
+
+    def meet(self) -> None:
+        """Everybody on the wire calls, before anything else."""
+
+    def release(self) -> int:
+        """Give back the memory that is kept for the next exchange; how many bytes it was."""
+        kept = self.staging.bytes
+        self.staging.release()
+        return kept
+
+    def check_way(self, way: Any) -> None:
+        """Refuse a wire= that is none, or that this wire has not."""
+        if way not in get_args(Way):
+            raise RefusedValueError(f'wire= must be "auto", "group" or "shared", not {way!r}')
+        if way == "shared" and len(self.owners) > 1:
+            raise RefusedValueError(f'wire="shared": {self._not_shared()}; wire="auto" uses what there is')
+
+    def _not_shared(self) -> str:
+        return "this system has no shared memory for it"
 
     def lacks(self, layout: Layout) -> tuple[int, ...]:
         """The owners of a layout that are not on this wire."""

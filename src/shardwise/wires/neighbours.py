@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -23,13 +23,15 @@ class Card(NamedTuple):
 class Neighbours(NamedTuple):
     """Owners on this host, by number: their addresses; the process of each whose memory can be read from here.
 
-    `wire` is a number that only packets of this wire have. `all` says that everybody on the wire is on one host.
+    `wire` is a number that only packets of this wire have. `all` says that everybody on the wire is on one host;
+    `hosts` are the owners of each, as everybody knows them.
     """
 
     wire: int
     addresses: dict[int, str]
     processes: dict[int, int]
     all: bool
+    hosts: list[list[int]]
 
     @staticmethod
     def met(me: int, owners: Sequence[int], tell: Callable[[Any], list[Any]]) -> Neighbours:
@@ -50,7 +52,16 @@ class Neighbours(NamedTuple):
             {owner: card.address for owner, card in found.items()},
             {owner: reached[owner] for owner, card in found.items() if allowed(reached[owner], *card.trial)},
             all(len(others) == len(owners) - 1 for others in told.values()),
+            _hosts(cards),
         )
+
+
+def _hosts(cards: Mapping[int, Card | None]) -> list[list[int]]:
+    """One that told nothing of itself is alone."""
+    found = dict[Any, list[int]]()
+    for owner, card in cards.items():
+        found.setdefault(owner if card is None else card.host, []).append(owner)
+    return list(found.values())
 
 
 def _card() -> Card | None:

@@ -15,6 +15,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import Condition, Lock
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Packet(NamedTuple):
     files: tuple[int, ...]
 
 
-class Gone(Exception):
+class GoneError(Exception):
     """A process that something was expected of has ended, or closed its address."""
 
     def __init__(self, address: str) -> None:
@@ -52,7 +53,7 @@ class Gone(Exception):
         self.address = address
 
 
-class Failed(Exception):
+class BrokenError(Exception):
     """Another end of the wire has told that it broke there."""
 
 
@@ -130,17 +131,15 @@ class Post:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
         except ConnectionError as error:
-            raise Gone(to) from error
+            raise GoneError(to) from error
         finally:
             if large:
                 os.close(files[-1])
 
     def try_to_send(self, to: str, key: Key, payload: bytes) -> None:
         """The same, where it does not matter whether it comes."""
-        try:
+        with suppress(GoneError, TimeoutError):
             self.send(to, key, payload)
-        except (Gone, TimeoutError):
-            pass
 
     def _make_room(self, sock: socket.socket) -> None:
         """Others may wait for room here, as this waits for room there."""
@@ -168,10 +167,10 @@ class Post:
         while not ready():
             now = time.monotonic()
             if wire in self._failed:
-                raise Failed(self._failed[wire])
+                raise BrokenError(self._failed[wire])
             gone = next((address for address in expected() if address in self._gone), None)
             if gone is not None and not ready():
-                raise Gone(gone)
+                raise GoneError(gone)
             if now > end:
                 raise TimeoutError(f"nothing came within {seconds:g} s")
             self._turn(ready, 0.0 if spin and now - begun < SPIN else end - now)

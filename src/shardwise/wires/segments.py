@@ -24,7 +24,7 @@ SHM = "/dev/shm"
 _numbers = count(1)
 
 
-class NoSharedMemory(ExchangeError):
+class SharedMemoryError(ExchangeError):
     """Shared memory that could not be had."""
 
 
@@ -42,14 +42,14 @@ class Segment:
         try:
             file = os.memfd_create("shardwise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise NoSharedMemory(f"the system gives no shared memory: {error.strerror}") from error
+            raise SharedMemoryError(f"the system gives no shared memory: {error.strerror}") from error
         try:
             os.fchmod(file, 0o600)
             os.posix_fallocate(file, 0, size)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
         except OSError as error:
             os.close(file)
-            raise NoSharedMemory(f"{size} bytes of shared memory cannot be had: {error.strerror}") from error
+            raise SharedMemoryError(f"{size} bytes of shared memory cannot be had: {error.strerror}") from error
         return Segment(file, size)
 
     def mapped(self, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
@@ -133,7 +133,7 @@ class Shared:
         if not self._segments:
             return None
         segment = self._segments.get(tensor.untyped_storage().data_ptr())
-        return None if segment is None else Place(segment, tensor.storage_offset() * tensor.element_size())
+        return None if segment is None else Place(segment, int(tensor.storage_offset()) * tensor.element_size())
 
     def new(self, size: int) -> torch.Tensor:
         """Bytes that others read in place."""
@@ -151,7 +151,7 @@ class Shared:
             return
         free = os.statvfs(SHM)
         if not storage.is_shared() and free.f_bavail * free.f_frsize < storage.nbytes():
-            raise NoSharedMemory(
+            raise SharedMemoryError(
                 f"{storage.nbytes()} bytes do not fit into {SHM}, which has {free.f_bavail * free.f_frsize} left: "
                 f"make it larger (docker run --shm-size), or allocate with empty(shared=True), which does not need it"
             )

@@ -18,14 +18,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.exchange import in_words
 from shardwise.exchange.cuts import Strides
 from shardwise.exchange.wire import Receive, Send, Theirs, Turned
 from shardwise.geometry import Ints
 from shardwise.wires import attach
 from shardwise.wires.group import GroupSwap, GroupWire
 from shardwise.wires.neighbours import Neighbours
-from shardwise.wires.post import FAILED, Failed, Gone, Key, Packet, Post
-from shardwise.wires.segments import NoSharedMemory, Segment, hand, shared
+from shardwise.wires.post import FAILED, BrokenError, GoneError, Key, Packet, Post
+from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
 
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
 STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
@@ -40,7 +41,7 @@ class SharedWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
         super().__init__(group, owners)
-        self.near, self._spins = Neighbours(0, {}, {}, all=False), False
+        self.near, self._spins = Neighbours(0, {}, {}, all=False, hosts=[]), False
         self.packed = SharedStaging()
         self._post = Post.here()
         self._numbers = count()
@@ -50,6 +51,24 @@ class SharedWire(GroupWire):
         """Find who is on this host. Everybody on the wire calls, before anything else."""
         self.near = Neighbours.met(self.me, self.owners, self.tell)
         self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
+
+    def release(self) -> int:
+        """With what is packed into."""
+        kept = self.packed.bytes
+        self.packed.release()
+        hand.tidy(self._post)  # others let go of it when they hear of it
+        return kept + super().release()
+
+    def check_way(self, way: Any) -> None:
+        """All ways are open where everybody is on this host."""
+        if way != "shared" or not self.near.all:
+            super().check_way(way)
+
+    def _not_shared(self) -> str:
+        return (
+            f"not all ranks can share memory, but only {'; '.join(map(in_words, self.near.hosts))} among themselves: the "
+            f"others are on other hosts, in other containers, of other users, or have SHARDWISE_WIRE=group"
+        )
 
     def _key(self, owner: int, kind: int, tag: int) -> Key:
         """Of packets that come from an owner."""
@@ -94,10 +113,10 @@ class SharedWire(GroupWire):
         """What may happen to other processes, as the errors that wires have."""
         try:
             yield
-        except Gone as error:
+        except GoneError as error:
             rank = next(owner for owner, address in self.near.addresses.items() if address == error.address)
             raise RuntimeError(f"rank {rank} has ended") from error
-        except (Failed, TimeoutError) as error:
+        except (BrokenError, TimeoutError) as error:
             raise RuntimeError(str(error)) from error
 
     # --- agreement ---------------------------------------------------------------------------------------------------
@@ -170,7 +189,7 @@ class SharedWire(GroupWire):
         if staged:
             try:
                 segment, data = self.packed.take(total)
-            except NoSharedMemory as error:
+            except SharedMemoryError as error:
                 log.warning("%s: messages of rank %s take the way over the process group", error, self.me)
         done = set[int]()
         with self._guarded("posting messages"):

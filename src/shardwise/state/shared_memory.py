@@ -1,0 +1,88 @@
+"""Tensors in shared memory: ranks of the same host read them where they are, with one copy and no staging."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.errors import ExchangeError, LayoutError
+from shardwise.exchange.pages import fresh
+from shardwise.layout import Layout, parse
+from shardwise.state.leaves import is_tensor
+from shardwise.state.moving import memory_of
+from shardwise.tensor.kinds import target_kind
+from shardwise.tensor.output import local_shapes
+
+T = TypeVar("T")
+
+
+def empty(
+    to: Any,
+    shape: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    shared: bool = False,
+) -> Any:
+    """A sharded tensor that is not filled, of the kind that is asked for; None on ranks that hold nothing of it.
+
+    `to` is a Layout or its notation (the result is a ShardedTensor), (DeviceMesh, placements) (a DTensor), or a
+    sharding spec; the latter fit tensors of any shape, so give the `shape`. `shared`: in shared memory of this host.
+    Nothing is sent, every rank may call it by itself.
+    """
+    to = parse(to) if isinstance(to, str) else to
+    if shape is None and not isinstance(to, Layout):
+        raise LayoutError(f"{to!r} fits tensors of any shape: say of which, empty(to, shape)")
+    if isinstance(to, Layout) and shape is not None and tuple(shape) != to.shape:
+        raise LayoutError(f"{to!r} is no layout of a tensor of shape {tuple(shape)}")
+    kind = target_kind(to, shape or (), group)
+    found, at = dtype or torch.get_default_dtype(), torch.device(device)
+    if shared and at.type != "cpu":
+        raise ExchangeError(f"shared=True: only tensors of the CPU can be in shared memory, not of {at}")
+    shapes = local_shapes(kind.layout, dist.get_rank() if dist.is_initialized() else 0)
+    local = [_shared(one, found) if shared else fresh(one, found, at) for one in shapes]
+    return kind.closed(kind.dressed(local))
+
+
+def share_(x: T) -> T:
+    """Move tensors to shared memory, in place: a tensor of any kind, a module, or all tensors of a state dict.
+
+    Whatever has the same storage follows: parameters, their views, what FSDP keeps of them. Every rank may call it by
+    itself. Memory is taken from /dev/shm.
+    """
+    for tensor in _tensors(x):
+        if tensor.device.type != "cpu":
+            raise ExchangeError(f"share_: only tensors of the CPU can be in shared memory, not of {tensor.device}")
+        if tensor.layout != torch.strided:
+            raise ExchangeError(f"share_: only dense tensors can be in shared memory, not {tensor.layout}")
+        _memory().move(tensor.untyped_storage())
+    return x
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, nn.Module):
+        return [local for one in (*x.parameters(), *x.buffers()) for local in memory_of(one)]
+    if isinstance(x, Mapping):
+        return [local for one in x.values() for local in _tensors(one)]
+    if isinstance(x, list | tuple):
+        return [local for one in x for local in _tensors(one)]
+    return memory_of(x) if is_tensor(x) else []
+
+
+def _shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    size = dtype.itemsize * torch.Size(shape).numel()
+    return _memory().new(max(size, 1))[:size].view(dtype).view(tuple(shape))
+
+
+def _memory() -> Any:
+    if sys.platform != "linux":
+        raise ExchangeError("shared memory between ranks needs Linux")
+    from shardwise.wires.segments import shared
+
+    return shared
