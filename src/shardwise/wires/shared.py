@@ -30,7 +30,7 @@ from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
 
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
 STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
-WORTH, RUN = 2**17, 2**10  # bytes from which on it pays to read from another process: of a message, of a run
+WORTH, RUN = 2**20, 2**14  # bytes from which on it pays to read from another process: of a message, of a run
 PAGE = 2**21  # staging grows by this
 
 log = logging.getLogger("shardwise")
