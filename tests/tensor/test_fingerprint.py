@@ -9,7 +9,7 @@ from ranks import ranks  # noqa: F401
 from sharded import held
 
 import shardwise as sw
-from shardwise.exchange import Views
+from shardwise.exchange.small import Picked
 from shardwise.tensor.sums import block_sums
 
 SHARDINGS = [
@@ -97,19 +97,19 @@ def test_rows_or_columns_that_change_places_are_seen():
 
 def test_verify_finds_one_wrong_bit(ranks):  # noqa: F811
     def run(rank):
-        unpack = Views.unpack
+        put = Picked.put
 
-        def flip(self, parcel, message, tensors):
-            if rank == 1:
-                message[5] ^= 1
-            unpack(self, parcel, message, tensors)
+        def flip(self, parcel, message):
+            flipped = bytearray(message)
+            flipped[5] ^= rank == 1
+            return put(self, parcel, memoryview(flipped))
 
-        Views.unpack = flip
+        Picked.put = flip
         values = np.arange(60.0).reshape(6, 10)
         for target in ("6x10/S1@2", "6x10/R@2", "6x10/cyclic0=1@2"):
             with pytest.raises(sw.ExchangeError, match=r"verify: a tensor of shape \(6, 10\)"):
                 sw.reshard(held(values, sw.parse("6x10/S0@2"), rank), target, verify=True)
-        Views.unpack = unpack
+        Picked.put = put
         sw.reshard(held(values, sw.parse("6x10/S0@2"), rank), "6x10/S1@2", verify=True)
         return True
 

@@ -35,6 +35,13 @@ class Cut(NamedTuple):
         """How many elements lie from its first to its last one."""
         return 1 + sum(map(mul, self.strides, self.shape)) - sum(self.strides)
 
+    def elements(self, dims: int | None = None) -> Ints:
+        """The numbers of its elements, or of the first ones along these dims."""
+        found = ints([self.offset])
+        for size, stride in zip(self.shape[:dims], self.strides[:dims], strict=True):
+            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
+        return found
+
     @property
     def contiguous(self) -> bool:
         """True where the elements lie one after the other."""

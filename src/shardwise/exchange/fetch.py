@@ -113,17 +113,9 @@ def _outer(pair: Pair) -> int:
 def _ranges(base: int, first: int, part: Share, pair: Pair) -> tuple[Ints, Ints, Ints, Ints]:
     """The runs of a pair, whose cells begin at the byte `base` here."""
     size, dims, (there, here) = part.dtype.itemsize, _outer(pair), pair
-    ours, theirs = (size * (cut.offset + _offsets(cut, dims)) for cut in (here, there))
+    ours, theirs = size * here.elements(dims), size * there.elements(dims)
     length = size * prod(there.shape[dims:])
     return base + ours, np.full(len(ours), first + there.tensor), theirs, np.full(len(ours), length)
-
-
-def _offsets(cut: Cut, dims: int) -> Ints:
-    """Of all elements of the first dims."""
-    found = ints([0])
-    for size, stride in zip(cut.shape[:dims], cut.strides[:dims], strict=True):
-        found = (found[:, None] + np.arange(size) * stride).reshape(-1)
-    return found
 
 
 def _listed(ranges: Iterable[tuple[Ints, Ints, Ints, Ints]], *, packed: bool) -> Runs:

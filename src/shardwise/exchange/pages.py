@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -18,6 +20,11 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     if device.type == "cpu" and found.nbytes >= 2 * PAGE:
         _ask_for_large_pages(found.data_ptr(), found.nbytes)
     return found
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """For what is kept: it may be used again outside of that mode. (To leave a mode that is not on takes its time.)"""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _ask_for_large_pages(address: int, size: int) -> None:

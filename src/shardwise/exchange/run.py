@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardwise.errors import ShardwiseError
@@ -18,6 +19,7 @@ from shardwise.exchange.fetch import fetch
 from shardwise.exchange.program import Pair, Program, program
 from shardwise.exchange.reduce import reduce
 from shardwise.exchange.schedule import Parcel, Tensors, Turn, schedule
+from shardwise.exchange.small import Picked
 from shardwise.exchange.views import Views
 from shardwise.exchange.wire import Receive, Send, Turned, Wire
 from shardwise.planning import Plan
@@ -80,7 +82,7 @@ class Exchange:
         # a message can only meet one of the same exchange of the same ranks, on the same terms (but for one in 2**31)
         self.tag = crc32(self.header[1:].tobytes(), crc32(f"{wire.name} {self.number} {self.again}".encode())) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
-        self._agreement: Callable[[], torch.Tensor] | None = None
+        self._agreement: Callable[[], Any] | None = None
         self._ahead: Turned | None = None
 
     def start(self, *, alone: bool = False) -> Exchange:
@@ -94,8 +96,7 @@ class Exchange:
         if self._many:
             self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart)
         else:
-            mine, theirs, sizes = self._slots()
-            self._agreement = self.wire.slots(mine, theirs, sizes=sizes, apart=apart)
+            self._agreement = self.wire.slots(*self._slots(), apart=apart)
         first = self.schedule.turns[0]
         if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
             with self._unbroken():
@@ -142,22 +143,26 @@ class Exchange:
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
-    def _slots(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """A row for every rank: our header, and what is small; the room for theirs; and what of each row matters."""
-        rows, theirs = self.views.slots(len(self.wire.owners), HEADER + self.inline)
+    def _slots(self) -> tuple[npt.NDArray[np.uint8], list[int]]:
+        """A row for every rank: our header, and what is small; and how many bytes of each row matter."""
+        rows = np.empty((len(self.wire.owners), HEADER + self.inline), np.uint8)
+        sizes = [HEADER] * len(rows)
         try:
+            picked = Picked(self.sources)
             for parcel in self.schedule.turns[0].small_sends:
-                self.views.pack(parcel, rows[self.wire.rows[parcel.peer], HEADER:], self.sources)
+                at = self.wire.rows[parcel.peer]
+                sizes[at] += parcel.bytes
+                room = rows[at, HEADER : sizes[at]]
+                if not picked.take(parcel, room):
+                    self.views.pack(parcel, self.views.room(parcel), self.sources)
+                    room[:] = self.views.room(parcel).numpy()
         except Exception as error:  # not too late to tell the others
             self.terms = replace(self.terms, error=error)
             self.header = self.terms.header()
-        rows[:, :HEADER] = torch.from_numpy(self.header.view(np.uint8))
-        sizes = [HEADER] * len(self.wire.owners)
-        for parcel in self.schedule.turns[0].small_sends:
-            sizes[self.wire.rows[parcel.peer]] += parcel.bytes
-        return rows, theirs, sizes
+        rows[:, :HEADER] = self.header.view(np.uint8)
+        return rows, sizes
 
-    def _agreed(self) -> torch.Tensor | None:
+    def _agreed(self) -> Any:
         """The slots of the others, once all agree; None where ranks have to learn."""
         assert self._agreement is not None, "start first"
         found = self._agreement()
@@ -173,24 +178,29 @@ class Exchange:
             raise refusal(self.wire.tell(self.terms.told()), self.wire.owners) from self.terms.error
         return None
 
-    def _verdict(self, found: torch.Tensor) -> Verdict:
+    def _verdict(self, found: Any) -> Verdict:
         if self._many:
             return judge(found.cpu().numpy())
-        headers = found[:, :HEADER].contiguous().numpy()
-        if not self.header[0] and headers.tobytes() == self.header.tobytes() * len(headers):
+        mine = self.header.tobytes()
+        if not self.header[0] and all(row[:HEADER] == mine for row in found):
             return Verdict.GO  # nobody failed or guessed, and all say the same
-        return judge(weigh(headers.view(np.int64)).max(axis=0))
+        headers = np.frombuffer(b"".join(row[:HEADER] for row in found), np.int64)
+        return judge(weigh(headers.reshape(len(found), -1)).max(axis=0))
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    def _run(self, turn: Turn, slots: torch.Tensor, *, copied: bool) -> None:
+    def _run(self, turn: Turn, slots: Any, *, copied: bool) -> None:
         posted, self._ahead = self._ahead or self._post(turn, hidden=False), None
         if not copied:  # while the wire is busy
             self._copy_local(turn)
-        messages = list[tuple[Parcel, torch.Tensor]]()
+        messages, picked = list[tuple[Parcel, torch.Tensor]](), Picked(self.targets)
         for parcel in turn.small_receives:
-            messages.append((parcel, slots[self.wire.rows[parcel.peer], HEADER:]))
-            self.views.unpack(parcel, messages[-1][1], self.targets)
+            message = slots[self.wire.rows[parcel.peer]][HEADER : HEADER + parcel.bytes]
+            if not picked.put(parcel, message):
+                room = self.views.room(parcel)
+                room.numpy()[:] = np.frombuffer(message, np.uint8)
+                messages.append((parcel, room))
+                self.views.unpack(parcel, room, self.targets)
         for at, found in posted.arrivals() if posted else ():
             if isinstance(found, torch.Tensor):
                 messages.append((turn.receives[at], found))

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shardwise.exchange.program import Program, Segment
+from shardwise.geometry import Ints, ints
 
 Tensors = Sequence[torch.Tensor]
 FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
@@ -29,7 +31,8 @@ class Share(NamedTuple):
         return message[self.start : self.stop].view(self.dtype)
 
 
-class Parcel(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parcel:
     """A message to or from a peer: parts of several tensors, one after the other."""
 
     peer: int
@@ -46,7 +49,18 @@ class Parcel(NamedTuple):
                 theirs.append(there.of(cells))
         return ours, theirs
 
-    @property
+    @cached_property
+    def picks(self) -> tuple[int, Ints]:
+        """Where it is of one of our tensors: which of those of its part, and the numbers of its elements in memory."""
+        pairs = self.parts[0].segment.pairs
+        if len(self.parts) > 1 or len({pair.here.tensor for pair in pairs}) != 1:
+            return 0, ints([])
+        found = np.empty(self.parts[0].segment.cells, dtype=np.int64)
+        for here, there in pairs:
+            found[there.elements()] = here.elements()
+        return pairs[0].here.tensor, found
+
+    @cached_property
     def run(self) -> float:
         """How many bytes of it lie one after the other among our own tensors, on average."""
         runs = sum(pair.here.runs for part in self.parts for pair in part.segment.pairs)

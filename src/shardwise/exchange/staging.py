@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.exchange.pages import fresh
+from shardwise.exchange.pages import fresh, outside_inference
 
 
 class Staging:
@@ -20,7 +20,7 @@ class Staging:
         if buffer is None or buffer.numel() < total:
             self._buffers.pop(device, None)
             del buffer  # given back before the larger one is asked for
-            with torch.inference_mode(False):  # it may be used again outside of that mode
+            with outside_inference():
                 buffer = self._buffers[device] = fresh([total], torch.uint8, device)
         found, start = list[torch.Tensor](), 0
         for size in sizes:

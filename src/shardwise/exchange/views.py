@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.exchange.pages import outside_inference
 from shardwise.exchange.program import Pair
 from shardwise.exchange.schedule import Parcel, Tensors
 
@@ -21,14 +22,14 @@ class Views:
         self._made = dict[tuple[int, type], tuple[Parcel, Hashable, Any]]()  # by the id of the parcel, and how it came
         self._spare: torch.Tensor | None = None
         self._local = dict[Hashable, Sides]()
-        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rooms = dict[int, torch.Tensor]()
 
-    def slots(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for what goes with the agreement, to and from everybody."""
-        if self._slots is None:
-            with torch.inference_mode(False):  # it may be used again outside of that mode
-                self._slots = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows, size, dtype=torch.uint8)
-        return self._slots
+    def room(self, parcel: Parcel) -> torch.Tensor:
+        """Where a small message is kept: always in the same place, so that views of it can be, too."""
+        if id(parcel) not in self._rooms:
+            with outside_inference():
+                self._rooms[id(parcel)] = torch.empty(parcel.bytes, dtype=torch.uint8)
+        return self._rooms[id(parcel)]
 
     def pack(self, parcel: Parcel, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy our cells into the message."""
@@ -51,7 +52,7 @@ class Views:
         """Room for a message that is unpacked at once."""
         if self._spare is None or self._spare.numel() < size:
             self._spare = None
-            with torch.inference_mode(False):
+            with outside_inference():
                 self._spare = torch.empty(size, dtype=torch.uint8)
         return self._spare[:size]
 
@@ -60,7 +61,7 @@ class Views:
         at = id(parcel), type(where)
         kept = self._made.get(at)
         if kept is None or kept[:2] != (parcel, where):  # which also keeps the parcel, and so its id, alive
-            with torch.inference_mode(False):  # it may be used again outside of that mode
+            with outside_inference():
                 kept = self._made[at] = parcel, where, make()
         found: T = kept[2]
         return found

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardwise.exchange.cuts import Strides
@@ -150,13 +152,8 @@ class Wire(Protocol):
         ...
 
     def slots(
-        self,
-        mine: torch.Tensor,
-        theirs: torch.Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        apart: int | None = None,
-    ) -> Callable[[], torch.Tensor]:
+        self, mine: npt.NDArray[np.uint8], sizes: Sequence[int], *, apart: int | None = None
+    ) -> Callable[[], Sequence[memoryview]]:
         """Start to swap rows of bytes: row i goes to `owners[i]`; what is returned waits for the rows of the others.
 
         `sizes` says how many bytes of each row matter: others need not come. `apart`, a number that all know, is given

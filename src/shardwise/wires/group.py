@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from weakref import ref
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -103,18 +105,12 @@ class GroupWire(End):
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def slots(
-        self,
-        mine: torch.Tensor,
-        theirs: torch.Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        apart: int | None = None,
-    ) -> Callable[[], torch.Tensor]:
+        self, mine: npt.NDArray[np.uint8], sizes: Sequence[int], *, apart: int | None = None
+    ) -> Callable[[], Sequence[memoryview]]:
         """One all-to-all of the whole group; among some of its ranks, or apart, messages between each two."""
-        if self._own.type != "cpu":  # by way of memory that the wire can reach
-            wait = self._slots(mine.to(self._own), theirs.to(self._own), apart)
-            return lambda: theirs.copy_(wait())
-        return self._slots(mine, theirs, apart)
+        ours = torch.from_numpy(mine).to(self._own)
+        wait = self._slots(ours, torch.empty_like(ours), apart)
+        return lambda: [memoryview(row) for row in wait().cpu().numpy()]
 
     def _slots(self, mine: torch.Tensor, theirs: torch.Tensor, apart: int | None) -> Callable[[], torch.Tensor]:
         if not self._whole or apart is not None:

@@ -7,6 +7,8 @@ from functools import reduce
 from queue import Empty, Queue
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardwise.errors import ExchangeError
@@ -37,17 +39,12 @@ class MemoryWire(End):
         return device
 
     def slots(
-        self,
-        mine: torch.Tensor,
-        theirs: torch.Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        apart: int | None = None,
-    ) -> Callable[[], torch.Tensor]:
+        self, mine: npt.NDArray[np.uint8], sizes: Sequence[int], *, apart: int | None = None
+    ) -> Callable[[], Sequence[memoryview]]:
         """Row by row through the queues."""
-        for owner, row in zip(self.owners, mine, strict=True):
-            self._put(owner, row, "slots")
-        return lambda: torch.stack([self._get(owner, "slots") for owner in self.owners], out=theirs)
+        for owner, row, size in zip(self.owners, mine, sizes, strict=True):
+            self._queue(self.me, owner, "slots").put(row[:size].tobytes())
+        return lambda: [memoryview(self._get(owner, "slots")) for owner in self.owners]
 
     def reduced(
         self, numbers: torch.Tensor, op: Literal["max", "sum"], *, apart: int | None = None

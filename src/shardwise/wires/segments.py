@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.errors import ExchangeError
+from shardwise.exchange.pages import outside_inference
 from shardwise.wires.post import Key, Post
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
@@ -67,7 +68,7 @@ def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) ->
     memory = mmap.mmap(file, size)
     if when_gone is not None:
         weakref.finalize(memory, when_gone).atexit = False
-    with torch.inference_mode(False):  # they may be used outside of that mode
+    with outside_inference():
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
 STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
 WORTH, RUN = 2**20, 2**14  # bytes from which on it pays to read from another process: of a message, of a run
-PAGE = 2**21  # staging grows by this
+PAGE = 2**12  # staging grows by this
 
 log = logging.getLogger("shardwise")
 
@@ -65,9 +65,10 @@ class SharedWire(GroupWire):
             super().check_way(way)
 
     def _not_shared(self) -> str:
+        together = "; ".join(map(in_words, self.near.hosts))
         return (
-            f"not all ranks can share memory, but only {'; '.join(map(in_words, self.near.hosts))} among themselves: the "
-            f"others are on other hosts, in other containers, of other users, or have SHARDWISE_WIRE=group"
+            f"not all ranks can share memory, but only {together} among themselves: the others are on other hosts, in "
+            f"other containers, of other users, or have SHARDWISE_WIRE=group"
         )
 
     def _key(self, owner: int, kind: int, tag: int) -> Key:
@@ -75,14 +76,11 @@ class SharedWire(GroupWire):
         return Key(self.near.addresses[owner], self.near.wire, kind, tag)
 
     def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", files: Sequence[int] = ()) -> None:
-        with self._in_touch():
-            self._post.send(
-                self.near.addresses[owner],
-                Key("", self.near.wire, kind, tag),
-                payload,
-                files,
-                seconds=self._seconds,
-            )
+        to, key = self.near.addresses[owner], Key("", self.near.wire, kind, tag)
+        try:
+            self._post.send(to, key, payload, files, seconds=self._seconds)
+        except (GoneError, TimeoutError) as error:
+            raise self._lost(error) from error
 
     def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
         """One packet for each of these numbers, as they come."""
@@ -97,55 +95,47 @@ class SharedWire(GroupWire):
             return bool(came)
 
         while left or came:
-            with self._guarded(doing), self._in_touch():
-                self._post.wait(
-                    ready,
-                    wire=self.near.wire,
-                    expected=lambda: (key.sender for key in left.values()),
-                    seconds=self._seconds,
-                    spin=self._spins,
-                )
+            with self._guarded(doing):
+                try:
+                    self._post.wait(
+                        ready,
+                        wire=self.near.wire,
+                        expected=lambda: [key.sender for key in left.values()],
+                        seconds=self._seconds,
+                        spin=self._spins,
+                    )
+                except (GoneError, BrokenError, TimeoutError) as error:
+                    raise self._lost(error) from error
             yield from came
             came.clear()
 
-    @contextmanager
-    def _in_touch(self) -> Iterator[None]:
+    def _lost(self, error: Exception) -> RuntimeError:
         """What may happen to other processes, as the errors that wires have."""
-        try:
-            yield
-        except GoneError as error:
-            rank = next(owner for owner, address in self.near.addresses.items() if address == error.address)
-            raise RuntimeError(f"rank {rank} has ended") from error
-        except (BrokenError, TimeoutError) as error:
-            raise RuntimeError(str(error)) from error
+        if not isinstance(error, GoneError):
+            return RuntimeError(str(error))
+        rank = next(owner for owner, address in self.near.addresses.items() if address == error.address)
+        return RuntimeError(f"rank {rank} has ended")
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
     def slots(
-        self,
-        mine: torch.Tensor,
-        theirs: torch.Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        apart: int | None = None,
-    ) -> Callable[[], torch.Tensor]:
+        self, mine: npt.NDArray[np.uint8], sizes: Sequence[int], *, apart: int | None = None
+    ) -> Callable[[], Sequence[memoryview]]:
         """A packet for everybody, where all are on this host."""
         if not self.near.all:
-            return super().slots(mine, theirs, sizes=sizes, apart=apart)
+            return super().slots(mine, sizes, apart=apart)
         kind, tag = (SLOTS, next(self._numbers)) if apart is None else (APART, apart)
-        rows, room = mine.numpy(), theirs.numpy()
+        rows = [memoryview(row)[:size] for row, size in zip(mine, sizes, strict=True)]
         with self._guarded("starting to agree"):
-            for at, owner in enumerate(self.owners):
+            for owner, row in zip(self.owners, rows, strict=True):
                 if owner != self.me:
-                    self._send(owner, kind, tag, rows[at] if sizes is None else rows[at, : sizes[at]])
-        at = self.rows[self.me]
-        room[at] = rows[at]
+                    self._send(owner, kind, tag, row)
 
-        def wait() -> torch.Tensor:
+        def wait() -> list[memoryview]:
             keys = {self.rows[owner]: self._key(owner, kind, tag) for owner in self.near.addresses}
             for row, packet in self.collect(keys, self._meeting):
-                room[row, : len(packet.payload)] = np.frombuffer(packet.payload, np.uint8)
-            return theirs
+                rows[row] = memoryview(packet.payload)
+            return rows
 
         return wait
 
