@@ -747,16 +747,16 @@ STAGED = {  # how they lie, how they are to lie, dtypes
 def test_no_rank_stages_more_than_was_promised(ranks):  # noqa: F811
     def staged(most, count, size, source, target, dtype, becomes):
         """How much both ways to move so many tensors keep, and what the plan said of it."""
-        whole, kept = numbers(*size, dtype=dtype), group_wire(None).staging
+        whole, wire = numbers(*size, dtype=dtype), group_wire(None)
         given = {f"w{at}": held(whole + at, f"{size[0]}x{size[1]}/{source}") for at in range(count)}
         asked = f"{size[0]}x{size[1]}/{target}"
         into = {name: held(torch.zeros(size, dtype=becomes), asked) for name in given}
         moved, found = sw.Resharder(given, into, max_bytes=most, cast=dtype != becomes), []
         again = partial(sw.reshard_state_dict, given, [("*", asked)], dtype=becomes, max_bytes=most)
         for call in moved.run, moved.run, again:
-            kept.release()
+            wire.release()
             call()
-            found.append(kept.bytes)
+            found.append(wire.release())
         lies(into[f"w{count - 1}"], (whole + count - 1).to(becomes), asked)
         assert max(found) <= moved.plan.peak_bytes
         assert moved.plan.peak_bytes <= (most or 2**26)

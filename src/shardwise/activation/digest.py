@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.exchange import in_words
+from shardwise.exchange.pages import bytes_at
 
 BLOCKS, BLOCK = 64, 64  # of bytes, out of which a sample is made
 
@@ -23,8 +24,9 @@ def digest(whole: torch.Tensor, *, sample: bool) -> int:
     """
     if sample and len(whole) > BLOCKS * BLOCK:
         whole = whole[: len(whole) // BLOCKS * BLOCKS].view(BLOCKS, -1)[:, :BLOCK]
-    data: Any = whole.cpu().contiguous().numpy()
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 3
+    data = whole.cpu().contiguous()
+    found: Any = bytes_at(data.data_ptr(), data.nbytes)
+    return int.from_bytes(blake2b(found, digest_size=8).digest(), "big") >> 3
 
 
 def difference(what: str, told: Mapping[int, Hashable]) -> str:

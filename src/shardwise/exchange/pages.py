@@ -1,4 +1,4 @@
-"""Fresh memory in large pages: to be given small ones, one fault after the other, can take longer than the copy."""
+"""The memory under tensors: fresh in large pages (small ones, fault by fault, take longer than the copy), as bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 PAGE = 2**21
@@ -20,6 +22,12 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     if device.type == "cpu" and found.nbytes >= 2 * PAGE:
         _ask_for_large_pages(found.data_ptr(), found.nbytes)
     return found
+
+
+def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """Memory of a tensor that lives on. (Once `tensor.numpy()` was called, its storage can never be resized again.)"""
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(memory, np.uint8)
 
 
 def outside_inference() -> AbstractContextManager[Any]:

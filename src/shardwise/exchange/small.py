@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwise.exchange.pages import bytes_at
 from shardwise.exchange.schedule import Parcel, Tensors
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 Words = npt.NDArray[Any]
 
 
@@ -57,5 +57,4 @@ def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> Words | None:
     if tensor.dtype != dtype or tensor.device.type != "cpu":
         return None
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    found: Words = tensor.as_strided((reach,), (1,)).view(WORDS[dtype.itemsize]).numpy()
-    return found
+    return bytes_at(tensor.data_ptr(), reach * dtype.itemsize).view(f"V{dtype.itemsize}")

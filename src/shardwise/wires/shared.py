@@ -31,7 +31,6 @@ from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
 STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
 WORTH, RUN = 2**20, 2**14  # bytes from which on it pays to read from another process: of a message, of a run
-PAGE = 2**12  # staging grows by this
 
 log = logging.getLogger("shardwise")
 
@@ -343,7 +342,7 @@ class SharedStaging:
         """Room for that many bytes. What was taken before is free again."""
         if self._kept is None or self._kept[0].size < size:
             self._kept = None  # given back before the larger one is asked for
-            segment = Segment.made(-(-size // PAGE) * PAGE)
+            segment = Segment.made(size)
             self._kept = segment, segment.mapped()
         return self._kept
 
