@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -18,6 +19,7 @@ class Card(NamedTuple):
     host: tuple[Any, ...]
     address: str
     trial: tuple[int, bytes]
+    meeting: str  # another one for every wire: groups of the same processes are told apart by it
 
 
 class Neighbours(NamedTuple):
@@ -46,7 +48,7 @@ class Neighbours(NamedTuple):
                     continue
         told = dict(zip(owners, tell(sorted(reached)), strict=True))
         found = {owner: cards[owner] for owner in reached if me in told[owner]}
-        listed = str([card and card.address for card in cards.values()])
+        listed = str([card and card.meeting for card in cards.values()])
         return Neighbours(
             int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
             {owner: card.address for owner, card in found.items()},
@@ -69,7 +71,7 @@ def _card() -> Card | None:
     if os.environ.get("SHARDWISE_WIRE") == "group":
         return None
     try:
-        return Card(_host(), Post.here().address, trial())
+        return Card(_host(), Post.here().address, trial(), secrets.token_hex(8))
     except OSError:
         return None
 

@@ -99,7 +99,7 @@ class Post:
             return pid
         return _credentials(self._out[address])[0]
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Of a forked process: what it has got is its parent's."""
         for sock in (self._door, *self._out.values(), *(sock for sock, _ in self._in.values())):
             sock.close()
@@ -138,8 +138,8 @@ class Post:
 
     def try_to_send(self, to: str, key: Key, payload: bytes) -> None:
         """The same, where it does not matter whether it comes."""
-        with suppress(GoneError, TimeoutError):
-            self.send(to, key, payload)
+        with suppress(GoneError, OSError):
+            self.send(to, key, payload, seconds=1.0)
 
     def _make_room(self, sock: socket.socket) -> None:
         """Others may wait for room here, as this waits for room there."""
@@ -175,13 +175,16 @@ class Post:
                 raise TimeoutError(f"nothing came within {seconds:g} s")
             self._turn(ready, 0.0 if spin and now - begun < SPIN else end - now)
 
+    def discard(self, key: Key) -> None:
+        """What came and will not be taken."""
+        while (packet := self.take(key)) is not None:
+            close(packet.files)
+
     def forget(self, wire: int) -> None:
-        """What came for a wire and will not be taken."""
+        """The same for all of a wire that is no more."""
         self._failed.pop(wire, None)
-        with self._boxes:
-            left = [self._queues.pop(key) for key in list(self._queues) if key.wire == wire]
-        for packet in (packet for queue in left for packet in queue):
-            _close(packet.files)
+        for key in [key for key in list(self._queues) if key.wire == wire]:
+            self.discard(key)
 
     def _turn(self, ready: Callable[[], bool], seconds: float) -> None:
         """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it."""
@@ -215,33 +218,34 @@ class Post:
         sock, sender = self._in[descriptor]
         try:
             data, files = _receive(sock)
+            wire, tag, kind, payload, files = _opened(data, files)
         except BlockingIOError:
             return
-        except OSError:
-            data, files = b"", ()
-        if not data:
-            self._poll.unregister(descriptor)
-            del self._in[descriptor]
-            sock.close()
-            if sender is not None:
-                self._gone.add(sender)
+        except (OSError, ValueError):  # it has ended, or is none of us
+            self._hang_up(descriptor)
             return
-        wire, tag, kind, large = HEADER.unpack_from(data)
-        payload = data[HEADER.size :]
-        if large:
-            payload, files = _read_file(files[-1]), files[:-1]
-        if sender is None or kind == HELLO:
-            self._in[descriptor] = sock, payload.decode()
+        if kind == HELLO:
+            self._in[descriptor] = sock, payload.decode(errors="replace")
+        elif sender is None:
+            close(files)
+            self._hang_up(descriptor)
         elif kind == FAILED:
-            self._failed[wire] = payload.decode()
+            self._failed[wire] = payload.decode(errors="replace")
         else:
             with self._boxes:
                 self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files))
 
+    def _hang_up(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        sock, sender = self._in.pop(descriptor)
+        sock.close()
+        if sender is not None:
+            self._gone.add(sender)
+
 
 def _forked() -> None:
     if Post._here is not None:
-        Post._here.close()
+        Post._here.leave()
         Post._here = None
 
 
@@ -271,6 +275,18 @@ def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
     return data, struct.unpack(f"{len(numbers) // 4}i", numbers)
 
 
+def _opened(data: bytes, files: tuple[int, ...]) -> tuple[int, int, int, bytes, tuple[int, ...]]:
+    """Wire, tag, kind, payload and descriptors of a packet; a ValueError for what is none."""
+    if len(data) < HEADER.size:
+        raise ValueError("nothing, or not from here")
+    wire, tag, kind, large = HEADER.unpack_from(data)
+    if not large:
+        return wire, tag, kind, data[HEADER.size :], files
+    if not files:
+        raise ValueError("a payload without its file")
+    return wire, tag, kind, _read_file(files[-1]), files[:-1]
+
+
 def _file_of(payload: bytes | bytearray | memoryview) -> int:
     file = os.memfd_create("shardwise-packet")
     with open(file, "wb", closefd=False) as stream:
@@ -284,6 +300,6 @@ def _read_file(file: int) -> bytes:
         return stream.read()
 
 
-def _close(files: Iterable[int]) -> None:
+def close(files: Iterable[int]) -> None:
     for file in files:
         os.close(file)

@@ -16,10 +16,10 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange.pages import outside_inference
-from shardwise.wires.post import Key, Post
+from shardwise.wires.post import Key, Post, close
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
-DROPPED = 0  # the kind of a packet that says which segments are no more, of wire 0
+HANDED, DROPPED = range(2)  # kinds of packets of wire 0: a segment, by its number; which segments are no more
 SHM = "/dev/shm"
 
 _numbers = count(1)
@@ -79,38 +79,48 @@ class Hand:
         self.dropped = list[int]()  # numbers of ours that are no more, and that others may still have
         self._handed = defaultdict[str, set[int]](set)
         self._taken = defaultdict[str, dict[int, torch.Tensor]](dict)
+        self._lock = Lock()
 
-    def out(self, address: str, segment: Segment) -> tuple[int, ...]:
-        """The descriptors that must go along with the first packet that names a segment to a process."""
-        if segment.number in self._handed[address]:
-            return ()
-        self._handed[address].add(segment.number)
-        return (segment.file,)
+    def out(self, post: Post, address: str, segment: Segment, seconds: float) -> None:
+        """Let a process have a segment, before it is named there for the first time."""
+        with self._lock:
+            if segment.number not in self._handed[address]:
+                post.send(address, Key("", 0, HANDED, segment.number), files=[segment.file], seconds=seconds)
+                self._handed[address].add(segment.number)
 
-    def of(self, address: str, number: int, size: int, files: list[int]) -> torch.Tensor:
-        """The bytes of a segment that was named here; where that is for the first time, the next descriptor is its."""
-        known = self._taken[address]
-        if number not in known:
-            file = files.pop(0)
-            try:
-                known[number] = _mapped(file, size)
-            finally:
-                os.close(file)
-        return known[number]
+    def of(self, post: Post, address: str, number: int, size: int) -> torch.Tensor:
+        """The bytes of a segment that a process named here."""
+        with self._lock:
+            known = self._taken[address]
+            if number not in known:
+                known[number] = _taken(post, address, number, size)
+            return known[number]
 
     def tidy(self, post: Post) -> None:
         """Tell others what is no more, and let go what they have told."""
-        if self.dropped:
-            gone, self.dropped = set(self.dropped), []
-            for address, numbers in self._handed.items():
-                listed = sorted(numbers & gone)
-                numbers -= gone
+        with self._lock:
+            gone, self.dropped = self.dropped, []
+            for address, numbers in self._handed.items() if gone else ():
+                listed = sorted(numbers.intersection(gone))
+                numbers.difference_update(gone)
                 if listed:
                     post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
-        for address, known in self._taken.items():
-            while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
-                for number in map(int, packet.payload.split(b",")):
-                    known.pop(number, None)
+            for address, known in self._taken.items():
+                while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
+                    for number in map(int, packet.payload.split(b",")):
+                        known.pop(number, None)
+                        post.discard(Key(address, 0, HANDED, number))  # what was handed, but not named since
+
+
+def _taken(post: Post, address: str, number: int, size: int) -> torch.Tensor:
+    """Packets of a process come in order: what it names has come before."""
+    packet = post.take(Key(address, 0, HANDED, number))
+    if packet is None:
+        raise ExchangeError(f"segment {number} of {address} was named, but never handed over")
+    try:
+        return _mapped(packet.files[0], size)
+    finally:
+        close(packet.files)
 
 
 hand = Hand()
@@ -171,8 +181,7 @@ shared = Shared()
 
 
 def _forked() -> None:
-    global hand
-    hand = Hand()
+    hand.__init__()  # type: ignore[misc]  # those who know it keep it
 
 
 os.register_at_fork(after_in_child=_forked)

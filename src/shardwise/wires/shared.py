@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -30,7 +31,7 @@ from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
 
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
 STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
-WORTH, RUN = 2**20, 2**14  # bytes from which on it pays to read from another process: of a message, of a run
+WORTH, RUN = 2**20, 2**16  # bytes from which on it pays to read from another process: of a message, of a run
 
 log = logging.getLogger("shardwise")
 
@@ -50,6 +51,11 @@ class SharedWire(GroupWire):
         """Find who is on this host. Everybody on the wire calls, before anything else."""
         self.near = Neighbours.met(self.me, self.owners, self.tell)
         self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
+
+    def ahead(self, device: torch.device, *, direct: bool) -> int:
+        """All, where nothing goes by messages: what comes is not looked at before it is wanted."""
+        apart = self.near.all and direct and device.type == "cpu"
+        return sys.maxsize if apart else super().ahead(device, direct=direct)
 
     def release(self) -> int:
         """With what is packed into."""
@@ -74,11 +80,14 @@ class SharedWire(GroupWire):
         """Of packets that come from an owner."""
         return Key(self.near.addresses[owner], self.near.wire, kind, tag)
 
-    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", files: Sequence[int] = ()) -> None:
+    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", segments: Sequence[Segment] = ()) -> None:
+        """A packet, after the segments that it names."""
         to, key = self.near.addresses[owner], Key("", self.near.wire, kind, tag)
         try:
-            self._post.send(to, key, payload, files, seconds=self._seconds)
-        except (GoneError, TimeoutError) as error:
+            for segment in segments:
+                hand.out(self._post, to, segment, self._seconds)
+            self._post.send(to, key, payload, seconds=self._seconds)
+        except (GoneError, OSError) as error:
             raise self._lost(error) from error
 
     def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
@@ -195,32 +204,30 @@ class SharedWire(GroupWire):
                     if one.same not in done:
                         one.pack(data[start : start + one.bytes])
                         done.add(one.same)
-                    files = hand.out(self.near.addresses[one.peer], segment)
-                    self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), files)
+                    self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), [segment])
         return by_group
 
-    def _unpacked(self, one: Send) -> tuple[bytes, Sequence[int]] | None:
-        """A letter for what need not be packed, with descriptors; None where it must be."""
-        address = self.near.addresses[one.peer]
+    def _unpacked(self, one: Send) -> tuple[bytes, Sequence[Segment]] | None:
+        """A letter for what need not be packed, and the segments that it names; None where it must be."""
         place = None if one.outof is None else shared.place(one.outof)
         if place is not None and not one.tensors:
             segment, start = place
-            return _words(STAGED, segment.number, segment.size, start), hand.out(address, segment)
+            return _words(STAGED, segment.number, segment.size, start), [segment]
         if not one.tensors:
             return None
         places = [shared.place(tensor) for tensor in one.tensors]
         attached = None in places
         if attached and not (one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
             return None
-        words, files = [TENSORS, attached, len(places)], list[int]()
+        words, segments = [TENSORS, attached, len(places)], list[Segment]()
         for tensor, where in zip(one.tensors, places, strict=True):
             if attached or where is None:
                 words += (0, 0, tensor.data_ptr())
             else:
                 words += (where.segment.number, where.segment.size, where.start)
-                files += hand.out(address, where.segment)
+                segments.append(where.segment)
             words += (tensor.dim(), *tensor.stride())
-        return _words(*words), files
+        return _words(*words), segments
 
     def fail(self, reason: str) -> None:
         """The others on this host hear of it at once."""
@@ -264,18 +271,17 @@ class SharedTurn:
             yield self._far[at], found
 
     def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
-        address, files = self._wire.near.addresses[one.peer], list(packet.files)
-        words = np.frombuffer(packet.payload, np.int64)
+        address, words = self._wire.near.addresses[one.peer], np.frombuffer(packet.payload, np.int64)
         if words[0] == TENSORS:
             pid = self._wire.near.processes.get(one.peer, 0)
-            return TheirTensors(packet.payload, words, pid, address, files)
+            return TheirTensors(packet.payload, words, pid, lambda *named: hand.of(self._wire._post, address, *named))
         if words[0] == BY_GROUP:
             room = torch.empty(one.bytes, dtype=torch.uint8)
             for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
                 pass
             return room
         number, size, start = words[1:4].tolist()
-        return hand.of(address, number, size, files)[start : start + one.bytes]
+        return hand.of(self._wire._post, address, number, size)[start : start + one.bytes]
 
     def finish(self) -> None:
         """Tell the senders, and hear from those who were sent to."""
@@ -296,13 +302,10 @@ class SharedTurn:
 class TheirTensors:
     """Tensors of another process."""
 
-    def __init__(self, key: bytes, words: Ints, pid: int, address: str, files: list[int]) -> None:
-        self.key, self._words, self._pid, self._address = key, words, pid, address
+    def __init__(self, key: bytes, words: Ints, pid: int, segment: Callable[[int, int], torch.Tensor]) -> None:
+        self.key, self._words, self._pid, self._segment = key, words, pid, segment
         self.attached = bool(words[1])
-        self._files = files
         self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
-        if files:
-            self._parse()
 
     def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
         if self._parsed is None:
@@ -313,7 +316,7 @@ class TheirTensors:
                 strides.append(tuple(words[at + 4 : at + 4 + dims]))
                 starts.append(start)
                 if not self.attached:
-                    data.append(hand.of(self._address, number, size, self._files)[start:])
+                    data.append(self._segment(number, size)[start:])
                 at += 4 + dims
             self._parsed = strides, data, np.array(starts, np.int64)
         return self._parsed
