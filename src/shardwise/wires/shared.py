@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -175,7 +176,8 @@ class SharedWire(GroupWire):
 
     def _letters(self, sends: Sequence[Send], tag: int, align: int) -> list[GroupSwap]:
         """Say where everything is, once it is there. What does not fit into shared memory goes by messages."""
-        letters = [self._unpacked(one) for one in sends]
+        takers = Counter(one.same for one in sends)
+        letters = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
         staged = dict[int, int]()  # the offset of what has to be packed, by its first send
         total = 0
         for one, letter in zip(sends, letters, strict=True):
@@ -207,8 +209,11 @@ class SharedWire(GroupWire):
                     self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), [segment])
         return by_group
 
-    def _unpacked(self, one: Send) -> tuple[bytes, Sequence[Segment]] | None:
-        """A letter for what need not be packed, and the segments that it names; None where it must be."""
+    def _unpacked(self, one: Send, *, alone: bool) -> tuple[bytes, Sequence[Segment]] | None:
+        """A letter for what need not be packed, and the segments that it names; None where it must be.
+
+        To read from another process takes longer than from shared memory: what several want is packed once for all.
+        """
         place = None if one.outof is None else shared.place(one.outof)
         if place is not None and not one.tensors:
             segment, start = place
@@ -217,7 +222,7 @@ class SharedWire(GroupWire):
             return None
         places = [shared.place(tensor) for tensor in one.tensors]
         attached = None in places
-        if attached and not (one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
+        if attached and not (alone and one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
             return None
         words, segments = [TENSORS, attached, len(places)], list[Segment]()
         for tensor, where in zip(one.tensors, places, strict=True):
