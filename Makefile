@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench docs format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/shardwise demo
@@ -18,12 +18,17 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python -m benchmarks
 
+# The theme announces its successor on every run unless told not to.
+docs: $(INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html"
+
 format: $(INSTALLED)
 	@$(BIN)/ruff format --quiet
 	@$(BIN)/ruff check --quiet --fix
 
 clean:
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist
+	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist site
 	@find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last and lies in .venv, so a failed install or a removed .venv is made good by the next run.
