@@ -1,4 +1,4 @@
-"""An extension of griffe, for mkdocs.yml: examples in docstrings are blocks of code. As bare Markdown they are quotes."""
+"""An extension of griffe, for mkdocs.yml: examples in docstrings are code. As bare Markdown they are quotes."""
 
 import re
 from typing import Any
