@@ -10,11 +10,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks import peers
 from benchmarks.caches import forget
 from benchmarks.loading import COUNT, MODEL, RANK, SERVERS, corners_of
-from benchmarks.measure import Effort, Job, Row, Target, every_repeat, interleaved
+from benchmarks.measure import Effort, Row, Target
+from benchmarks.memory import rise
 from benchmarks.model import RANKS, model, placement, tensor_of
 from shardwise import Layout, checkpoint
+from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
 from shardwise.checkpoint.formats.sharded import index_bytes
 from shardwise.checkpoint.formats.writers import Contents
 from shardwise.checkpoint.matching import Local, match
@@ -65,7 +67,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         most = [max(ones) / 2**20 for ones in zip(*(memory for _, memory in ranks), strict=True)]
         memory = [f"{one:.1f} MiB of memory (10 wanted)" for one in most]
         ours, theirs, once, peer, saved, saves, safe, safes, as_dcp = (
-            median(map(max, zip(*ranks, strict=True))) for ranks in zip(*found, strict=True)
+            together(ranks) for ranks in zip(*found, strict=True)
         )
         yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0])
         yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1])
@@ -80,7 +82,7 @@ def rows(effort: Effort) -> Iterator[Row]:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(folder: str, repeats: int) -> tuple[list[list[float]], list[int]]:
+def _measured(folder: str, repeats: int) -> tuple[list[list[Span]], list[int]]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     mesh = DeviceMesh("cpu", list(range(RANKS)))
@@ -96,7 +98,7 @@ def _measured(folder: str, repeats: int) -> tuple[list[list[float]], list[int]]:
         lambda _: checkpoint.load(f"{folder}/ours", target, group=everybody),
         lambda _: dcp.load(target, checkpoint_id=f"{folder}/dcp"),
     ]
-    memory = [_most_memory(job) for job in jobs[:2]]
+    memory = [rise(partial(job, None), "RssAnon") for job in jobs[:2]]
     for job in jobs:
         _check(job, source, target, mesh)
     loads, _ = every_repeat(*(Job(job, dist.barrier, repeats) for job in jobs))
@@ -120,28 +122,6 @@ def _settled() -> None:
     dist.barrier()
 
 
-def _most_memory(job: Callable[[Any], Any]) -> int:
-    """What a process has beside mapped files, above what it had before."""
-    before, most, done = _anonymous(), 0, Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, _anonymous())
-
-    thread = Thread(target=watch)
-    thread.start()
-    job(None)
-    done.set()
-    thread.join()
-    return max(0, max(most, _anonymous()) - before)
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
-
-
 def _check(job: Callable[[Any], Any], source: dict[str, DTensor], target: dict[str, DTensor], mesh: DeviceMesh) -> None:
     for tensor in target.values():
         tensor.to_local().zero_()
@@ -160,22 +140,17 @@ def _dcp_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
 OURS = "from shardwise import checkpoint; checkpoint.convert({0!r}, {1!r}, verify=False, durable=False)"
 TORCHS = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save; dcp_to_torch_save({0!r}, {1!r})"
 WATCHED = """
-import json, sys, threading, time, warnings
+import json, time, warnings
 warnings.simplefilter("ignore")
 import torch, shardwise.checkpoint, torch.distributed.checkpoint.format_utils
-def now():
-    return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
-before, most, done = now(), [0], []
-def watch():
-    while not done:
-        most[0] = max(most[0], now())
-        time.sleep(0.002)
-thread = threading.Thread(target=watch); thread.start()
-started = time.perf_counter()
-{job}
-took = time.perf_counter() - started
-done.append(1); thread.join()
-print(json.dumps([took, max(0, most[0] - before)]))
+from benchmarks.memory import rise
+def work():
+    global took
+    started = time.perf_counter()
+    {job}
+    took = time.perf_counter() - started
+most = rise(work, "RssAnon")
+print(json.dumps([took, most]))
 """
 
 

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from shardwise.tensor import ShardedTensor, reshard
 from shardwise.wires import Way
 
 Shape = tuple[int, int]
+AHEAD = 2e-3  # seconds in which everybody has heard when to start
 REDISTRIBUTE, FULL_TENSOR, SHARDED_TENSOR = "redistribute", "full_tensor", "ShardedTensor"
 
 
@@ -34,8 +36,8 @@ class Side(NamedTuple):
     prepare: Callable[[], Any] = lambda: None
 
     def job(self, repeats: int) -> Job:
-        """All ranks start together."""
-        return Job(self.run, lambda: (self.prepare(), dist.barrier())[0], repeats)
+        """Of all ranks, which start together."""
+        return Job(self.run, lambda: (self.prepare(), meet())[0], repeats)
 
 
 class Sides(NamedTuple):
@@ -180,6 +182,14 @@ def silence() -> None:
     """What the peers say once: that redistribute gathers and cuts over gloo, and that ShardedTensor grows old."""
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
+
+
+def meet() -> None:
+    """Return on all ranks at about the same time: from a barrier they come one after the other, as it wakes them."""
+    dist.barrier()
+    start = torch.tensor(perf_counter() + AHEAD, dtype=torch.float64)
+    dist.broadcast(start, 0)  # the clock is that of the machine
+    sleep(max(0.0, start.item() - perf_counter()))
 
 
 def check(sides: Sides) -> None:

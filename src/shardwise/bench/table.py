@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -66,4 +67,6 @@ def as_json(moves: Sequence[Moved], ranks: int, size: int) -> str:
 def machine() -> dict[str, str | int]:
     """What the figures depend on."""
     versions = {name: version(name).partition("+")[0] for name in ("numpy", "torch")}
-    return {"system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(), **versions}
+    cores = os.cpu_count() or 1
+    system = f"{platform.system()} {platform.machine()}"
+    return {"cores": cores, "system": system, "python": platform.python_version(), **versions}
