@@ -29,8 +29,10 @@ from benchmarks.loading import COUNT, MODEL, RANK, SERVERS, corners_of
 from benchmarks.measure import Effort, Row, Target
 from benchmarks.memory import rise
 from benchmarks.model import RANKS, model, placement, tensor_of
-from shardwise import Layout, checkpoint
+from shardwise import Layout, checkpoint, layout_of, plan
 from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
+from shardwise.bench.limit import strided_copies
+from shardwise.bench.moves import meet
 from shardwise.checkpoint.formats.sharded import index_bytes
 from shardwise.checkpoint.formats.writers import Contents
 from shardwise.checkpoint.matching import Local, match
@@ -47,8 +49,10 @@ safetensors files with an index. The page cache is warm, and both sides were fou
 `read="once"` reads every byte on one rank and sends it on, for files that are far away; here they are not. Memory is
 what a rank takes beside its tensors and the mapped files.
 
-Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. Converting is one process, DCP
-to one safetensors file without reading it back; the peer is torch's `dcp_to_torch_save`, and `cp` copies as many bytes.
+Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. The limit of a load are
+strided copies of the same boxes from memory to memory; that of a save are files into which every rank writes the bytes
+of its tensors and nothing else. Converting is one process, DCP to one safetensors file without reading it back; the
+peer is torch's `dcp_to_torch_save`, and `cp` copies as many bytes.
 Memory is the most that a process had beside mapped files (RssAnon), above what it had before.
 
 The large checkpoint has 100,000 shards: 1,000 tensors of 12 kinds, each in 100 files. One rank opens it and plans what
@@ -66,15 +70,15 @@ def rows(effort: Effort) -> Iterator[Row]:
         found = [times for times, _ in ranks]
         most = [max(ones) / 2**20 for ones in zip(*(memory for _, memory in ranks), strict=True)]
         memory = [f"{one:.1f} MiB of memory (10 wanted)" for one in most]
-        ours, theirs, once, peer, saved, saves, safe, safes, as_dcp = (
+        ours, theirs, once, peer, copies, saved, saves, safe, safes, as_dcp, plain, plain_safe = (
             together(ranks) for ranks in zip(*found, strict=True)
         )
-        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0])
-        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1])
-        yield Row('load from our safetensors, read="once"', once, peer, "dcp.load")
-        yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5))
-        yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5))
-        yield Row("save as DCP, no fsync", as_dcp, saves, "dcp.save")
+        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0], copies)
+        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1], copies)
+        yield Row('load from our safetensors, read="once"', once, peer, "dcp.load", limit=copies)
+        yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5), limit=plain_safe)
+        yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5), limit=plain)
+        yield Row("save as DCP, no fsync", as_dcp, saves, "dcp.save", limit=plain)
         yield from _conversions(folder, effort)
         yield from _openings(folder, effort)
 
@@ -101,13 +105,16 @@ def _measured(folder: str, repeats: int) -> tuple[list[list[Span]], list[int]]:
     memory = [rise(partial(job, None), "RssAnon") for job in jobs[:2]]
     for job in jobs:
         _check(job, source, target, mesh)
-    loads, _ = every_repeat(*(Job(job, dist.barrier, repeats) for job in jobs))
+    jobs.append(_copies(source, target))
+    loads, _ = every_repeat(*(Job(job, meet, repeats) for job in jobs))
     saving: list[Callable[[Any], Any]] = [
         lambda _: checkpoint.save(source, f"{folder}/a", durable=False),
         lambda _: _dcp_save(source, f"{folder}/b", sync=False),
         lambda _: checkpoint.save(source, f"{folder}/c"),
         lambda _: _dcp_save(source, f"{folder}/d", sync=True),
         lambda _: checkpoint.save(source, f"{folder}/e", format="dcp", durable=False),
+        lambda _: _plain_save(source, f"{folder}/f", sync=False),
+        lambda _: _plain_save(source, f"{folder}/g", sync=True),
     ]
     for job in saving:
         job(None)
@@ -129,6 +136,24 @@ def _check(job: Callable[[Any], Any], source: dict[str, DTensor], target: dict[s
     for name, tensor in target.items():
         if not torch.equal(source[name].redistribute(mesh, [placement(name)]).to_local(), tensor.to_local()):
             raise RuntimeError(f"{name} was not loaded as it was saved")
+
+
+def _copies(source: dict[str, DTensor], target: dict[str, DTensor]) -> Callable[[Any], Any]:
+    plans = [plan(layout_of(source[name]), layout_of(x), itemsize=x.dtype.itemsize) for name, x in target.items()]
+    copies = strided_copies(dist.get_rank(), [(one, torch.bfloat16, None) for one in plans])
+    assert copies is not None, "checkpoints are copied"
+    return lambda _: copies()
+
+
+def _plain_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
+    """Nothing but the bytes of this rank."""
+    with open(f"{path}.{dist.get_rank()}", "wb") as file:
+        for tensor in state.values():
+            file.write(tensor.to_local().view(torch.uint8).numpy())
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    dist.barrier()
 
 
 def _dcp_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:

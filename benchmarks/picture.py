@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.sizes import Point
 
 INK, PALE = "#333333", "#dddddd"
-APART = 1.32  # the least ratio between the heights of two labels
+APART = 1.45  # the least ratio between the heights of two labels
 
 
 class Look(NamedTuple):

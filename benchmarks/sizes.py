@@ -8,20 +8,13 @@ from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from benchmarks.measure import Effort
 from benchmarks.table import Sheet, binary
 from benchmarks.tensor import GIB, KIB, MIB, ready, repeats
 from shardwise.bench.clock import Span, every_repeat, together
-from shardwise.bench.moves import (
-    GROUP,
-    OUT,
-    REDISTRIBUTE,
-    SHARDED_TENSOR,
-    SHARED,
-    check,
-    rows_to_columns,
-    silence,
-)
+from shardwise.bench.moves import GROUP, OUT, REDISTRIBUTE, SHARDED_TENSOR, SHARED, check, rows_to_columns, silence
 from shardwise.bench.table import seconds
 from shardwise.testing import on_ranks
 
@@ -32,9 +25,6 @@ Rows -> columns (Shard(0) -> Shard(1)) as in the section before, from 4 KiB to 1
 whole tensors are left out where these would take more than 8 GiB. The picture is of 4 ranks.
 
 ![Time against size: shardwise, torch's ways and the limit](images/performance.png)
-
-`shardwise bench` measures a few moves in the same way on your own machine, in half a minute; `--ranks` and `--size` are
-yours to choose, `--json` is for tools.
 """
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
 WORLDS = (2, 4, 8)
@@ -83,8 +73,6 @@ def _points(effort: Effort) -> Iterator[Point]:
 
 
 def _measured(size: int, effort: Effort, _rank: int) -> dict[str, list[Span]]:
-    import torch.distributed as dist
-
     silence()
     sides = rows_to_columns((isqrt(size // 4),) * 2, (OUT, SHARED, GROUP))
     if 2 * dist.get_world_size() * size > MOST:

@@ -37,7 +37,12 @@ class Side(NamedTuple):
 
     def job(self, repeats: int) -> Job:
         """Of all ranks, which start together."""
-        return Job(self.run, lambda: (self.prepare(), meet())[0], repeats)
+        return Job(self.run, self._prepared, repeats)
+
+    def _prepared(self) -> Any:
+        given = self.prepare()
+        meet()
+        return given
 
 
 class Sides(NamedTuple):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ def bench(ranks: int = 4, size: int = 2**26) -> Iterator[Moved]:
     """Measure one move after the other, of a square float32 tensor of about `size` bytes."""
     check_asked(ranks, size)
     shape = _shape(ranks, size)
+    import_module("torch._dynamo")  # as the first DTensor does: once, and not on every rank
     for name, make in _moves(ranks):
         yield _moved(name, on_ranks(ranks, partial(_measured, make, shape), timeout=600))
 
