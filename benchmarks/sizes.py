@@ -69,7 +69,8 @@ def _points(effort: Effort) -> Iterator[Point]:
         for size in SIZES:
             if ranks * size <= 4 * GIB:  # or ranks would not find the room
                 found = on_ranks(ranks, partial(_measured, size, effort), timeout=600)
-                yield Point(ranks, size, {way: together(rank[way] for rank in found) for way in found[0]})
+                calls = repeats(size, effort)[1]
+                yield Point(ranks, size, {way: together(rank[way] for rank in found) / calls for way in found[0]})
 
 
 def _measured(size: int, effort: Effort, _rank: int) -> dict[str, list[Span]]:
@@ -80,7 +81,7 @@ def _measured(size: int, effort: Effort, _rank: int) -> dict[str, list[Span]]:
     check(sides)
     assert sides.limit is not None, "nothing is reduced"
     ways = sides.ours | sides.peers | {LIMIT: sides.limit}
-    often = max(3, repeats(size, effort) // (4 if size <= MIB else 2))
+    often, calls = repeats(size, effort)
     slow = min(often, effort.slow_peer) if size > 16 * MIB else often
-    spans, _ = every_repeat(*(side.job(slow if way == REDISTRIBUTE else often) for way, side in ways.items()))
+    spans, _ = every_repeat(*(side.job(slow if way == REDISTRIBUTE else often, calls) for way, side in ways.items()))
     return dict(zip(ways, spans, strict=True))

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 class Job:
     """Something to time: `prepare` makes the input of every call anew, while the clock stands.
 
-    A repeat is so many calls in a row: more than one where a single call is too short to be timed alone.
+    A repeat is so many calls in a row: more than one where a single call is too short to be timed alone. `start` comes
+    right before it, as where ranks have to meet.
     """
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
     repeats: int = 1
     calls: int = 1
+    start: Callable[[], Any] = lambda: None
 
     def due(self, turn: int, turns: int) -> bool:
         """Is this job's repeat due? They are spread evenly over all turns.
@@ -81,6 +83,7 @@ def together(ranks: Iterable[Sequence[Span]]) -> float:
 
 def _once(job: Job) -> tuple[Span, Any]:
     inputs = [job.prepare() for _ in range(job.calls)]
+    job.start()
     with _no_collector():
         start = perf_counter()
         for given in inputs:

@@ -35,14 +35,9 @@ class Side(NamedTuple):
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
 
-    def job(self, repeats: int) -> Job:
+    def job(self, repeats: int, calls: int = 1) -> Job:
         """Of all ranks, which start together."""
-        return Job(self.run, self._prepared, repeats)
-
-    def _prepared(self) -> Any:
-        given = self.prepare()
-        meet()
-        return given
+        return Job(self.run, self.prepare, repeats, calls, meet)
 
 
 class Sides(NamedTuple):
