@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from shardwise.bench.moves import (
 from shardwise.planning import size as in_words
 from shardwise.testing import on_ranks
 
-VARIANTS = (OUT, SHARED, GROUP)
+VARIANTS = (OUT, SHARED, GROUP) if sys.platform == "linux" else (OUT, GROUP)  # which alone has shared memory
 SECONDS = 3.0  # for a move, about
 FEWEST, MOST = 3, 50  # repeats
 ITEMSIZE = 4
@@ -47,7 +48,7 @@ class Moved:
 
     move: str
     ours: float
-    shared: float
+    shared: float | None
     group: float
     sharded_tensor: float | None
     redistribute: float
@@ -164,7 +165,7 @@ def _moved(name: str, found: list[Measured]) -> Moved:
     return Moved(
         move=name,
         ours=seconds[str(OUT)],
-        shared=seconds[str(SHARED)],
+        shared=seconds.get(str(SHARED)),
         group=seconds[str(GROUP)],
         sharded_tensor=seconds.get(SHARDED_TENSOR),
         redistribute=seconds[REDISTRIBUTE],
