@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.sizes import Point
 
 INK, PALE = "#333333", "#dddddd"
-APART = 1.45  # the least ratio between the heights of two labels
+LINES = 24  # of labels that fit above each other
 
 
 class Look(NamedTuple):
@@ -81,8 +81,10 @@ def _scales(axes: Axes, points: Sequence[Point]) -> None:
 def _labels(axes: Axes, ends: dict[str, tuple[float, float]]) -> None:
     """At the ends of lines, all in one column, moved up where they would meet."""
     right, below = max(size for size, _ in ends.values()), 0.0
+    bottom, top = axes.get_ylim()
+    apart = (top / bottom) ** (1 / LINES)
     for way, (size, time) in sorted(ends.items(), key=lambda end: end[1][1]):
-        height = max(time, below * APART)
+        height = max(time, below * apart)
         below = height
         axes.annotate(
             LOOKS[way].label,
