@@ -16,7 +16,7 @@ check: $(INSTALLED)
 	@$(BIN)/mypy
 
 bench: $(INSTALLED)
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks --write docs/performance.md
 
 format: $(INSTALLED)
 	@$(BIN)/ruff format --quiet

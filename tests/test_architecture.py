@@ -25,6 +25,7 @@ LAYERS = [
     "checkpoint",
     "testing",
     "demo",
+    "bench",
     "cli",
     "__main__",
     "__init__",

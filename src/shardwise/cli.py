@@ -207,6 +207,26 @@ def demo() -> None:
     run_demo(Console())
 
 
+@app.command()
+def bench(
+    ranks: Annotated[int, typer.Option(help="Processes of this machine.")] = 4,
+    size: Annotated[str, typer.Option(help="Of the tensor that is moved, such as 256MiB.")] = "64MiB",
+    json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
+) -> None:
+    """Time a few moves on this machine: over each wire, by torch's own ways, and as mere copies of the same cells."""
+    from shardwise import bench as benchmark
+    from shardwise.checkpoint.asked import size_in_bytes
+
+    asked, console = size_in_bytes(size), Console(highlight=False)
+    if json:
+        typer.echo(benchmark.as_json(list(benchmark.bench(ranks, asked)), ranks, asked))
+        return
+    with console.status(f"{size} of float32 on {ranks} processes"):
+        moves = list(benchmark.bench(ranks, asked))
+    console.print(benchmark.table(moves))
+    console.print(benchmark.LEGEND.format(size=size, ranks=ranks), style="dim")
+
+
 def main() -> None:
     """The `shardwise` command. Bad input ends with exit code 2 and one message."""
     try:
