@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from shardwise import report
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.planning import size
 
@@ -71,6 +72,24 @@ def tree(checkpoint: Checkpoint) -> Tree:
             at = at.below.setdefault(part, Node())
         at.entry = entry
     return root.grow(Tree(_text(f"{checkpoint.path}  {size(checkpoint.bytes)}")))
+
+
+def page(checkpoint: Checkpoint) -> str:
+    """One HTML page: all tensors by size, and where each lies in its files."""
+    entries = checkpoint.values()
+    rows = [report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=_dtype(e)) for name, e in checkpoint.items()]
+    files = {path for entry in entries for path in entry.used()}
+    facts = {
+        "size": size(checkpoint.bytes),
+        "tensors": f"{len(checkpoint):,}",
+        "files": f"{len(files):,}",
+        "format": checkpoint.format,
+    }
+    paths = {
+        id(entry.paths): entry.paths for entry in entries
+    }  # the numbers of files are those of one list, or of none
+    names = next(iter(paths.values())) if len(paths) == 1 else ()
+    return report.page(rows, title=checkpoint.path, facts=facts, owner="file", names=names)
 
 
 def as_json(checkpoint: Checkpoint) -> str:
