@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
+from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
 
 
 class Redistribution(NamedTuple):
@@ -40,7 +40,7 @@ def redistributed(source: Layout, target: Layout, itemsize: int, *, all_to_all: 
     current, sizes = list(here[1]), here[0].shape
     total, steps = 0, list[str]()
     for axis, goal in _changes(here[1], there[1]):
-        around = prod(n for at, n in enumerate(sizes) if at != axis and not hasattr(current[at], "dim"))
+        around = prod(n for at, n in enumerate(sizes) if at != axis and not _splits(current[at]))
         word, cells = _collective(current[axis], goal, prod(source.shape) * around, sizes[axis], all_to_all)
         total += cells
         steps.append(f"{word} {current[axis]} -> {goal} over {sizes[axis]}")
@@ -72,8 +72,7 @@ def _changes(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> It
     """Axis by axis what it becomes: from the inside out, over R where outer axes cut the same dim otherwise; then the
     rest from the outside in."""
     current = list(source)
-    cut = sum(hasattr(placement, "dim") for placement in source)
-    for axis in reversed(range(len(source)) if cut > 1 else ()):
+    for axis in reversed(range(len(source))) if any(map(_splits, source)) else ():
         goal = target[axis]
         if isinstance(goal, Shard) and _cutting(current[:axis], goal.dim) != _cutting(target[:axis], goal.dim):
             goal = Replicate()
@@ -81,6 +80,10 @@ def _changes(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> It
             yield axis, goal
             current[axis] = goal
     yield from ((axis, goal) for axis, goal in enumerate(target) if current[axis] != goal)
+
+
+def _splits(placement: Placement) -> bool:
+    return isinstance(placement, Shard | StridedShard)
 
 
 def _cutting(placements: list[Placement] | tuple[Placement, ...], dim: int) -> list[int]:

@@ -110,7 +110,7 @@ def _copies(plan: Plan, groups: Groups, most: int) -> dict[str, Any]:
 
 
 def _flows(groups: Groups, source: Ints, target: Ints, size: Ints) -> list[list[int]]:
-    """[group that sends, group that receives, bytes] where that is something; source and target are places of owners."""
+    """[group that sends, group that receives, bytes] where that is something; the sides are places of owners."""
     count = groups.count
     found = totals(size, source // groups.length * count + target // groups.length, count * count)
     at = np.flatnonzero(found)
