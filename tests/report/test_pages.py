@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_many_rounds_are_put_together():
     assert p.rounds > 64 >= len(stages)
     assert stages[0][0] == 1
     assert stages[-1][1] == p.rounds
-    assert all(before[1] + 1 == after[0] for before, after in zip(stages, stages[1:], strict=False))
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(stages))
 
 
 def test_a_page_says_what_redistribute_would_move():

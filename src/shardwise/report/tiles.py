@@ -1,4 +1,4 @@
-"""A layout as tiles, boxes with those who hold them. Too many of a grid are put together; of a listing, the first stay."""
+"""A layout as tiles: boxes with those who hold them. Too many of a grid are put together, of a listing left out."""
 
 from __future__ import annotations
 
