@@ -16,7 +16,6 @@ from shardwise import parse, plan
 from shardwise.planning import redistributed, size
 from shardwise.report import Row, page, write
 
-CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -35,21 +34,21 @@ HOSTILE = '<img src=x onerror="window.hit=1"></script><script>window.hit=1</scri
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
     """One browser for all tests here, with a profile of its own."""
-    missing = [path for path in (CHROMIUM, DRIVER) if shutil.which(path) is None]
-    if missing:
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if browser is None or driver is None:
         pytest.fail(
-            f"{' and '.join(missing)} missing: the pages are tested in a real browser. Run `make browser`, or "
-            "install it yourself: apt-get install chromium chromium-driver",
+            "Chromium or its driver is missing, and the pages are tested in a real browser. Run `make browser`, or "
+            "install them yourself: apt-get install chromium chromium-driver",
             pytrace=False,
         )
     options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
+    options.binary_location = browser
     for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(executable_path=DRIVER))
-    yield driver
-    driver.quit()
+    found = webdriver.Chrome(options=options, service=Service(executable_path=driver))
+    yield found
+    found.quit()
 
 
 class Opened:

@@ -27,7 +27,9 @@ class Traffic:
     def of(copies: Copies, owners: tuple[int, ...], itemsize: int, hosts: Ints | None) -> Traffic:
         """The messages of these copies."""
         sent, count = copies.take(copies.remote), len(owners)
-        stage = np.unique(sent.step * (int(sent.round.max(initial=0)) + 1) + sent.round, return_inverse=True)[1]
+        turn = sent.step * (int(sent.round.max(initial=0)) + 1) + sent.round
+        used = np.bincount(turn) > 0
+        stage = (np.cumsum(used) - 1)[turn]
         source, target = (np.searchsorted(ints(owners), side) for side in (sent.source, sent.target))
         key, size = _sums((stage * count + source) * count + target, sent.volumes * itemsize)
         stage, source, target = key // (count * count), key // count % count, key % count
