@@ -67,7 +67,7 @@ def plan(
     if json is not None:
         json.write_text(made.to_json())
     if html is not None:
-        typer.echo(f"\nwrote {made.html(html)}")
+        made.html(html)
 
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
@@ -111,7 +111,7 @@ def inspect(
         console.print(tables.tree(found) if tree else tables.table(found), soft_wrap=True)
         console.print(f"\n{escape(tables.summary(found))}", soft_wrap=True)
     if html is not None:
-        console.print(f"wrote {escape(str(report.write(html, tables.page(found))))}", soft_wrap=True)
+        report.write(html, tables.page(found))
 
 
 @app.command()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from html import escape
-from math import prod
+from typing import Any
 
 from shardwise.geometry import Box
 from shardwise.layout import Layout
 from shardwise.planning import Plan, count, size
 from shardwise.report.groups import Groups
-from shardwise.report.tiles import tiles
+from shardwise.report.tiles import COLOURS, tiles
 
 WIDTH, HEIGHT = 220, 130
-MOST_TILES = 256
-HUES = ("#9dbcf0", "#f6bd8c", "#7fc3a4", "#ecacd8", "#ece08f", "#b9a5ea", "#8fdcec", "#e59a94")
+MOST_GROUPS, MOST_TILES = 64, 256
 STYLE = "font:12px system-ui,sans-serif;display:inline-block;margin:4px 18px 4px 0;vertical-align:top"
 
 
@@ -25,7 +24,7 @@ def glance(shown: Layout | Plan, words: str = "") -> str:
     2
     """
     layouts = [shown.source, shown.target] if isinstance(shown, Plan) else [shown]
-    owners = Groups.of(shown.owners if isinstance(shown, Plan) else shown.form.owners, 2**31)
+    owners = Groups.of(shown.owners if isinstance(shown, Plan) else shown.form.owners, MOST_GROUPS)
     drawn = "".join(_layout(layout, owners) for layout in layouts)
     said = words or (_totals(shown) if isinstance(shown, Plan) else count(len(owners.owners), "owner"))
     return f'<div>{drawn}<div style="font:12px system-ui,sans-serif">{escape(said)}</div></div>'
@@ -42,36 +41,40 @@ def _totals(plan: Plan) -> str:
 
 
 def _layout(layout: Layout, owners: Groups) -> str:
-    found = tiles(layout, owners, MOST_TILES)
-    dims = layout.ndim
-    flat = [
-        (Box(tuple(row[:dims]), tuple(row[dims : 2 * dims])), found["sets"][row[2 * dims]])
+    """Its notation, what the picture leaves out in words, and the tiles; of more than two dims those of one slice."""
+    found, dims = tiles(layout, owners, MOST_TILES), layout.ndim
+    marks = "".join(
+        _tile(layout, Box(tuple(row[:dims]), tuple(row[dims : 2 * dims])), found["sets"][row[-1]])
         for row in found["tiles"]
-        if not any(row[: max(dims - 2, 0)])  # of more than two dims the first slice
-    ]
-    marks = "".join(_tile(layout, box, who["who"], who["groups"][0]) for box, who in flat)
-    notes = [
-        *["first slice"] * (dims > 2 and prod(layout.shape) > 0),
-        *[f"{found['total']:,} tiles, put together" if found["merged"] else "not all tiles"]
-        * (found["total"] > len(found["tiles"])),
-        *[f"{layout.op} of {layout.terms} terms"] * (layout.terms > 1),
-        *["no cells"] * (not found["tiles"]),
-    ]
-    note = f" ({', '.join(notes)})" if notes else ""
-    head = f'<div style="margin-bottom:3px"><code>{escape(layout.brief(60))}</code>{escape(note)}</div>'
-    return (
-        f'<div style="{STYLE}">{head}<svg role="img" aria-label="{escape(layout.brief(60))}" '
-        f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{marks}</svg></div>'
+        if not any(row[: max(dims - 2, 0)])
     )
+    name, note, high = escape(layout.brief(60)), escape(_note(layout, found)), HEIGHT if dims > 1 else HEIGHT // 3
+    box = f'width="{WIDTH}" height="{high}" viewBox="0 0 {WIDTH} {high}"'
+    svg = f'<svg role="img" aria-label="{name}" {box}>{marks}</svg>' if marks else ""
+    return f'<div style="{STYLE}"><div style="margin-bottom:3px"><code>{name}</code>{note}</div>{svg}</div>'
 
 
-def _tile(layout: Layout, box: Box, who: str, number: int) -> str:
+def _note(layout: Layout, found: dict[str, Any]) -> str:
+    replicas = max((holders["replicas"] for holders in found["sets"]), default=0)
+    words = {
+        "no cells": not found["tiles"],
+        "first slice": layout.ndim > 2 and bool(found["tiles"]),
+        f"{len(found['tiles'])} tiles for {found['total']:,}": found["total"] > len(found["tiles"]),
+        f"{layout.op} of {layout.terms} terms": layout.terms > 1,
+        f"{replicas} replicas": replicas > 1,
+    }
+    said = ", ".join(word for word, holds in words.items() if holds)
+    return f" ({said})" if said else ""
+
+
+def _tile(layout: Layout, box: Box, holders: dict[str, Any]) -> str:
     """A rectangle with its holders written into it, where there is room."""
+    who, colour = holders["who"], COLOURS[holders["groups"][0] % len(COLOURS)]
     (left, wide), (top, high) = _side(layout, box, -1, WIDTH), _side(layout, box, -2, HEIGHT)
     title = f"<title>{escape(f'{box}: {who}')}</title>"
     rect = (
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}" '
-        f'fill="{HUES[number % len(HUES)]}" stroke="#fff">{title}</rect>'
+        f'fill="{colour}" stroke="#fff" stroke-width="0.7">{title}</rect>'
     )
     if wide < 7 * len(who) + 2 or high < 12:
         return rect

@@ -8,10 +8,9 @@ import numpy as np
 
 from shardwise.planning import Plan, size
 from shardwise.report.groups import Groups
-from shardwise.report.tiles import tiles
+from shardwise.report.tiles import COLOURS, tiles
 
 MOST_GROUPS, MOST_TILES = 64, 1024
-HUES = ("#9dbcf0", "#f6bd8c", "#7fc3a4", "#ecacd8", "#ece08f", "#b9a5ea", "#8fdcec", "#e59a94")
 
 
 def figure(plan: Plan) -> Any:
@@ -44,7 +43,7 @@ def _draw_tiles(axes: Any, layout: dict[str, Any]) -> None:
             continue
         hatch = "..." if layout["terms"] > 1 else "///" if who["replicas"] > 1 else None
         wide, high = hi[-1] - lo[-1], hi[-2] - lo[-2]
-        colour = HUES[who["groups"][0] % len(HUES)]
+        colour = COLOURS[who["groups"][0] % len(COLOURS)]
         axes.add_patch(Rectangle((lo[-1], lo[-2]), wide, high, facecolor=colour, edgecolor="white", hatch=hatch))
         if wide / shape[1] > 0.018 * len(who["who"]) and high / shape[0] > 0.05:
             axes.text(lo[-1] + wide / 2, lo[-2] + high / 2, who["who"], ha="center", va="center", fontsize=8)
@@ -59,10 +58,11 @@ def _draw_flows(axes: Any, plan: Plan, groups: Groups) -> None:
     source, target, amount = plan.traffic.flows()
     np.add.at(heat, (source // groups.length, target // groups.length), amount)
     axes.imshow(heat, cmap="Blues", aspect="auto")
-    axes.set_title(f"{size(plan.bytes_moved)} move; at least {size(plan.lower_bound)}", fontsize=9)
+    axes.set_title(f"{size(plan.bytes_moved)} move, {size(plan.bytes_local)} stay", fontsize=9)
     axes.set_xlabel("to", fontsize=8)
     axes.set_ylabel("from", fontsize=8)
     every = range(0, groups.count, max(1, -(-groups.count // 12)))
     labels = groups.labels()
-    axes.set_xticks(list(every), [labels[at] for at in every], fontsize=7)
+    upright = {} if groups.single else {"rotation": 90}
+    axes.set_xticks(list(every), [labels[at] for at in every], fontsize=7, **upright)
     axes.set_yticks(list(every), [labels[at] for at in every], fontsize=7)

@@ -14,6 +14,16 @@ from shardwise.notation import write_ranges
 from shardwise.report.groups import Groups
 
 LONGEST = 40  # characters of a label
+COLOURS = (
+    "#9dbcf0",
+    "#f6bd8c",
+    "#7fc3a4",
+    "#ecacd8",
+    "#ece08f",
+    "#b9a5ea",
+    "#8fdcec",
+    "#e59a94",
+)  # of owners, by turns
 MOST_ALONG = 64  # tiles side by side: more could not be seen
 
 
