@@ -331,8 +331,11 @@ def test_text_stands_out_in_both_modes(opened, scheme):
     opened.open(page(plan("64x64/S0@24", "64x64/S1@24")), scheme=scheme)
     for selector in ".tile span", ".pick", "p, small, caption, dt, dd, h1, h2, h3, td, th, button, .ticks i, .axis i":
         assert opened.script(CONTRAST, selector) >= 4.5, selector
-    opened.open(page(dict.fromkeys("ab", PLAN)), scheme=scheme)
-    assert opened.script(CONTRAST, ".leaf, .branch, .tensors button, .flow span") >= 4.5
+    uneven = plan("64x64/split0=1,2,4,7,11,16,23@7", "64x64/S1@7")
+    moving = [plan("64x64/S0@8", f"64x64/split0={8 + n},{56 - n},0,0,0,0,0,0@8") for n in range(0, 56, 3)]
+    opened.open(page({str(n): made for n, made in enumerate([uneven, *moving])}), scheme=scheme)
+    for selector in ".leaf, .branch, .tensors button", ".flow span":
+        assert opened.script(CONTRAST, selector) >= 4.5, selector
 
 
 def test_the_page_follows_the_system_and_the_button_turns_it(opened):
@@ -415,6 +418,15 @@ def test_the_map_is_walked_with_the_keyboard(opened):
     opened.focus(".leaf")
     opened.press(Keys.ARROW_RIGHT, Keys.ENTER)
     assert opened.all("#tensor .tile")
+
+
+def test_a_name_that_others_go_on_from_has_a_place_of_its_own(opened):
+    opened.open(page({"a": PLAN, "a.b": PLAN, "a.c": PLAN}))
+    assert sorted(found.get_attribute("aria-label").split(":")[0] for found in opened.all(".leaf")) == [
+        "a",
+        "a.b",
+        "a.c",
+    ]
 
 
 def test_the_table_of_tensors_is_searched_and_sorted(opened):

@@ -55,6 +55,9 @@ function colours(number) {  // of an owner: eight hues of different lightness, t
   return { "--hue": String(hue), "--light": String(light + [0, -0.09, 0.05][turn]) };
 }
 
+// How text is to stand on a heat from 0 to 1, in light and in dark mode.
+const shade = (heat) => (heat > 0.72 ? "strong" : heat > 0.5 ? "middle" : "weak");
+
 function table(caption, heads, rows, options = {}) {
   const numeric = new Set(options.numeric || []);
   const side = (at) => (numeric.has(at) ? { class: "number" } : {});

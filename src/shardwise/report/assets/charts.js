@@ -43,11 +43,11 @@ class MatrixPanel {
     const most = flows.reduce((found, flow) => Math.max(found, flow[2]), 1);
     const heat = el("div", { class: count > 24 ? "heat dense" : "heat", style: { "--count": String(count) } });
     for (const [source, target, size] of flows) {
+      const warmth = 0.12 + 0.88 * Math.sqrt(size / most);
       const words = `${called(labels[source])} to ${called(labels[target])}: ${bytes(size)}`;
-      const cell = el("div", { class: "flow", tabindex: "-1", role: "img", "aria-label": words, style: {
+      const cell = el("div", { class: "flow", tabindex: "-1", role: "img", "aria-label": words, "data-shade": shade(warmth), style: {
         left: per(target / count), top: per(source / count), width: per(1 / count), height: per(1 / count),
-        "--heat": String(0.12 + 0.88 * Math.sqrt(size / most)) } }, count <= 16 ? el("span", {}, bytes(size)) : "");
-      cell.dataset.strong = String(size / most > 0.3);
+        "--heat": String(warmth) } }, count <= 16 ? el("span", {}, bytes(size)) : "");
       cell.flow = [source, target, words];
       this.cells.push(cell);
       heat.append(cell);
@@ -81,7 +81,7 @@ function flowTable(picture) {
     ["from", "to", "bytes"], rows.map(([source, target, size]) => [labels[source], labels[target], bytes(size)]), { numeric: [2] });
 }
 
-const BARS = [["sent", "sends"], ["received", "receives"], ["kept", "keeps"], ["peak", "stages at most"]];
+const BARS = [["sent", "sends"], ["received", "receives"], ["kept", "keeps"], ["peak", "peak"]];
 
 class BarsPanel {
   constructor(view) {
@@ -96,7 +96,7 @@ class BarsPanel {
       return el("tr", {}, el("th", { scope: "row" }, pick),
         ...kinds.map(([name]) => cell(bars[name][group], name)));
     });
-    const caption = grouped ? `${whole(owners)} ${DATA.owner}s in groups of ${sizes[0]}: bytes of all in a group, and the most that any of them stages` : `Bytes by ${DATA.owner}`;
+    const caption = grouped ? `${whole(owners)} ${DATA.owner}s in groups of ${sizes[0]}: bytes of all in a group; the peak is of any one of them` : `Bytes${bars.peak ? "; the peak is what is staged at most in one round" : ""}`;
     this.whole = el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": caption }, el("table", { class: "bars" }, el("caption", {}, caption),
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, DATA.owner), ...kinds.map(([, head]) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, ...this.rows)));

@@ -16,7 +16,7 @@ function tensorsOf(data) {
 }
 
 function treeOf(tensors) {
-  const root = { name: "", below: new Map(), size: 0, moved: 0, tensor: null };
+  const root = { name: "", below: new Map(), size: 0, tensor: null };
   for (const tensor of tensors) {
     let at = root;
     for (const part of tensor.name.split(".")) {
@@ -32,6 +32,10 @@ function treeOf(tensors) {
 
 function joined(node) {  // a branch with one branch is one
   const below = [...node.below.values()].map(joined);
+  if (below.length && node.tensor) {  // a name that others go on from has a place of its own among them
+    below.push({ ...node, below: [], size: node.tensor.size });
+    node = { ...node, tensor: null };
+  }
   if (below.length === 1 && !node.tensor) {
     const only = below[0];
     return { ...only, name: node.name ? `${node.name}.${only.name}` : only.name };
@@ -103,7 +107,7 @@ class TreeMap {
   draw() {
     const top = this.path.at(-1) || this.root;
     this.field.replaceChildren();
-    this.fill(top, 0, 0, this.field.clientWidth, this.field.clientHeight, 0);
+    this.fill(top, 0, 0, this.field.clientWidth, this.field.clientHeight);
     const first = this.field.querySelector(".leaf, .branch");
     if (first) first.tabIndex = 0;
     const steps = [["all tensors", []], ...this.path.map((node, at) => [node.name, this.path.slice(0, at + 1)])];
@@ -120,15 +124,15 @@ class TreeMap {
     return [el("span", {}, low), el("i", {}), el("span", {}, high)];
   }
 
-  fill(node, x, y, width, height, depth) {
+  fill(node, x, y, width, height) {
     for (const [child, left, top, wide, high] of squares(node.below.length ? node.below : [node], x, y, width, height)) {
       if (wide < 2 || high < 2) continue;
       const small = wide < 26 || high < 26 || this.field.childElementCount > 1500;
       if (child.below.length && !small) {
         const head = high > 44 && wide > 40 ? 17 : 0;
-        this.put("branch", child, left, top, wide, high, depth);
-        this.fill(child, left + 2, top + 1 + head, wide - 4, high - 3 - head, depth + 1);
-      } else this.put("leaf", child, left, top, wide, high, depth);
+        this.put("branch", child, left, top, wide, high);
+        this.fill(child, left + 2, top + 1 + head, wide - 4, high - 3 - head);
+      } else this.put("leaf", child, left, top, wide, high);
     }
   }
 
@@ -137,22 +141,22 @@ class TreeMap {
     const one = el("div", { class: kind, role: "button", tabindex: "-1", "aria-label": text, style: {
       left: `${left}px`, top: `${top}px`, width: `${wide}px`, height: `${high}px`, ...this.paint(node) } },
       wide > 34 && high > 15 ? el("span", {}, node.name) : "");
-    one.dataset.strong = String(this.heat(node) > 0.45 && this.way !== "dtype");
+    one.dataset.shade = shade(this.warmth(node));
     if (this.way === "dtype") one.classList.add("hued");
     one.node = node;
     this.field.append(one);
   }
 
-  heat(node) {
-    const found = [], walk = (at) => (at.tensor ? found.push(at.tensor) : at.below.forEach(walk));
-    if (!node.tensor && this.path) walk(node); else if (node.tensor) found.push(node.tensor);
-    const size = found.reduce((sum, tensor) => sum + tensor.size, 0) || 1;
+  warmth(node) {  // of what is in it, by size
+    let sum = 0;
     const part = (tensor) => (this.way === "share" ? tensor.share : Math.log2(tensor.shards || 1) / Math.log2(this.most));
-    return found.reduce((sum, tensor) => sum + part(tensor) * tensor.size, 0) / size;
+    const walk = (at) => { if (at.tensor) sum += part(at.tensor) * at.size; else at.below.forEach(walk); };
+    walk(node);
+    return 0.06 + (0.94 * sum) / (node.size || 1);
   }
 
   paint(node) {
-    if (this.way !== "dtype") return { "--heat": String(0.06 + 0.94 * this.heat(node)) };
+    if (this.way !== "dtype") return { "--heat": String(this.warmth(node)) };
     let at = node;
     while (!at.tensor) at = at.below[0];
     return colours(DATA.dtypes.indexOf(at.tensor.dtype));
