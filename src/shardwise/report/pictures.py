@@ -162,5 +162,6 @@ def _added(found: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
 
     sums = {name: total((one[name], times) for one, times in found) for name in ("moved", "local", "bound", "messages")}
     wires = [total((one["redistribute"][way], times) for one, times in found) for way in (0, 1)]
-    refused = next((one["why_not"] for one, _ in found if one["why_not"]), "")
-    return {**sums, "redistribute": wires, "why_not": refused}
+    refused = [(one["why_not"], times) for one, times in found if one["why_not"]]
+    why_not = {"why_not": refused[0][0], "refused": sum(times for _, times in refused)} if refused else {}
+    return {**sums, "redistribute": wires, **why_not}

@@ -7,7 +7,7 @@ function cards(totals, facts) {
   if (totals) {
     card("moves", bytes(totals.moved), `${percent(totals.moved, all)} of ${bytes(all)}`);
     card("stays", bytes(totals.local), "copied where it is");
-    card("messages", whole(totals.messages), totals.rounds === undefined ? "between all" : `in ${plural(totals.rounds, "round")}`);
+    card("messages", whole(totals.messages), totals.rounds === undefined ? "if every tensor went alone" : `in ${plural(totals.rounds, "round")}`);
     if (totals.peak !== undefined) card("peak", bytes(totals.peak), totals.limit ? `staged at most; the limit is ${bytes(totals.limit)}` : `staged at most by any ${DATA.owner}`);
     if (totals.seconds !== undefined) card("estimate", duration(totals.seconds), "by the cost model");
     if (totals.balance !== undefined) card("balance", percent(totals.balance, 1), "mean load over the busiest");
@@ -30,7 +30,7 @@ function comparison(totals, id) {
     el("b", { "data-figure": kind }, bytes(value)), el("small", {}, kind === "model" && totals.moved ? `${times(value / totals.moved)}` : ""));
   const steps = totals.steps ? (cpu !== gpu ? totals.steps[1] : totals.steps[0]) : [];
   const said = gpu === null
-    ? `DTensor.redistribute cannot do this: ${totals.why_not}.`
+    ? `DTensor.redistribute cannot do ${totals.refused ? `${plural(totals.refused, "tensor")} of this` : "this"}: ${totals.why_not}.`
     : `For redistribute this is a model, not a measurement: one collective per mesh axis, without padding${steps.length ? ` (${steps.join("; then ")})` : ""}.`;
   return section(id, "Against the least, and against torch", "", el("div", {}, ...rows.map(bar), el("p", { class: "note" }, said)),
     () => table("Bytes that move", ["way", "bytes"], rows.map(([name, value]) => [name, bytes(value)]), { numeric: [1] }));

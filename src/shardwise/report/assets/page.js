@@ -122,7 +122,7 @@ class TilesPart {
       return panel.side === "target" ? `from ${called(labels[move.source])}${move.step ? ", handed on" : ""}` : `to ${called(labels[move.target])}`;
     };
     const items = moves.slice(0, 8).map((move) => el("li", { class: move.stays ? "stays" : "" }, words(move), " ",
-      el("code", {}, boxText(move.lo, move.hi)), ` ${bytes(volume(move.lo, move.hi) * itemsize)}`));
+      el("code", {}, boxText(move.lo, move.hi)), " ", el("span", { class: "value" }, bytes(volume(move.lo, move.hi) * itemsize))));
     if (moves.length > 8) items.push(el("li", {}, `and ${moves.length - 8} more`));
     return [el("ul", {}, ...items)];
   }
