@@ -216,6 +216,10 @@ def test_layouts_of_every_number_of_dims_are_drawn(opened, text):
     assert opened.one("h3 code").text == text
 
 
+def test_a_page_of_nothing_says_so(opened):
+    assert opened.open(page({})).one("main").text == "There is nothing to show."
+
+
 def test_owners_with_nothing_are_named(opened):
     assert "Nothing on rank 3" in opened.open(page(parse("5x6/S0@4"))).one("#tiles").text
 
@@ -268,6 +272,24 @@ def test_a_rank_is_selected_from_the_list_and_given_back(opened):
     assert opened.texts("#owners tr.chosen th") == ["2"]
     Select(opened.one("select")).select_by_visible_text("every rank")
     assert opened.all("#owners tr.chosen") == []
+
+
+def test_a_flow_selects_its_sender_by_the_keyboard_too(opened):
+    opened.open(page(PLAN))
+    opened.focus(".flow")
+    opened.press(Keys.ARROW_DOWN, Keys.ENTER)
+    assert opened.focused() == "rank 2 to rank 1: 16 B"
+    assert opened.texts("#owners tr.chosen th") == ["2"]
+
+
+def test_what_is_handed_on_inside_a_host_is_said(opened):
+    opened.open(page(plan("8x6/S0@4", "8x6/R@8", hosts=4)))
+    assert opened.figure("between hosts") == size(8 * 6 * 4)
+    Select(opened.one("select")).select_by_visible_text("rank 5")
+    opened.focus(".target .tile")
+    said = opened.one(".detail").text
+    assert "from rank 4 to rank 5, handed on [0:2, 0:6] 48 B" in said
+    assert "from rank 1 to rank 5 [2:4, 0:6] 48 B" in said
 
 
 def test_arrow_keys_move_enter_selects_and_escape_clears(opened):

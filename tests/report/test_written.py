@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
+from embedded import data
 from ranks import ranks  # noqa: F401
-from test_pages import data
 
 import shardwise as sw
 from shardwise import checkpoint, cli

@@ -16,7 +16,7 @@ from shardwise.planning import Plan
 from shardwise.report.pictures import Limits, picture, together
 from shardwise.report.rows import Row, rows
 
-SCRIPTS = ("basics.js", "tiles.js", "charts.js", "model.js", "page.js")
+SCRIPTS = ("basics.js", "parts.js", "tiles.js", "cells.js", "charts.js", "map.js", "tensors.js", "page.js")
 
 
 def page(
@@ -36,8 +36,9 @@ def page(
     (True, False)
     """
     found = rows(what)
-    data = {"title": title or _title(found), "facts": dict(facts or {}), "owner": owner, "names": list(names)}
-    return _filled({**data, **contents(found)})
+    head = {"title": title or _title(found), "plain": title is None and len(found) == 1 and not found[0].name}
+    about = {"facts": dict(facts or {}), "owner": owner, "names": list(names)}
+    return _filled({**head, **about, **contents(found)})
 
 
 def contents(found: Sequence[Row]) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def _title(found: Sequence[Row]) -> str:
         return f"{len(found):,} tensors"
     shown = found[0].shown
     texts = [shown.source, shown.target] if isinstance(shown, Plan) else [shown]
-    return found[0].name or " → ".join(layout.brief(40) for layout in texts)
+    return found[0].name or " → ".join(layout.brief(60) for layout in texts)
 
 
 def _filled(data: Mapping[str, Any]) -> str:

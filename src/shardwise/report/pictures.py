@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     def of(pictures: int) -> Limits:
         """For so many pictures."""
         share = max(1, pictures // 4)
-        return Limits(64 if pictures <= 16 else 16, max(64, 1024 // share), max(256, 8192 // share))
+        return Limits(64 if pictures <= 40 else 8, max(16, 1024 // share), 8192 // share)
 
 
 Picture = dict[str, Any]
@@ -87,6 +87,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "balance": plan.balance,
         "seconds": plan.estimate(),
         "hosts": None if plan.hosts is None else plan.hosts.count,
+        "across": int(plan.traffic.size[~plan.traffic.inside].sum()),
         "redistribute": [wire.bytes for wire in wires],
         "steps": [list(wire.steps) for wire in wires],
         "why_not": wires[0].why_not,
