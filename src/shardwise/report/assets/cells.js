@@ -106,8 +106,8 @@ class CellsPart {
 
   elsewhere(side, selected) {  // what the owner gets from others, in the source; what others get from it, in the target
     if (selected === null || side === "only" || !this.copies) return [];
-    const far = side === "target" ? "source" : "target";
-    return this.copies.filter((copy) => copy[far] === selected && !copy.stays);
+    const mine = side === "target" ? (copy) => copy.source === selected : (copy) => copy.target === selected && !copy.step;
+    return this.copies.filter((copy) => mine(copy) && !copy.stays);
   }
 
   hint() {

@@ -73,6 +73,7 @@ class TreeMap {
   picker(tensors) {  // what the colours are to tell
     const ways = tensors[0].share === null ? [["shards", "number of shards"]] : [["share", "what moves"]];
     if (new Set(tensors.map((tensor) => tensor.dtype)).size > 1) ways.push(["dtype", "dtype"]);
+    if (ways[0][0] === "shards" && tensors.every((tensor) => tensor.shards < 2)) ways.reverse();
     this.way = ways[0][0];
     const options = ways.map(([way, words]) => el("option", { value: way }, `coloured by ${words}`));
     const pick = el("select", { "aria-label": "Colour by" }, ...options);

@@ -96,10 +96,10 @@ class LayoutPanel {
   }
 
   plane(slice) {
-    const cells = el("div", { class: "plane", style: { "aspect-ratio": String(this.ratio()) } });
+    const ratio = this.ratio(), cells = el("div", { class: "plane", style: { "aspect-ratio": String(ratio) } });
     this.tiles.forEach((tile, number) => { if (overlap(slice, tile)) cells.append(this.tile(tile, number)); });
     const inner = slice.lo.length > 0;
-    const whole = el("figure", { class: inner ? "" : "ticked" }, cells, ...(inner ? [] : this.ticks()),
+    const whole = el("figure", { class: inner ? "" : "ticked", style: { "--ratio": String(ratio) } }, cells, ...(inner ? [] : this.ticks()),
       inner ? el("figcaption", {}, `[${ranges(slice)}, :, :]`) : "");
     new ResizeObserver(() => fit(cells, whole)).observe(cells);
     return { slice, cells, whole };
