@@ -429,6 +429,23 @@ def test_a_model_has_a_map_that_leads_to_every_tensor(opened):
     assert len(opened.all("#tensor .source .tile")) == 4
 
 
+def test_a_checkpoint_names_its_files_and_is_coloured_by_shards_or_dtype(opened):
+    rows = [
+        Row("w", parse("64x32/S0@2"), itemsize=2, dtype="bfloat16"),
+        Row("norm", parse("2048/S0@1:1"), itemsize=4, dtype="float32"),
+    ]
+    opened.open(page(rows, owner="file", names=["a.safetensors", "b.safetensors"], facts={"format": "sharded"}))
+    assert opened.figure("format") == "sharded"
+    assert opened.rows(".tensors") == [
+        ["w", "bfloat16", "64 x 32", "S0@2", "4.00 KiB", "2"],
+        ["norm", "float32", "2048", "whole", "8.00 KiB", "1"],
+    ]
+    Select(opened.one("select")).select_by_visible_text("coloured by dtype")
+    assert opened.texts(".chip") == ["bfloat16", "float32"]
+    opened.one('.leaf[aria-label^="norm"]').click()
+    assert opened.one("#tensor .tile").get_attribute("aria-label") == "[0:2048], on file 1 (b.safetensors)"
+
+
 def test_the_map_is_walked_with_the_keyboard(opened):
     opened.open(page(model()))
     opened.focus(".branch, .leaf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -73,14 +74,9 @@ def _filled(data: Mapping[str, Any]) -> str:
     """The template with style, scripts and data in it."""
     folder = files("shardwise.report") / "assets"
     text = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    html, _, rest = text["page.html"].partition("{{title}}")
-    style, _, rest = rest.partition("{{style}}")
-    before, _, rest = rest.partition("{{data}}")
-    between, _, after = rest.partition("{{script}}")
     script = "\n".join(text[name] for name in SCRIPTS)
-    return "".join(
-        [html, _escaped(data["title"]), style, text["page.css"], before, _json(data), between, script, after]
-    )
+    places = {"title": _escaped(data["title"]), "style": text["page.css"], "data": _json(data), "script": script}
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: places[place[1]], text["page.html"])
 
 
 def _escaped(text: str) -> str:

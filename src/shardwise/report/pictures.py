@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Ints, ints, totals
+from shardwise.geometry import Ints, different, ints, totals
 from shardwise.layout import Layout
 from shardwise.planning import Plan, redistributed
 from shardwise.report.groups import Groups
@@ -124,10 +124,10 @@ def _stages(plan: Plan) -> list[list[float]]:
     count = traffic.stages
     size = totals(traffic.size, traffic.stage, count)
     messages = np.bincount(traffic.stage, minlength=count)
-    width = max(1, -(-count // MOST_STAGES))
-    first = np.arange(0, count, width)
     if not count:
         return []
+    width = -(-count // MOST_STAGES)
+    first = np.arange(0, count, width)
     sums = [np.add.reduceat(column, first).tolist() for column in (size, messages, traffic.seconds())]
     ends = (first + 1).tolist(), np.minimum(first + width, count).tolist()
     return [list(row) for row in zip(*ends, *sums, strict=True)]
@@ -135,7 +135,7 @@ def _stages(plan: Plan) -> list[list[float]]:
 
 def together(known: Sequence[tuple[Plan, int, Picture]], limits: Limits) -> Picture:
     """Plans as one picture: who sends how much to whom, each plan (with its own picture) as often as it occurs."""
-    owners = ints(sorted({owner for plan, _, _ in known for owner in plan.owners}))
+    owners = different(np.concatenate([ints(plan.owners) for plan, _, _ in known]))
     groups = Groups.of(owners, limits.groups)
     sums = np.zeros((3, len(owners)), dtype=np.int64)
     flows = list[tuple[Ints, Ints, Ints]]()

@@ -5,11 +5,11 @@ const MOST_ROWS = 100;
 function tensorsOf(data) {  // rows of the data as objects
   return data.rows.map(([name, kind, size, dtype, note]) => {
     const picture = data.pictures[kind], { source, target, totals } = picture, { shape } = target || source;
-    const notation = (layout) => (!target && layout.total === 1 ? "whole" : layout.text.split("/").slice(1).join("/"));
+    const notation = (layout) => (!target && layout.shards === 1 ? "whole" : layout.text.split("/").slice(1).join("/"));
     const layouts = [source, target].filter(Boolean).map(notation);
     return {
       name, picture, size, note, dtype: data.dtypes[dtype], shape: shape.join(" x ") || "scalar", layout: layouts.join(" → "),
-      cells: shape.reduce((product, n) => product * n, 1), shards: source.total,
+      cells: shape.reduce((product, n) => product * n, 1), shards: source.shards,
       moved: totals ? totals.moved : null, share: totals ? totals.moved / (totals.moved + totals.local || 1) : null,
     };
   });
