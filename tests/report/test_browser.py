@@ -208,7 +208,9 @@ def test_replicas_and_partial_sums_are_marked_and_said(opened):
     assert "sum of terms on ranks 0+2" in opened.one(".source .tile").get_attribute("aria-label")
 
 
-@pytest.mark.parametrize("text", ["scalar/R@2", "0x6/S0@3", "9/cyclic0=2@2", "4x2x2/S0@2", "2x3x4x4/S0,S1@2x3"])
+@pytest.mark.parametrize(
+    "text", ["scalar/R@2", "0x6/S0@3", "9/cyclic0=2@2", "4x2x2/S0@2", "2x3x4x4/S0,S1@2x3", "2x2x2x2x2/S0,S3@2x2"]
+)
 def test_layouts_of_every_number_of_dims_are_drawn(opened, text):
     layout = parse(text)
     opened.open(page(layout))
@@ -466,6 +468,20 @@ def test_a_name_that_others_go_on_from_has_a_place_of_its_own(opened):
         "a.b",
         "a.c",
     ]
+
+
+def test_names_that_stand_there_twice_have_a_place_each(opened):
+    opened.open(page([Row("a.w", PLAN), Row("a.w", SUMS), Row("b", PLAN)]))
+    assert sorted(found.get_attribute("aria-label").split(":")[0] for found in opened.all(".leaf")) == [
+        "a.w",
+        "a.w",
+        "b",
+    ]
+
+
+def test_plans_without_names_are_called_by_their_layouts(opened):
+    opened.open(page(PLAN, SUMS))
+    assert opened.texts(".tensors .name") == [f"{made.source} → {made.target}" for made in (PLAN, SUMS)]
 
 
 def test_the_table_of_tensors_is_searched_and_sorted(opened):

@@ -81,6 +81,8 @@ def test_tiles_name_those_who_hold_them(layout, most):
         box = Box(tuple(row[: layout.ndim]), tuple(row[layout.ndim : 2 * layout.ndim]))
         holders = found["sets"][row[-1]]
         assert [owners[group] for group in holders["groups"]] == list(layout.owners(box))
+        if not found["merged"]:
+            assert holders["replicas"] * layout.terms == len(holders["groups"])
 
 
 @given(pairs())

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -37,6 +38,8 @@ def page(
     (True, False)
     """
     found = rows(what)
+    if len(found) > 1:
+        found = [row if row.name else replace(row, name=_notation(row)) for row in found]
     head = {"title": title or _title(found), "plain": title is None and len(found) == 1 and not found[0].name}
     about = {"facts": dict(facts or {}), "owner": owner, "names": list(names)}
     return _filled({**head, **about, **contents(found)})
@@ -63,11 +66,12 @@ def contents(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def _title(found: Sequence[Row]) -> str:
-    if len(found) != 1:
-        return f"{len(found):,} tensors"
-    shown = found[0].shown
-    texts = [shown.source, shown.target] if isinstance(shown, Plan) else [shown]
-    return found[0].name or " → ".join(layout.brief(60) for layout in texts)
+    return found[0].name or _notation(found[0]) if len(found) == 1 else f"{len(found):,} tensors"
+
+
+def _notation(row: Row) -> str:
+    layouts = [row.shown.source, row.shown.target] if isinstance(row.shown, Plan) else [row.shown]
+    return " → ".join(layout.brief(60) for layout in layouts)
 
 
 def _filled(data: Mapping[str, Any]) -> str:

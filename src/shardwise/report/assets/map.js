@@ -2,16 +2,18 @@
 
 function treeOf(tensors) {
   const root = { name: "", below: new Map(), size: 0, tensor: null };
-  for (const tensor of tensors) {
+  const grow = (at, name, key, size) => {
+    if (!at.below.has(key)) at.below.set(key, { name, below: new Map(), size: 0, tensor: null });
+    const found = at.below.get(key);
+    found.size += size;
+    return found;
+  };
+  tensors.forEach((tensor, number) => {
     let at = root;
-    for (const part of tensor.name.split(".")) {
-      at.size += tensor.size;
-      if (!at.below.has(part)) at.below.set(part, { name: part, below: new Map(), size: 0, tensor: null });
-      at = at.below.get(part);
-    }
-    at.size += tensor.size;
+    for (const part of tensor.name.split(".")) at = grow(at, part, part, tensor.size);
+    if (at.tensor) at = grow(at, `number ${number}`, number, tensor.size);  // a name that stands there twice
     at.tensor = tensor;
-  }
+  });
   return joined(root);
 }
 
