@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import shardwise
 from shardwise import activation, checkpoint, report, sharded_tensor, state, testing
+from shardwise.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SECTIONS = {"Overview", "Usage", "Architecture", "Dependencies", "Performance", "Safety", "Testing"}
 TYPES = {"OBJ_PATH", "PlacementSpec", "STATE_DICT_ITEM", "STATE_DICT_TYPE"}  # names for annotations
+COMMANDS = get_command(app).commands
 
 
 def navigation() -> dict[str, object]:
@@ -67,3 +70,14 @@ def test_every_public_name_is_in_the_reference(module):
     public = {name for name in module.__all__ if not name.startswith("_")}
     missing = public - in_the_reference() - TYPES
     assert not missing, "add them to a page of docs/reference/"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_its_options_are_on_the_page_of_the_command_line(name):
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    options = [
+        param.opts[-1].removeprefix("--") for param in COMMANDS[name].params if param.param_type_name == "option"
+    ]
+    missing = [option for option in options if not re.search(rf"--(no-)?{option}(?![\w-])", page)]
+    assert f"`shardwise {name}" in page
+    assert not missing
