@@ -25,6 +25,7 @@ def run(console: Console, out: str | Path = "demo", *, model: Llama | None = Non
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     folder = Folder.claim(Path(out))
     console.print("[bold]shardwise demo[/]: a model moves from 4 trainers to 2 servers, on disk and live\n")
-    from shardwise.demo.story import tell  # torch takes seconds to import: the first words are there before it
+    from shardwise.demo.model import Llama  # with torch, which takes seconds: the first words are there before it
+    from shardwise.demo.story import tell
 
-    tell(console, folder, model)
+    tell(console, folder, model or Llama())

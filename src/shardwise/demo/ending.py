@@ -1,4 +1,4 @@
-"""Act 6: the page, all figures in one table, and how to go on."""
+"""Act 6: all figures in one table, the page, and how to go on."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.demo.figures import Figure
+from shardwise.demo.figures import TURNS, Figure
 from shardwise.demo.folder import Folder
-from shardwise.demo.stage import heading, say, seconds
+from shardwise.demo.stage import MARGIN, heading, say, seconds, show
 from shardwise.planning import size
 from shardwise.state.plan import ModelPlan
+
+TITLE = "A Llama-shaped model from 4 trainers (FSDP) to 2 servers (TP)"
 
 
 def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Figure], took: float) -> None:
     """What was seen, and what is left behind."""
-    heading(console, 6, "What it took")
-    say(console, _table(figures), "")
-    say(
-        console,
-        "Medians of several turns, ours and torch's one after the other on this machine; the slowest rank counts.",
+    heading(console, 6, "What it took, beside torch on the same machine")
+    show(console, _table(figures))
+    say(console, f"Medians of {TURNS} turns, ours and torch's one after the other; the slowest rank counts.")
+    say(console, "Ours writes into tensors that are there; redistribute and full_tensor make new ones every time.\n")
+    page = plan.html(folder.report, title=TITLE)
+    console.print(
+        Text.assemble((f"Done in {took:.0f} s. ", "bold"), f"To look at every tensor's move: {page}"), soft_wrap=True
     )
-    page = plan.html(folder.report, title="A Llama-shaped model, from 4 trainers (FSDP) to 2 servers (TP)")
-    say(console, f"Every tensor's move as a picture: {page} (open it in a browser)\n")
-    console.print(f"Go on with what is in {folder.path} ({took:.0f} s in all):", highlight=False)
+    console.print("To go on:")
     for command in commands(folder):
-        console.print(Text(f"  {command}", style="green"), soft_wrap=True)
+        console.print(Text(f"{MARGIN}{command}", style="green"), soft_wrap=True)
 
 
 def commands(folder: Folder) -> list[str]:
-    """To try next: look at it, convert it once more, and compare that."""
+    """To try next: look at the checkpoint, write it as the servers hold it, and compare that."""
     dcp, tp2, page = (quote(str(path)) for path in (folder.dcp, folder.path / "tp2", folder.path / "dcp.html"))
     return [
         f"shardwise inspect {dcp} --tree --html {page}",
@@ -42,9 +44,8 @@ def commands(folder: Folder) -> list[str]:
 
 
 def _table(figures: Sequence[Figure]) -> Table:
-    table = Table(
-        "step", "bytes", "shardwise", "torch", "", "torch's way", box=None, pad_edge=False, header_style="bold"
-    )
+    heads = "step", "bytes", "shardwise", "torch", "ratio", "torch's way"
+    table = Table(*heads, box=None, pad_edge=False)
     for column in table.columns[1:5]:
         column.justify = "right"
     for one in figures:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.demo.model import LLAMA_8B, SERVERS, Llama, planned
-from shardwise.demo.stage import heading, say, seconds
+from shardwise.demo.stage import heading, say, seconds, show
 from shardwise.layout import Mesh
 from shardwise.planning import size
 from shardwise.report import draw
@@ -22,13 +22,13 @@ MANY_TRAINERS, MANY_SERVERS = Mesh(fsdp=64), Mesh(tp=8, ranks=range(64, 72))
 def show_plan(console: Console, llama: Llama, plan: ModelPlan) -> None:
     """One weight as a picture, the figures of all, and those of a large model."""
     heading(console, 2, "The move to two tensor parallel servers, planned before anything moves")
-    say(console, f"{SHOWN}, and who holds what of it:\n", _pictures(plan), "")
-    say(console, *_totals(plan, llama, len(SERVERS.ranks)), "")
+    say(console, f"Who holds what of {SHOWN}:\n")
+    show(console, _pictures(plan))
     began = perf_counter()
     large = _proven(planned(LLAMA_8B, MANY_TRAINERS, MANY_SERVERS))
-    took = seconds(perf_counter() - began)
-    say(console, f"A Llama 3 8B from 64 trainers to 8 servers, planned and proven in {took}:")
-    say(console, *_totals(large, LLAMA_8B, len(MANY_SERVERS.ranks)), "")
+    took = perf_counter() - began
+    show(console, _totals(_figures(plan, llama, SERVERS), _figures(large, LLAMA_8B, MANY_SERVERS)))
+    say(console, f"The plan of the 8B was made in {seconds(took)}, with the proof that it writes every cell once.\n")
 
 
 def _pictures(plan: ModelPlan) -> Table:
@@ -39,15 +39,21 @@ def _pictures(plan: ModelPlan) -> Table:
     return table
 
 
-def _totals(plan: ModelPlan, llama: Llama, servers: int) -> list[str]:
-    """What moves, the least that could, and the usual way: every server gathers all weights, and keeps its part."""
+def _totals(*models: list[str]) -> Table:
+    table = Table("", "this model, 4 to 2 ranks", "Llama 3 8B, 64 to 8 ranks", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    words = "tensors (q, k and v become one)", "moves between ranks", "no plan moves less than"
+    for row in zip((*words, "gathering on every server would move"), *models, strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _figures(plan: ModelPlan, llama: Llama, servers: Mesh) -> list[str]:
+    """What moves, the least that could, and the usual way: every server receives all weights, and keeps its part."""
+    tensors = f"{len(plan.sources)} to {len(plan.targets)}"
     bound = sum(entry.plan.lower_bound for entry in plan.entries)
-    rows = {
-        "moves between ranks": f"{size(plan.bytes_moved):>10}   {len(plan.sources)} tensors become {len(plan.targets)}: q, k and v are one",
-        "no plan moves less than": f"{size(bound):>10}",
-        "gathering would move": f"{size(servers * llama.bytes):>10}   every server receives all of it, and keeps its part",
-    }
-    return [f"{what:<24} {figure}" for what, figure in rows.items()]
+    return [tensors, *map(size, (plan.bytes_moved, bound, servers.ranks.size * llama.bytes))]
 
 
 def _proven(plan: ModelPlan) -> ModelPlan:

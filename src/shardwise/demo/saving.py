@@ -7,8 +7,8 @@ from time import perf_counter
 from typing import Any
 
 import torch._dynamo  # noqa: F401  fully_shard imports it, which takes long: once here, not on every rank
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.demo.figures import ranks
@@ -34,7 +34,7 @@ def save(console: Console, folder: Folder, llama: Llama, weights: Weights) -> di
         logging.disable(logging.WARNING)  # torch's remarks on itself
         model = fsdp_model(weights, init_device_mesh("cpu", (count,))).state_dict()
         began = perf_counter()
-        dcp.save({"model": model, "step": STEP}, checkpoint_id=folder.dcp)
+        dcp_save({"model": model, "step": STEP}, checkpoint_id=folder.dcp)
         return {"took": perf_counter() - began, "found": {name: fingerprint(x) for name, x in model.items()}}
 
     told: list[dict[str, Any]] = ranks(count, rank)

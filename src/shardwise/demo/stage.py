@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console, RenderableType
+from textwrap import indent
+
+from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-INDENT = 3
+MARGIN = " " * 3
 
 
 def heading(console: Console, number: int, title: str) -> None:
@@ -14,11 +17,16 @@ def heading(console: Console, number: int, title: str) -> None:
     console.print(Text(f"{number}  {title}", style="bold cyan"))
 
 
-def say(console: Console, *lines: RenderableType) -> None:
-    """Lines of an act; text is taken as it is, brackets and all."""
+def say(console: Console, *lines: str) -> None:
+    """Lines of an act, as they are: long ones are left to the terminal, so that paths can be copied."""
     for line in lines:
-        shown = Text(line) if isinstance(line, str) else line
-        console.print(Padding(shown, (0, 0, 0, INDENT)), highlight=False)
+        console.print(Text(indent(line, MARGIN)), soft_wrap=True)
+
+
+def show(console: Console, table: Table) -> None:
+    """A table of an act, with a line free below."""
+    console.print(Padding(table, (0, 0, 0, len(MARGIN)), expand=False))
+    console.print()
 
 
 def seconds(time: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
+import torch
 from rich.console import Console
 
 from shardwise.demo.converting import convert
@@ -16,9 +17,18 @@ from shardwise.demo.saving import save
 from shardwise.demo.syncing import sync
 
 
-def tell(console: Console, folder: Folder, llama: Llama | None) -> None:
-    """From the trainers' checkpoint to the page."""
-    began, llama = perf_counter(), llama or Llama()
+def tell(console: Console, folder: Folder, llama: Llama) -> None:
+    """From the trainers' checkpoint to the page. In one thread: several wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _acts(console, folder, llama)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _acts(console: Console, folder: Folder, llama: Llama) -> None:
+    began = perf_counter()
     weights, plan = llama.weights(), planned(llama)
     fingerprints = save(console, folder, llama, weights)
     show_plan(console, llama, plan)

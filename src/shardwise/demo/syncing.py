@@ -39,6 +39,7 @@ TRAINING, SERVING = TRAINERS.ranks.tolist(), SERVERS.ranks.tolist()
 def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> list[Figure]:
     """Train, sync and compare; then by turns with what torch has."""
     heading(console, 5, "Live: after every step the trainers' weights go to the servers, with q, k and v as one")
+    say(console, f"{TURNS + 1} steps on six processes; by turns with it, what one would do with torch alone.")
     told: list[dict[str, Any]] = ranks(len(TRAINING) + len(SERVING), lambda rank: _rank(rank, llama, weights))
     check(all(report["plan"] == plan.fingerprint for report in told), "the ranks made another plan than act 2")
     times = [report["times"] for report in told]
@@ -47,14 +48,14 @@ def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> l
         slowest(where, way)
         for where, way in ((times, "ours"), (times, "torch"), (trainers, "ours"), (trainers, "torch"))
     )
-    say(console, f"{TURNS + 1} steps, {size(plan.bytes_moved)} each in {seconds(ours)}, as planned in act 2.")
+    say(console, f"A sync moves {size(plan.bytes_moved)} in {seconds(ours)}, by the plan of act 2.")
     say(
         console,
-        f"Every server compared its part after every step, bit by bit; {told[0]['alike']} fingerprints are alike.\n",
+        f"Each server found its part right after every step, bit by bit; {told[0]['alike']} fingerprints are alike.\n",
     )
     return [
-        Figure("FSDP to TP on the same 4 ranks", told[0]["moved"], among, "DTensor.redistribute", redistribute),
-        Figure("sync 4 trainers to 2 servers", plan.bytes_moved, ours, "full_tensor, broadcast, cut", torchs),
+        Figure("FSDP to TP, on the same 4 ranks", told[0]["moved"], among, "DTensor.redistribute", redistribute),
+        Figure("sync, 4 trainers to 2 servers", plan.bytes_moved, ours, "full_tensor, broadcast", torchs),
     ]
 
 
@@ -94,7 +95,7 @@ def _slots(llama: Llama, target: Mapping[str, ShardedTensor]) -> dict[str, torch
     """Where a server keeps each weight of the trainers: q, k and v one after the other."""
     found, servers = dict[str, torch.Tensor](), len(SERVING)
     for name, tensor in target.items():
-        local = tensor.local_tensor()
+        local: Any = tensor.local_tensor()
         if FUSED in name:
             parts = local.split([rows // servers for rows in llama.segments])
             found |= {name.replace(FUSED, f"{part}_proj"): slot for part, slot in zip("qkv", parts, strict=True)}
