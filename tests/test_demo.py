@@ -61,7 +61,7 @@ def test_six_acts_are_told_in_plain_lines_that_fit(told):
     assert [line[0] for line in lines if re.match(r"\d  \w", line)] == list("123456")
     assert all(line.isprintable() for line in lines)
     without_paths = [line for line in lines if str(folder.path) not in line]
-    assert max(map(len, without_paths)) <= 100
+    assert max(map(len, without_paths)) <= 80
     rows = [line for line in lines if re.search(r"\d\.\dx  ", line)]
     assert len(rows) == 4, "figures beside torch's"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-WIDTH = 100
+WIDTH = 100  # what is wider is hard to read
 
 
 def run(console: Console, out: str | Path = "demo", *, model: Llama | None = None) -> None:

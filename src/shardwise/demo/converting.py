@@ -21,7 +21,7 @@ SHARDS = 4  # files of the Hugging Face checkpoint, about
 
 def convert(console: Console, folder: Folder, llama: Llama) -> list[Figure]:
     """Convert and compare with a bar, then by turns with torch's converter."""
-    heading(console, 3, "The checkpoint becomes Hugging Face's safetensors, in one process and without GPUs")
+    heading(console, 3, "It becomes Hugging Face's safetensors, in one process and without GPUs")
     limit = llama.bytes // SHARDS
     with _bar(console) as bar:
         made = checkpoint.convert(
@@ -43,7 +43,7 @@ def convert(console: Console, folder: Folder, llama: Llama) -> list[Figure]:
     with folder.aside() as aside:
         times = by_turns({"ours": _ours(folder.dcp, aside, limit), "torch": _torchs(folder.dcp, aside)})
     ours, torchs = (slowest([times], side) for side in ("ours", "torch"))
-    return [Figure("convert offline", llama.bytes, ours, "dcp_to_torch_save", torchs)]
+    return [Figure("convert", llama.bytes, ours, "dcp_to_torch_save", torchs)]
 
 
 def _ours(source: Path, aside: Path, limit: int) -> Callable[[int], object]:

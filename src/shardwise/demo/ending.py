@@ -22,8 +22,9 @@ def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Fig
     """What was seen, and what is left behind."""
     heading(console, 6, "What it took, beside torch on the same machine")
     show(console, _table(figures))
-    say(console, f"Medians of {TURNS} turns, ours and torch's one after the other; the slowest rank counts.")
-    say(console, "Ours writes into tensors that are there; redistribute and full_tensor make new ones every time.\n")
+    say(console, f"Medians of {TURNS} turns, ours and torch's one after the other; the slowest rank.")
+    say(console, "Ours fills tensors that are there; DTensor.redistribute makes new ones every time.")
+    say(console, "gather, broadcast: full_tensor on the trainers, whole to both servers, cut there.\n")
     page = plan.html(folder.report, title=TITLE)
     console.print(
         Text.assemble((f"Done in {took:.0f} s. ", "bold"), f"To look at every tensor's move: {page}"), soft_wrap=True

@@ -45,12 +45,11 @@ def load(console: Console, folder: Folder, llama: Llama, fingerprints: Mapping[s
     told: list[dict[str, Any]] = ranks(count, rank)
     for way, found in told[0]["found"].items():
         check(found == fingerprints, f"other weights were loaded than the trainers had ({way})")
-    alike = f"all {len(fingerprints)} fingerprints are those of the four trainers"
-    say(console, f"From {folder.hf} and from {folder.dcp}: {alike}.\n")
+    say(console, f"From {folder.hf} and from {folder.dcp}: {len(fingerprints)} fingerprints, all as on the trainers.\n")
     hf, ours, torchs = (slowest([report["times"] for report in told], way) for way in ("hf", "dcp", "torch"))
     return [
-        Figure("load the safetensors, 2 ranks", llama.bytes, hf),
-        Figure("load the DCP files, 2 ranks", llama.bytes, ours, "dcp.load", torchs),
+        Figure("load safetensors", llama.bytes, hf),
+        Figure("load DCP", llama.bytes, ours, "dcp.load", torchs),
     ]
 
 

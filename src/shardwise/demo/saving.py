@@ -27,7 +27,7 @@ def save(console: Console, folder: Folder, llama: Llama, weights: Weights) -> di
     heading(console, 1, "Four trainers save a checkpoint")
     say(
         console,
-        f"A Llama-shaped model: {len(weights)} tensors, {size(llama.bytes)} in bfloat16, fully sharded (FSDP2).",
+        f"A Llama-shaped model: {len(weights)} tensors, {size(llama.bytes)} of bfloat16, under FSDP2.",
     )
 
     def rank(_: int) -> dict[str, Any]:

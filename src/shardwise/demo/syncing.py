@@ -38,7 +38,7 @@ TRAINING, SERVING = TRAINERS.ranks.tolist(), SERVERS.ranks.tolist()
 
 def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> list[Figure]:
     """Train, sync and compare; then by turns with what torch has."""
-    heading(console, 5, "Live: after every step the trainers' weights go to the servers, with q, k and v as one")
+    heading(console, 5, "Live: after every step the servers get the weights, q, k and v as one")
     say(console, f"{TURNS + 1} steps on six processes; by turns with it, what one would do with torch alone.")
     told: list[dict[str, Any]] = ranks(len(TRAINING) + len(SERVING), lambda rank: _rank(rank, llama, weights))
     check(all(report["plan"] == plan.fingerprint for report in told), "the ranks made another plan than act 2")
@@ -51,11 +51,11 @@ def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> l
     say(console, f"A sync moves {size(plan.bytes_moved)} in {seconds(ours)}, by the plan of act 2.")
     say(
         console,
-        f"Each server found its part right after every step, bit by bit; {told[0]['alike']} fingerprints are alike.\n",
+        f"Its part was right on every server after every step; {told[0]['alike']} fingerprints alike.\n",
     )
     return [
-        Figure("FSDP to TP, on the same 4 ranks", told[0]["moved"], among, "DTensor.redistribute", redistribute),
-        Figure("sync, 4 trainers to 2 servers", plan.bytes_moved, ours, "full_tensor, broadcast", torchs),
+        Figure("FSDP to TP, 4 ranks", told[0]["moved"], among, "redistribute", redistribute),
+        Figure("sync, 4 to 2 ranks", plan.bytes_moved, ours, "gather, broadcast", torchs),
     ]
 
 
