@@ -59,7 +59,10 @@ def _torchs(source: Path, aside: Path) -> Callable[[int], object]:
 
 def _bar(console: Console) -> Progress:
     return Progress(
-        TextColumn("   {task.description:<36}"), BarColumn(), DownloadColumn(binary_units=True), console=console
+        TextColumn("   {task.description:<36}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(binary_units=True),
+        console=console,
     )
 
 

@@ -23,8 +23,8 @@ def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Fig
     heading(console, 6, "What it took, beside torch on the same machine")
     show(console, _table(figures))
     say(console, f"Medians of {TURNS} turns, ours and torch's one after the other; the slowest rank.")
-    say(console, "Ours fills tensors that are there; DTensor.redistribute makes new ones every time.")
-    say(console, "gather, broadcast: full_tensor on the trainers, whole to both servers, cut there.\n")
+    say(console, "Ours fills tensors that are there; redistribute (DTensor's) makes new ones.")
+    say(console, "gather, broadcast: full_tensor on the trainers, sent whole, cut on the servers.\n")
     page = plan.html(folder.report, title=TITLE)
     console.print(
         Text.assemble((f"Done in {took:.0f} s. ", "bold"), f"To look at every tensor's move: {page}"), soft_wrap=True

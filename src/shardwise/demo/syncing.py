@@ -39,7 +39,7 @@ TRAINING, SERVING = TRAINERS.ranks.tolist(), SERVERS.ranks.tolist()
 def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> list[Figure]:
     """Train, sync and compare; then by turns with what torch has."""
     heading(console, 5, "Live: after every step the servers get the weights, q, k and v as one")
-    say(console, f"{TURNS + 1} steps on six processes; by turns with it, what one would do with torch alone.")
+    say(console, f"{TURNS + 1} steps on six processes, by turns with what one would do with torch alone.")
     told: list[dict[str, Any]] = ranks(len(TRAINING) + len(SERVING), lambda rank: _rank(rank, llama, weights))
     check(all(report["plan"] == plan.fingerprint for report in told), "the ranks made another plan than act 2")
     times = [report["times"] for report in told]
