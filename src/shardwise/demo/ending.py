@@ -24,7 +24,7 @@ def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Fig
     show(console, _table(figures))
     say(console, f"Medians of {TURNS} turns, ours and torch's one after the other; the slowest rank.")
     say(console, "Ours fills tensors that are there; redistribute (DTensor's) makes new ones.")
-    say(console, "gather, broadcast: full_tensor on the trainers, sent whole, cut on the servers.\n")
+    say(console, "gather, broadcast: full_tensor on the trainers, sent whole, cut on servers.\n")
     page = plan.html(folder.report, title=TITLE)
     console.print(
         Text.assemble((f"Done in {took:.0f} s. ", "bold"), f"To look at every tensor's move: {page}"), soft_wrap=True
