@@ -86,6 +86,13 @@ def test_no_import_climbs_a_layer():
     assert not climbing, "\n".join(climbing)
 
 
+def test_only_methods_that_show_a_value_may_climb_to_report():
+    report, exchange = ["shardwise", "report"], ["shardwise", "exchange"]
+    assert shows_itself(Import("planning", report, "html", ""))
+    assert not any(shows_itself(Import("planning", report, function, "")) for function in (None, "explain"))
+    assert not shows_itself(Import("planning", exchange, "html", ""))
+
+
 def test_the_core_imports_numpy_at_most():
     light = {"shardwise", "numpy", *sys.stdlib_module_names}
     heavy = [found for found in imports() if found.layer in CORE and found.name[0] not in light]

@@ -208,12 +208,18 @@ def test_replicas_and_partial_sums_are_marked_and_said(opened):
     assert "sum of terms on ranks 0+2" in opened.one(".source .tile").get_attribute("aria-label")
 
 
-@pytest.mark.parametrize("text", ["scalar/R@2", "0x6/S0@3", "9/cyclic0=2@2", "4x2x2/S0@2", "2x3x4x4/S0,S1@2x3"])
+@pytest.mark.parametrize(
+    "text", ["scalar/R@2", "0x6/S0@3", "9/cyclic0=2@2", "4x2x2/S0@2", "2x3x4x4/S0,S1@2x3", "2x2x2x2x2/S0,S3@2x2"]
+)
 def test_layouts_of_every_number_of_dims_are_drawn(opened, text):
     layout = parse(text)
     opened.open(page(layout))
     assert len(opened.all(".tile")) == layout.form.cells.boxes.count
     assert opened.one("h3 code").text == text
+
+
+def test_a_page_of_nothing_says_so(opened):
+    assert opened.open(page({})).one("main").text == "There is nothing to show."
 
 
 def test_owners_with_nothing_are_named(opened):
@@ -268,6 +274,24 @@ def test_a_rank_is_selected_from_the_list_and_given_back(opened):
     assert opened.texts("#owners tr.chosen th") == ["2"]
     Select(opened.one("select")).select_by_visible_text("every rank")
     assert opened.all("#owners tr.chosen") == []
+
+
+def test_a_flow_selects_its_sender_by_the_keyboard_too(opened):
+    opened.open(page(PLAN))
+    opened.focus(".flow")
+    opened.press(Keys.ARROW_DOWN, Keys.ENTER)
+    assert opened.focused() == "rank 2 to rank 1: 16 B"
+    assert opened.texts("#owners tr.chosen th") == ["2"]
+
+
+def test_what_is_handed_on_inside_a_host_is_said(opened):
+    opened.open(page(plan("8x6/S0@4", "8x6/R@8", hosts=4)))
+    assert opened.figure("between hosts") == size(8 * 6 * 4)
+    Select(opened.one("select")).select_by_visible_text("rank 5")
+    opened.focus(".target .tile")
+    said = opened.one(".detail").text
+    assert "from rank 4 to rank 5, handed on [0:2, 0:6] 48 B" in said
+    assert "from rank 1 to rank 5 [2:4, 0:6] 48 B" in said
 
 
 def test_arrow_keys_move_enter_selects_and_escape_clears(opened):
@@ -407,6 +431,23 @@ def test_a_model_has_a_map_that_leads_to_every_tensor(opened):
     assert len(opened.all("#tensor .source .tile")) == 4
 
 
+def test_a_checkpoint_names_its_files_and_is_coloured_by_shards_or_dtype(opened):
+    rows = [
+        Row("w", parse("64x32/S0@2"), itemsize=2, dtype="bfloat16"),
+        Row("norm", parse("2048/S0@1:1"), itemsize=4, dtype="float32"),
+    ]
+    opened.open(page(rows, owner="file", names=["a.safetensors", "b.safetensors"], facts={"format": "sharded"}))
+    assert opened.figure("format") == "sharded"
+    assert opened.rows(".tensors") == [
+        ["w", "bfloat16", "64 x 32", "S0@2", "4.00 KiB", "2"],
+        ["norm", "float32", "2048", "whole", "8.00 KiB", "1"],
+    ]
+    Select(opened.one("select")).select_by_visible_text("coloured by dtype")
+    assert opened.texts(".chip") == ["bfloat16", "float32"]
+    opened.one('.leaf[aria-label^="norm"]').click()
+    assert opened.one("#tensor .tile").get_attribute("aria-label") == "[0:2048], on file 1 (b.safetensors)"
+
+
 def test_the_map_is_walked_with_the_keyboard(opened):
     opened.open(page(model()))
     opened.focus(".branch, .leaf")
@@ -427,6 +468,20 @@ def test_a_name_that_others_go_on_from_has_a_place_of_its_own(opened):
         "a.b",
         "a.c",
     ]
+
+
+def test_names_that_stand_there_twice_have_a_place_each(opened):
+    opened.open(page([Row("a.w", PLAN), Row("a.w", SUMS), Row("b", PLAN)]))
+    assert sorted(found.get_attribute("aria-label").split(":")[0] for found in opened.all(".leaf")) == [
+        "a.w",
+        "a.w",
+        "b",
+    ]
+
+
+def test_plans_without_names_are_called_by_their_layouts(opened):
+    opened.open(page(PLAN, SUMS))
+    assert opened.texts(".tensors .name") == [f"{made.source} → {made.target}" for made in (PLAN, SUMS)]
 
 
 def test_the_table_of_tensors_is_searched_and_sorted(opened):

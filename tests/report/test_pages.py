@@ -1,11 +1,10 @@
 """What a page holds is what the plan says: totals, owners, flows, rounds and tiles, also where much is put together."""
 
-import json
-import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from embedded import data
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,11 +19,6 @@ from shardwise.report.tiles import tiles
 from shardwise.testing.strategies import layouts, pairs
 
 LIMITS = st.builds(Limits, st.integers(1, 5), st.integers(1, 9), st.integers(0, 20)) | st.just(Limits())
-
-
-def data(text):
-    """What a page holds."""
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def covered(layout, found):
@@ -87,6 +81,8 @@ def test_tiles_name_those_who_hold_them(layout, most):
         box = Box(tuple(row[: layout.ndim]), tuple(row[layout.ndim : 2 * layout.ndim]))
         holders = found["sets"][row[-1]]
         assert [owners[group] for group in holders["groups"]] == list(layout.owners(box))
+        if not found["merged"]:
+            assert holders["replicas"] * layout.terms == len(holders["groups"])
 
 
 @given(pairs())
@@ -133,6 +129,21 @@ def test_ten_thousand_tensors_of_a_dozen_kinds_are_a_small_page():
     kinds = [plan(f"{64 * n}x64/S0@64", f"{64 * n}x64/S1@64") for n in range(1, 13)]
     text = page({f"model.layers.{n // 12}.block.{n % 12}.weight": kinds[n % 12] for n in range(10_000)})
     assert len(text) < 3_000_000
+
+
+def test_a_page_of_hundreds_of_kinds_stays_small_too():
+    kinds = {str(n): plan(f"{64 * n}x64/S0@64", f"{64 * n}x64/S1@64") for n in range(1, 301)}
+    assert len(page(kinds)) < 3_000_000
+
+
+def test_a_plan_with_hosts_says_what_crosses_between_them():
+    p = plan("1024x1024/S0@4", "1024x1024/R@8", hosts=4)
+    across = sum(c.box.volume * 4 for c in p.copies if c.source // 4 != c.target // 4)
+    assert picture(p, Limits())["totals"]["across"] == across == 4 * 1024 * 1024
+
+
+def test_a_page_of_nothing_says_so():
+    assert data(page({}))["rows"] == []
 
 
 def test_names_cannot_break_out_of_the_page():

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
+from embedded import data
 from ranks import ranks  # noqa: F401
-from test_pages import data
 
 import shardwise as sw
 from shardwise import checkpoint, cli
@@ -67,3 +67,15 @@ def test_a_model_that_is_synced_has_a_page(ranks, tmp_path):  # noqa: F811
     assert held["together"]["totals"]["moved"] == moved
     assert held["facts"] == {"exchanges": "1", "a rank stages at most": f"{peak} B"}
     assert [[row[0], row[1], row[4]] for row in held["rows"]] == [["layers.0.w", 0, ""], ["wq", 0, "from q"]]
+
+
+def test_parts_of_a_tensor_are_named_by_their_boxes(ranks, tmp_path):  # noqa: F811
+    def run(rank):
+        half = torch.arange(24.0).reshape(4, 6)
+        source = {name: sw.ShardedTensor(half.clone(), "8x6/S0@2") for name in "qk"}
+        target = {"qk": sw.ShardedTensor(torch.zeros(16, 3), "16x6/S1@2")}
+        plan = sw.Resharder(source, target, remap=[sw.Concat("qk", ["q", "k"])]).plan
+        return plan.html(tmp_path / f"{rank}.html").read_text()
+
+    rows = data(ranks(2, run)[0])["rows"]
+    assert [(row[0], row[4]) for row in rows] == [("qk [0:8, 0:6]", "from q"), ("qk [8:16, 0:6]", "from k")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -85,11 +86,13 @@ def page(checkpoint: Checkpoint) -> str:
         "files": f"{len(files):,}",
         "format": checkpoint.format,
     }
-    paths = {
-        id(entry.paths): entry.paths for entry in entries
-    }  # the numbers of files are those of one list, or of none
-    names = next(iter(paths.values())) if len(paths) == 1 else ()
-    return report.page(rows, title=checkpoint.path, facts=facts, owner="file", names=names)
+    return report.page(rows, title=checkpoint.path, facts=facts, owner="file", names=_numbered(entries))
+
+
+def _numbered(entries: Iterable[Entry]) -> Sequence[str]:
+    """The files by their numbers, where all tensors count the same ones."""
+    lists = {id(entry.paths): entry.paths for entry in entries}
+    return next(iter(lists.values())) if len(lists) == 1 else ()
 
 
 def as_json(checkpoint: Checkpoint) -> str:

@@ -9,11 +9,13 @@ after the other, and what is replicated is cut for nothing. From one dim to anot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
+
+OnMesh = tuple[Mesh, tuple[Placement, ...]]
 
 
 class Redistribution(NamedTuple):
@@ -48,7 +50,7 @@ def redistributed(source: Layout, target: Layout, itemsize: int, *, all_to_all: 
     return Redistribution(total * itemsize, tuple(steps))
 
 
-def _on_mesh(layout: Layout) -> tuple[Mesh, tuple[Placement, ...]] | None:
+def _on_mesh(layout: Layout) -> OnMesh | None:
     """The mesh and placements that a layout was written with; None for other kinds."""
     s = layout.spelling
     if s.kind != "mesh" or len(set(s.owners or ())) < len(s.owners or ()):
@@ -57,7 +59,7 @@ def _on_mesh(layout: Layout) -> tuple[Mesh, tuple[Placement, ...]] | None:
     return mesh, mesh.placements(list(s.items))
 
 
-def _refusal(here: tuple[Mesh, tuple[Placement, ...]] | None, there: tuple[Mesh, tuple[Placement, ...]] | None) -> str:
+def _refusal(here: OnMesh | None, there: OnMesh | None) -> str:
     """Why it cannot be done, or nothing."""
     if here is None or there is None:
         return "a DTensor lies on a mesh, one placement per axis"
@@ -68,7 +70,7 @@ def _refusal(here: tuple[Mesh, tuple[Placement, ...]] | None, there: tuple[Mesh,
     return ""
 
 
-def _changes(source: tuple[Placement, ...], target: tuple[Placement, ...]) -> Iterator[tuple[int, Placement]]:
+def _changes(source: Sequence[Placement], target: Sequence[Placement]) -> Iterator[tuple[int, Placement]]:
     """Axis by axis what it becomes: from the inside out, over R where outer axes cut the same dim otherwise; then the
     rest from the outside in."""
     current = list(source)
@@ -86,7 +88,7 @@ def _splits(placement: Placement) -> bool:
     return isinstance(placement, Shard | StridedShard)
 
 
-def _cutting(placements: list[Placement] | tuple[Placement, ...], dim: int) -> list[int]:
+def _cutting(placements: Sequence[Placement], dim: int) -> list[int]:
     """The axes that split a dim."""
     return [axis for axis, placement in enumerate(placements) if placement == Shard(dim)]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +18,7 @@ from shardwise.planning import Plan
 from shardwise.report.pictures import Limits, picture, together
 from shardwise.report.rows import Row, rows
 
-SCRIPTS = ("basics.js", "tiles.js", "charts.js", "model.js", "page.js")
+SCRIPTS = ("basics.js", "parts.js", "tiles.js", "cells.js", "charts.js", "map.js", "tensors.js", "page.js")
 
 
 def page(
@@ -36,8 +38,11 @@ def page(
     (True, False)
     """
     found = rows(what)
-    data = {"title": title or _title(found), "facts": dict(facts or {}), "owner": owner, "names": list(names)}
-    return _filled({**data, **contents(found)})
+    if len(found) > 1:
+        found = [row if row.name else replace(row, name=_notation(row)) for row in found]
+    head = {"title": title or _title(found), "plain": title is None and len(found) == 1 and not found[0].name}
+    about = {"facts": dict(facts or {}), "owner": owner, "names": list(names)}
+    return _filled({**head, **about, **contents(found)})
 
 
 def contents(found: Sequence[Row]) -> dict[str, Any]:
@@ -61,25 +66,21 @@ def contents(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def _title(found: Sequence[Row]) -> str:
-    if len(found) != 1:
-        return f"{len(found):,} tensors"
-    shown = found[0].shown
-    texts = [shown.source, shown.target] if isinstance(shown, Plan) else [shown]
-    return found[0].name or " → ".join(layout.brief(40) for layout in texts)
+    return found[0].name or _notation(found[0]) if len(found) == 1 else f"{len(found):,} tensors"
+
+
+def _notation(row: Row) -> str:
+    layouts = [row.shown.source, row.shown.target] if isinstance(row.shown, Plan) else [row.shown]
+    return " → ".join(layout.brief(60) for layout in layouts)
 
 
 def _filled(data: Mapping[str, Any]) -> str:
     """The template with style, scripts and data in it."""
     folder = files("shardwise.report") / "assets"
     text = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    html, _, rest = text["page.html"].partition("{{title}}")
-    style, _, rest = rest.partition("{{style}}")
-    before, _, rest = rest.partition("{{data}}")
-    between, _, after = rest.partition("{{script}}")
     script = "\n".join(text[name] for name in SCRIPTS)
-    return "".join(
-        [html, _escaped(data["title"]), style, text["page.css"], before, _json(data), between, script, after]
-    )
+    places = {"title": _escaped(data["title"]), "style": text["page.css"], "data": _json(data), "script": script}
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: places[place[1]], text["page.html"])
 
 
 def _escaped(text: str) -> str:

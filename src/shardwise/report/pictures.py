@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Ints, ints, totals
+from shardwise.geometry import Ints, different, ints, totals
 from shardwise.layout import Layout
 from shardwise.planning import Plan, redistributed
 from shardwise.report.groups import Groups
@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     def of(pictures: int) -> Limits:
         """For so many pictures."""
         share = max(1, pictures // 4)
-        return Limits(64 if pictures <= 16 else 16, max(64, 1024 // share), max(256, 8192 // share))
+        return Limits(64 if pictures <= 40 else 8, max(16, 1024 // share), 8192 // share)
 
 
 Picture = dict[str, Any]
@@ -87,6 +87,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "balance": plan.balance,
         "seconds": plan.estimate(),
         "hosts": None if plan.hosts is None else plan.hosts.count,
+        "across": int(plan.traffic.size[~plan.traffic.inside].sum()),
         "redistribute": [wire.bytes for wire in wires],
         "steps": [list(wire.steps) for wire in wires],
         "why_not": wires[0].why_not,
@@ -123,10 +124,10 @@ def _stages(plan: Plan) -> list[list[float]]:
     count = traffic.stages
     size = totals(traffic.size, traffic.stage, count)
     messages = np.bincount(traffic.stage, minlength=count)
-    width = max(1, -(-count // MOST_STAGES))
-    first = np.arange(0, count, width)
     if not count:
         return []
+    width = -(-count // MOST_STAGES)
+    first = np.arange(0, count, width)
     sums = [np.add.reduceat(column, first).tolist() for column in (size, messages, traffic.seconds())]
     ends = (first + 1).tolist(), np.minimum(first + width, count).tolist()
     return [list(row) for row in zip(*ends, *sums, strict=True)]
@@ -134,7 +135,7 @@ def _stages(plan: Plan) -> list[list[float]]:
 
 def together(known: Sequence[tuple[Plan, int, Picture]], limits: Limits) -> Picture:
     """Plans as one picture: who sends how much to whom, each plan (with its own picture) as often as it occurs."""
-    owners = ints(sorted({owner for plan, _, _ in known for owner in plan.owners}))
+    owners = different(np.concatenate([ints(plan.owners) for plan, _, _ in known]))
     groups = Groups.of(owners, limits.groups)
     sums = np.zeros((3, len(owners)), dtype=np.int64)
     flows = list[tuple[Ints, Ints, Ints]]()
@@ -162,5 +163,6 @@ def _added(found: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
 
     sums = {name: total((one[name], times) for one, times in found) for name in ("moved", "local", "bound", "messages")}
     wires = [total((one["redistribute"][way], times) for one, times in found) for way in (0, 1)]
-    refused = next((one["why_not"] for one, _ in found if one["why_not"]), "")
-    return {**sums, "redistribute": wires, "why_not": refused}
+    refused = [(one["why_not"], times) for one, times in found if one["why_not"]]
+    why_not = {"why_not": refused[0][0], "refused": sum(times for _, times in refused)} if refused else {}
+    return {**sums, "redistribute": wires, **why_not}

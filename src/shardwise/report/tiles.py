@@ -14,16 +14,8 @@ from shardwise.notation import write_ranges
 from shardwise.report.groups import Groups
 
 LONGEST = 40  # characters of a label
-COLOURS = (
-    "#9dbcf0",
-    "#f6bd8c",
-    "#7fc3a4",
-    "#ecacd8",
-    "#ece08f",
-    "#b9a5ea",
-    "#8fdcec",
-    "#e59a94",
-)  # of owners, by turns
+# of owners, by turns
+COLOURS = ("#9dbcf0", "#f6bd8c", "#7fc3a4", "#ecacd8", "#ece08f", "#b9a5ea", "#8fdcec", "#e59a94")
 MOST_ALONG = 64  # tiles side by side: more could not be seen
 
 
@@ -41,7 +33,7 @@ def tiles(layout: Layout, groups: Groups, most: int) -> dict[str, Any]:
         found = _all(layout, groups, most)
     idle = np.setdiff1d(form.owners, form.holders.owners)
     about = {"text": layout.brief(), "shape": list(layout.shape), "op": layout.op, "terms": layout.terms}
-    return {**about, "owners": len(form.owners), "idle": _shortened(idle), **found}
+    return {**about, "shards": len(form.holders.owners), "idle": _shortened(idle), **found}
 
 
 def _all(layout: Layout, groups: Groups, most: int) -> dict[str, Any]:

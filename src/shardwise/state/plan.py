@@ -206,11 +206,10 @@ class ModelPlan:
         return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
 
     def _row(self, entry: Entry) -> report.Row:
-        link = entry.link
-        part = "" if link.target_view.is_whole(self.targets[link.target].shape) else "a part"
-        note = ", ".join(filter(None, [f"from {link.source}" * (link.source != link.target), part]))
-        dtype = str(self.targets[link.target].dtype).removeprefix("torch.")
-        return report.Row(link.target, entry.plan, dtype=dtype, note=note)
+        link, target = entry.link, self.targets[entry.link.target]
+        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
+        note = f"from {link.source}" if link.source != link.target else ""
+        return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
 
     def listed(self) -> dict[str, Any]:
         """All that it depends on, by name."""
