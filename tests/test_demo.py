@@ -73,7 +73,9 @@ def test_the_page_has_the_totals_of_the_plan(told):
     assert (totals["moved"], totals["bound"]) == (plan.bytes_moved, plan.bytes_moved)
     norms = 64 * 2 * (2 * SMALL.layers + 1)
     assert plan.bytes_moved == SMALL.bytes + norms, "both servers have the norms, and every other cell has one"
-    assert {row[0] for row in said["rows"]} == set(plan.targets)
+    names = {row[0].partition(" ")[0] for row in said["rows"]}  # after it, which part of a tensor is meant
+    assert names == set(plan.targets)
+    assert sum(row[2] for row in said["rows"]) == SMALL.bytes
 
 
 def test_both_checkpoints_hold_the_weights_by_our_reading_and_by_others(told, tmp_path):
