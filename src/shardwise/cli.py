@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardwise import report
-from shardwise.demo import run as run_demo
 from shardwise.errors import ShardwiseError
 from shardwise.layout import parse
 from shardwise.notation import write_ranges
@@ -211,9 +210,13 @@ def _rules(rules: str | None, mesh: list[str] | None) -> object:
 
 
 @app.command()
-def demo() -> None:
-    """Plan the move of a whole model, move a real tensor, and sync a real model between processes of this machine."""
-    run_demo(Console())
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to leave the checkpoints and the page.")] = Path("demo"),
+) -> None:
+    """The main job in one minute: save, plan, convert, load and sync a small model, on processes of this machine."""
+    from shardwise.demo import run
+
+    run(Console(), out)
 
 
 @app.command()
