@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardwise import report
-from shardwise.demo import run as run_demo
 from shardwise.errors import ShardwiseError
 from shardwise.layout import parse
 from shardwise.notation import write_ranges
@@ -25,6 +24,7 @@ app = typer.Typer(
 )
 
 LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@8", show_default=False)]
+Page = Annotated[Path | None, typer.Option(help="Also write a page to look at.")]
 
 
 @app.callback()
@@ -33,7 +33,7 @@ def shardwise() -> None:
 
 
 @app.command()
-def show(layout: LayoutText) -> None:
+def show(layout: LayoutText, html: Page = None) -> None:
     """Draw who holds what."""
     found = parse(layout).validate()
     terms = "" if found.op is None else f", {found.terms} terms to {found.op}"
@@ -42,6 +42,8 @@ def show(layout: LayoutText) -> None:
     idle = [owner for owner in found.owners() if not found.pieces(owner)]
     if idle:
         typer.echo(f"\nnothing on owner {write_ranges(idle)}")
+    if html is not None:
+        report.write(html, report.page(found))
 
 
 @app.command()
@@ -54,7 +56,7 @@ def plan(
     relabel: Annotated[bool, typer.Option(help="Let target owners be permuted so that the least moves.")] = False,
     verify: Annotated[bool, typer.Option(help="Prove the plan against both layouts.")] = False,
     json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write a page to look at.")] = None,
+    html: Page = None,
 ) -> None:
     """Tell what moves from SOURCE to TARGET, and who sends how much to whom."""
     made = make_plan(parse(source), parse(target), itemsize=itemsize, max_bytes=max_bytes, hosts=hosts, relabel=relabel)
@@ -93,7 +95,7 @@ def inspect(
     checkpoint: Path_,
     tree: Annotated[bool, typer.Option("--tree", help="Names by their parts, with sizes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Also write a page to look at.")] = None,
+    html: Page = None,
     rules: RulesFile = None,
     mesh: MeshSizes = None,
 ) -> None:
@@ -208,9 +210,13 @@ def _rules(rules: str | None, mesh: list[str] | None) -> object:
 
 
 @app.command()
-def demo() -> None:
-    """Plan the move of a whole model, move a real tensor, and sync a real model between processes of this machine."""
-    run_demo(Console())
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to leave the checkpoints and the page.")] = Path("demo"),
+) -> None:
+    """The main job in one minute: save, plan, convert, load and sync a small model, on processes of this machine."""
+    from shardwise.demo import run
+
+    run(Console(), out)
 
 
 @app.command()

@@ -25,6 +25,12 @@ def test_a_plan_is_written_as_a_page(monkeypatch, tmp_path):
     assert path.read_text() == page(sw.plan("8x6/S0@4", "8x6/S1@3", itemsize=2))
 
 
+def test_a_layout_is_written_as_a_page(monkeypatch, tmp_path):
+    path = tmp_path / "layout.html"
+    assert shell(monkeypatch, "show", "8x6/S0@4", "--html", path) == 0
+    assert path.read_text() == page(sw.parse("8x6/S0@4"))
+
+
 def test_a_page_that_cannot_be_written_ends_with_code_2(monkeypatch, tmp_path, capsys):
     path = tmp_path / "no" / "plan.html"
     assert shell(monkeypatch, "plan", "8x6/S0@4", "8x6/S1@3", "--html", path) == 2

@@ -1,18 +1,31 @@
-"""The main job in half a minute: a model planned, a real tensor moved, and a model synced between real processes."""
+"""The main job in one minute: a trainer's checkpoint becomes a server's, on disk and live, beside torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shardwise.demo.live import move_tensor
-from shardwise.demo.model import plan_model
-from shardwise.demo.sync import sync_model
+from shardwise.demo.folder import Folder
+
+if TYPE_CHECKING:
+    from shardwise.demo.model import Llama
 
 __all__ = ["run"]
 
+WIDTH = 100  # what is wider is hard to read
 
-def run(console: Console) -> None:
-    """One after the other."""
-    plan_model(console)
-    console.print()
-    move_tensor(console)
-    console.print()
-    sync_model(console)
+
+def run(console: Console, out: str | Path = "demo", *, model: Llama | None = None) -> None:
+    """All acts, one after the other; what they make is left in the directory `out`.
+
+    A directory that something else than a demo has written is refused. `model`: of another size.
+    """
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    folder = Folder.claim(Path(out))
+    console.print("[bold]shardwise demo[/]: a model moves from 4 trainers to 2 servers, on disk and live\n")
+    from shardwise.demo.model import Llama  # with torch, which takes seconds: the first words are there before it
+    from shardwise.demo.story import tell
+
+    tell(console, folder, model or Llama())

@@ -1,81 +1,129 @@
-"""A whole model, planned: it is trained on 16 ranks and moves to 4 ranks that serve it."""
+"""What all acts share: the weights of a Llama, and how trainers and servers hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from time import perf_counter
+from dataclasses import dataclass, replace
+from math import prod
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from shardwise.checkpoint import read_rules
 from shardwise.layout import Layout, Mesh
-from shardwise.planning import Plan, plan, size
-from shardwise.report import draw
-from shardwise.testing import gather, scatter, simulate
+from shardwise.state.links import Concat, links
+from shardwise.state.plan import ModelPlan, Tensor
 
-TRAINER = Mesh(fsdp=8, tp=2, hosts=8)
-SERVER = Mesh(tp=4)
-HIDDEN, HEADS_KV, INNER, WORDS, LAYERS = 4096, 1024, 14336, 128256, 32  # the sizes of Llama 3 8B
+DTYPE = torch.bfloat16
+TRAINERS, SERVERS = Mesh(fsdp=4), Mesh(tp=2, ranks=[4, 5])
+RENAME = {"model.*": "*"}  # a trainer saves {"model": weights, ...}: that is the prefix which others do without
+FUSED = "qkv_proj"
+FUSE = Concat(f"*.{FUSED}.weight", [f"*.{part}_proj.weight" for part in "qkv"])  # as servers have them
+TENSOR_PARALLEL = read_rules("llama")
 
-# FSDP over tensor parallelism splits a dim that tp has split already: the strided shard S0:2
-COLUMNS, ROWS, SMALL = ["S0:2", "S0"], ["S0", "S1"], ["S0", "R"]
-TENSORS = [
-    ("attn.q", (HIDDEN, HIDDEN), COLUMNS, "S0", LAYERS),
-    ("attn.k", (HEADS_KV, HIDDEN), COLUMNS, "S0", LAYERS),
-    ("attn.v", (HEADS_KV, HIDDEN), COLUMNS, "S0", LAYERS),
-    ("attn.o", (HIDDEN, HIDDEN), ROWS, "S1", LAYERS),
-    ("mlp.gate", (INNER, HIDDEN), COLUMNS, "S0", LAYERS),
-    ("mlp.up", (INNER, HIDDEN), COLUMNS, "S0", LAYERS),
-    ("mlp.down", (HIDDEN, INNER), ROWS, "S1", LAYERS),
-    ("norms", (HIDDEN,), SMALL, "R", 2 * LAYERS + 1),
-    ("embed", (WORDS, HIDDEN), COLUMNS, "S0", 1),
-    ("head", (WORDS, HIDDEN), COLUMNS, "S0", 1),
-]
+Weights = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
 
 
-def plan_model(console: Console) -> None:
-    """Plan the whole model, show one tensor, and carry a small one out to the last bit."""
-    began = perf_counter()
-    plans = [(name, made.verify(), times) for name, made, times in _plans()]
-    took = perf_counter() - began
-    console.print(f"A Llama 3 8B in bf16, from {TRAINER} to {SERVER}: planned and proven in {took:.2f} s\n")
-    console.print(_table(plans))
-    moved = sum(made.bytes_moved * times for _, made, times in plans)
-    bound = sum(made.lower_bound * times for _, made, times in plans)
-    console.print(f"\nmoves {size(moved)} in all; no plan can move less than {size(bound)}")
-    console.print(f"(gathering every tensor on every server would receive {size(_gathered())})\n")
-    source, target = Layout.on_mesh((8, 8), TRAINER, ROWS), Layout.on_mesh((8, 8), SERVER, ["S1"])
-    for side, layout in ("trainer", source), ("server", target):
-        console.print(f"a small row-parallel weight on the {side}, {layout}:", highlight=False)
-        console.print(draw(layout), highlight=False)
-    _carry_out(source, target)
-    console.print("\nits plan, carried out message by message in one process: equal to the last bit")
+@dataclass(frozen=True)
+class Llama:
+    """Its sizes; the tensors have the names of Hugging Face."""
+
+    hidden: int = 512
+    heads_kv: int = 256  # the rows of k and of v
+    inner: int = 1408
+    words: int = 8192
+    layers: int = 8
+
+    def shapes(self) -> Shapes:
+        """Of all weights."""
+        found: Shapes = {"model.embed_tokens.weight": (self.words, self.hidden)}
+        for n in range(self.layers):
+            found |= {f"model.layers.{n}.{name}.weight": shape for name, shape in self._layer().items()}
+        return found | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.words, self.hidden)}
+
+    def _layer(self) -> Shapes:
+        rows = {"q": self.hidden, "k": self.heads_kv, "v": self.heads_kv, "o": self.hidden}
+        return {
+            "input_layernorm": (self.hidden,),
+            **{f"self_attn.{name}_proj": (length, self.hidden) for name, length in rows.items()},
+            "post_attention_layernorm": (self.hidden,),
+            "mlp.gate_proj": (self.inner, self.hidden),
+            "mlp.up_proj": (self.inner, self.hidden),
+            "mlp.down_proj": (self.hidden, self.inner),
+        }
+
+    @property
+    def segments(self) -> tuple[int, int, int]:
+        """The rows of q, k and v where they are one tensor."""
+        return self.hidden, self.heads_kv, self.heads_kv
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights, once."""
+        return sum(map(prod, self.shapes().values())) * DTYPE.itemsize
+
+    def weights(self) -> Weights:
+        """Random ones, the same every time."""
+        source = torch.Generator().manual_seed(0)
+        return {name: torch.randn(shape, generator=source).to(DTYPE) for name, shape in self.shapes().items()}
 
 
-def _plans() -> Iterator[tuple[str, Plan, int]]:
-    for name, shape, source, target, times in TENSORS:
-        trained, served = Layout.on_mesh(shape, TRAINER, source), Layout.on_mesh(shape, SERVER, [target])
-        yield name, plan(trained, served, itemsize=2, hosts=TRAINER), times
+LLAMA_8B = Llama(hidden=4096, heads_kv=1024, inner=14336, words=128256, layers=32)
 
 
-def _table(plans: list[tuple[str, Plan, int]]) -> Table:
-    table = Table("tensors, figures for each", "trainer", "server", "moves", "stays", "messages")
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for name, made, times in plans:
-        trainer, server = (",".join(map(str, side.spelling.items)) for side in (made.source, made.target))
-        moves, stays = size(made.bytes_moved), size(made.bytes_local)
-        table.add_row(f"{times} {name}", trainer, server, moves, stays, str(made.messages))
-    return table
+def fused(weights: Weights) -> Weights:
+    """As servers have them: q, k and v of a layer are one."""
+    found = Weights()
+    for name, weight in weights.items():
+        if ".q_proj." in name:
+            parts = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            found[name.replace("q_proj", FUSED)] = torch.cat(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            found[name] = weight
+    return found
 
 
-def _gathered() -> int:
-    """The bytes of the usual way: every server gathers whole tensors, then takes its part."""
-    return sum(2 * int(np.prod(shape)) * times * len(SERVER.ranks) for _, shape, _, _, times in TENSORS)
+def trained(shapes: Shapes, trainers: Mesh = TRAINERS) -> dict[str, Layout]:
+    """Fully sharded: the rows of every tensor over all trainers."""
+    return {name: Layout.on_mesh(shape, trainers, ["S0"]) for name, shape in shapes.items()}
 
 
-def _carry_out(source: Layout, target: Layout) -> None:
-    values = np.random.default_rng(0).standard_normal(source.shape)
-    after = simulate(plan(source, target, itemsize=8), scatter(values, source))
-    np.testing.assert_array_equal(gather(after, target), values)
+def served(llama: Llama, servers: Mesh = SERVERS) -> dict[str, Layout]:
+    """Tensor parallel; every server has a part of q, of k and of v in one tensor."""
+    rules, ranks = replace(TENSOR_PARALLEL, mesh=servers), servers.ranks.reshape(-1).tolist()
+    found = dict[str, Layout]()
+    for name, shape in llama.shapes().items():
+        if ".q_proj." in name:
+            whole = (sum(llama.segments), llama.hidden)
+            found[name.replace("q_proj", FUSED)] = Layout.fused(whole, 0, llama.segments, ranks)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            found[name] = rules.layout(name, shape)
+    return found
+
+
+def planned(llama: Llama, trainers: Mesh = TRAINERS, servers: Mesh = SERVERS) -> ModelPlan:
+    """The plan of the whole move: the one that a Resharder of these ranks comes to, without any rank."""
+    sides = [
+        {name: Tensor(layout.shape, DTYPE, layout, "cpu") for name, layout in layouts.items()}
+        for layouts in (trained(llama.shapes(), trainers), served(llama, servers))
+    ]
+    shapes = ({name: tensor.shape for name, tensor in side.items()} for side in sides)
+    return ModelPlan.of(links(*shapes, remap=[FUSE]), *sides)
+
+
+def fsdp_model(weights: Weights, mesh: DeviceMesh) -> nn.Module:
+    """A module with these weights, fully sharded by torch, layer by layer."""
+    root = nn.Module()
+    for name, weight in weights.items():
+        at, *path = root, *name.split(".")[:-1]
+        for part in path:
+            if part not in dict(at.named_children()):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        at.register_parameter("weight", nn.Parameter(weight.clone(), requires_grad=False))
+    for layer in root.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    return root

@@ -1,0 +1,59 @@
+"""Act 4: two ranks load it tensor parallel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import checkpoint
+from shardwise.demo.figures import Figure, by_turns, check, ranks, slowest
+from shardwise.demo.folder import Folder
+from shardwise.demo.model import DTYPE, SERVERS, TENSOR_PARALLEL, Llama
+from shardwise.demo.stage import heading, say
+from shardwise.state import empty
+from shardwise.tensor import fingerprint
+
+
+def load(console: Console, folder: Folder, llama: Llama, fingerprints: Mapping[str, str]) -> list[Figure]:
+    """Load it from both directories, and hold it against the fingerprints of the trainers."""
+    count = len(SERVERS.ranks)
+    heading(console, 4, "Two ranks load it tensor parallel")
+    say(console, "Each reads its own part: rows of q, k, v, gate and up, columns of o and down.")
+
+    def rank(_: int) -> dict[str, Any]:
+        logging.disable(logging.WARNING)
+        into = tensor_parallel(llama, init_device_mesh("cpu", (count,)))
+        jobs: dict[str, Callable[[int], object]] = {
+            "hf": lambda _: checkpoint.load(folder.hf, into),
+            "torch": lambda _: dcp_load({"model": into}, checkpoint_id=folder.dcp),
+            "dcp": lambda _: checkpoint.load(folder.dcp, {"model": into}),
+        }
+        found = dict[str, Any]()
+        for name, job in jobs.items():
+            for x in into.values():
+                x.to_local().zero_()
+            job(0)
+            found[name] = {name: fingerprint(x) for name, x in into.items()}
+        return {"found": found, "times": by_turns(jobs, dist.barrier)}
+
+    told: list[dict[str, Any]] = ranks(count, rank)
+    for way, found in told[0]["found"].items():
+        check(found == fingerprints, f"other weights were loaded than the trainers had ({way})")
+    say(console, f"From {folder.hf} and from {folder.dcp}: {len(fingerprints)} fingerprints, all as on the trainers.\n")
+    hf, ours, torchs = (slowest([report["times"] for report in told], way) for way in ("hf", "dcp", "torch"))
+    return [
+        Figure("load safetensors", llama.bytes, hf),
+        Figure("load DCP", llama.bytes, ours, "dcp.load", torchs),
+    ]
+
+
+def tensor_parallel(llama: Llama, mesh: DeviceMesh) -> dict[str, Any]:
+    """DTensors to fill, placed by the ready rules."""
+    rules = TENSOR_PARALLEL.with_mesh(tp=mesh.size())
+    return {name: empty((mesh, rules.placements(name)), shape, dtype=DTYPE) for name, shape in llama.shapes().items()}
