@@ -40,7 +40,7 @@ format: $(INSTALLED)
 	@$(BIN)/ruff check --quiet --fix
 
 clean:
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache dist site
+	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache demo dist site
 	@find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last and lies in .venv, so a failed install or a removed .venv is made good by the next run.

@@ -114,7 +114,7 @@ def laid_out(layout: Layout, view: View) -> Layout:
             box = view.box(piece.box)
             if box is not None:
                 pieces.append((owner, box.lo, box.hi))
-    return Layout.boxes(view.shape, pieces, overlap="replicas")  # which is forgotten where they do not overlap
+    return Layout.boxes(view.shape, pieces, overlap="replicas").shortest()
 
 
 def seen(tensors: Sequence[torch.Tensor], layout: Layout, view: View, owner: int) -> list[torch.Tensor]:
