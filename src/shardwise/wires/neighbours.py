@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -13,11 +14,15 @@ from shardwise.wires.post import Post
 
 
 class Card(NamedTuple):
-    """What a process tells others: its host, its address there, and a place of its memory to see whether they can."""
+    """What a process tells others: its host, its address there, and a place of its memory to see whether they can.
+
+    `mark` is another one for every wire: several groups of the same processes must never take each other's packets.
+    """
 
     host: tuple[Any, ...]
     address: str
     trial: tuple[int, bytes]
+    mark: str
 
 
 class Neighbours(NamedTuple):
@@ -46,7 +51,7 @@ class Neighbours(NamedTuple):
                     continue
         told = dict(zip(owners, tell(sorted(reached)), strict=True))
         found = {owner: cards[owner] for owner in reached if me in told[owner]}
-        listed = str([card and card.address for card in cards.values()])
+        listed = str([card and card.mark for card in cards.values()])
         return Neighbours(
             int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
             {owner: card.address for owner, card in found.items()},
@@ -69,7 +74,7 @@ def _card() -> Card | None:
     if os.environ.get("SHARDWISE_WIRE") == "group":
         return None
     try:
-        return Card(_host(), Post.here().address, trial())
+        return Card(_host(), Post.here().address, trial(), secrets.token_hex(16))
     except OSError:
         return None
 
