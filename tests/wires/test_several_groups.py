@@ -3,7 +3,7 @@
 import time
 
 from ranks import ranks  # noqa: F401
-from wired import VALUES, in_threads, new_group, part, raised, works
+from wired import COLUMNS, ROWS, VALUES, in_threads, new_group, part, raised, works
 
 import shardwise as sw
 from shardwise.exchange import Views
@@ -21,6 +21,22 @@ def test_a_thread_for_each_group_in_any_order(ranks):  # noqa: F811
         return in_threads(lambda: calls(0), lambda: calls(1))
 
     assert [kind for report in ranks(2, run) for kind, _, _ in report] == [None] * 4
+
+
+def test_one_shared_tensor_goes_over_two_groups_in_another_order_on_every_rank(ranks):  # noqa: F811
+    def run(rank):
+        groups = [new_group(0, 1) for _ in range(2)]
+        for group in groups:
+            works(rank, group)
+        x = part(VALUES, ROWS, rank, shared=True)
+
+        def call(number):
+            time.sleep(0.2 * (number ^ rank))
+            sw.reshard(x, COLUMNS, group=groups[number])
+
+        return in_threads(lambda: call(0), lambda: call(1))
+
+    assert [text for report in ranks(2, run) for _, text, _ in report] == [""] * 4
 
 
 def test_segments_come_and_go_in_two_threads(ranks):  # noqa: F811

@@ -7,8 +7,9 @@ import mmap
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.exchange.pages import outside_inference
 from shardwise.wires.post import Key, Post
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
-DROPPED = 0  # the kind of a packet that says which segments are no more, of wire 0
+HANDED = 0  # the kind of packets that bring segments, or say that they are no more, of wire 0
 SHM = "/dev/shm"
 
 _numbers = count(1)
@@ -72,44 +73,62 @@ def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) ->
 
 
 class Hand:
-    """Which segments of ours other processes have, and which of theirs are mapped here."""
+    """Which segments of ours other processes have, and which of theirs are mapped here.
+
+    Descriptors travel by themselves, before the first packet that names their segment, whatever wire that is of: one
+    that is never opened takes none with it. Threads may use it at a time.
+    """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """As a process begins."""
         self.dropped = list[int]()  # numbers of ours that are no more, and that others may still have
         self._handed = defaultdict[str, set[int]](set)
         self._taken = defaultdict[str, dict[int, torch.Tensor]](dict)
+        self._lock = Lock()
 
-    def out(self, address: str, segment: Segment) -> tuple[int, ...]:
-        """The descriptors that must go along with the first packet that names a segment to a process."""
-        if segment.number in self._handed[address]:
-            return ()
-        self._handed[address].add(segment.number)
-        return (segment.file,)
+    def out(self, post: Post, address: str, segment: Segment, *, seconds: float) -> None:
+        """Before a segment is named to a process."""
+        with self._lock:
+            if segment.number not in self._handed[address]:
+                words = f"{segment.number} {segment.size}".encode()
+                post.send(address, Key("", 0, HANDED, 0), words, (segment.file,), seconds=seconds)
+                self._handed[address].add(segment.number)
 
-    def of(self, address: str, number: int, size: int, files: list[int]) -> torch.Tensor:
-        """The bytes of a segment that was named here; where that is for the first time, the next descriptor is its."""
-        known = self._taken[address]
-        if number not in known:
-            file = files.pop(0)
-            try:
-                known[number] = _mapped(file, size)
-            finally:
-                os.close(file)
-        return known[number]
+    def of(self, post: Post, address: str, number: int) -> torch.Tensor:
+        """The bytes of a segment that was named here."""
+        with self._lock:
+            if number not in self._taken[address]:
+                self._hear(post, address)
+            return self._taken[address][number]
 
-    def tidy(self, post: Post) -> None:
-        """Tell others what is no more, and let go what they have told."""
-        if self.dropped:
-            gone, self.dropped = set(self.dropped), []
-            for address, numbers in self._handed.items():
-                listed = sorted(numbers & gone)
-                numbers -= gone
-                if listed:
-                    post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
-        for address, known in self._taken.items():
-            while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
-                for number in map(int, packet.payload.split(b",")):
-                    known.pop(number, None)
+    def tidy(self, post: Post, neighbours: Iterable[str]) -> None:
+        """Tell others what is no more, and let go what these have told."""
+        with self._lock:
+            if self.dropped:
+                gone, self.dropped = set(self.dropped), []
+                for address, numbers in self._handed.items():
+                    listed = sorted(numbers & gone)
+                    numbers -= gone
+                    if listed:
+                        post.try_to_send(address, Key("", 0, HANDED, 0), " ".join(map(str, [0, *listed])).encode())
+            for address in neighbours:
+                self._hear(post, address)
+
+    def _hear(self, post: Post, address: str) -> None:
+        """What a process has told of its segments: the number and size of one, or 0 and those that are no more."""
+        while (packet := post.take(Key(address, 0, HANDED, 0))) is not None:
+            first, *others = map(int, packet.payload.split())
+            if first:
+                (size,), (file,) = others, packet.files
+                try:
+                    self._taken[address][first] = _mapped(file, size)
+                finally:
+                    os.close(file)
+            for number in others if not first else ():
+                self._taken[address].pop(number, None)
 
 
 hand = Hand()
@@ -180,9 +199,4 @@ class Shared:
 shared = Shared()
 
 
-def _forked() -> None:
-    global hand
-    hand = Hand()
-
-
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=hand.clear)

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,7 @@ class SharedWire(GroupWire):
         """With what is packed into."""
         kept = self.packed.bytes
         self.packed.release()
-        hand.tidy(self._post)  # others let go of it when they hear of it
+        hand.tidy(self._post, self.near.addresses.values())  # others let go of it when they hear of it
         return kept + super().release()
 
     def check_way(self, way: Any) -> None:
@@ -74,12 +74,21 @@ class SharedWire(GroupWire):
         """Of packets that come from an owner."""
         return Key(self.near.addresses[owner], self.near.wire, kind, tag)
 
-    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", files: Sequence[int] = ()) -> None:
+    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"") -> None:
         to, key = self.near.addresses[owner], Key("", self.near.wire, kind, tag)
         try:
-            self._post.send(to, key, payload, files, seconds=self._seconds)
+            self._post.send(to, key, payload, seconds=self._seconds)
         except (GoneError, TimeoutError) as error:
             raise self._lost(error) from error
+
+    def _handed_out(self, owner: int, letter: Letter) -> bytes:
+        """What a letter says, once the owner has all segments that it names."""
+        try:
+            for segment in letter.segments:
+                hand.out(self._post, self.near.addresses[owner], segment, seconds=self._seconds)
+        except (GoneError, TimeoutError) as error:
+            raise self._lost(error) from error
+        return letter.words
 
     def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
         """One packet for each of these numbers, as they come."""
@@ -153,7 +162,7 @@ class SharedWire(GroupWire):
         """Letters to those on this host, messages to others."""
         if device.type != "cpu" or not direct or not self.near.addresses:
             return super().turn(receives, sends, tag, device, align)
-        hand.tidy(self._post)
+        hand.tidy(self._post, self.near.addresses.values())
         far = [at for at, one in enumerate(receives) if one.peer not in self.near.addresses]
         far_sends = [one for one in sends if one.peer not in self.near.addresses]
         others = None
@@ -184,7 +193,7 @@ class SharedWire(GroupWire):
         with self._guarded("posting messages"):
             for one, letter in zip(sends, letters, strict=True):
                 if letter is not None:
-                    self._send(one.peer, LETTER, tag, letter[0], letter[1])
+                    self._send(one.peer, LETTER, tag, self._handed_out(one.peer, letter))
                 elif segment is None:
                     room = torch.empty(one.bytes, dtype=torch.uint8)
                     one.pack(room)
@@ -195,32 +204,30 @@ class SharedWire(GroupWire):
                     if one.same not in done:
                         one.pack(data[start : start + one.bytes])
                         done.add(one.same)
-                    files = hand.out(self.near.addresses[one.peer], segment)
-                    self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), files)
+                    letter = Letter(_words(STAGED, segment.number, start), (segment,))
+                    self._send(one.peer, LETTER, tag, self._handed_out(one.peer, letter))
         return by_group
 
-    def _unpacked(self, one: Send) -> tuple[bytes, Sequence[int]] | None:
-        """A letter for what need not be packed, with descriptors; None where it must be."""
-        address = self.near.addresses[one.peer]
+    def _unpacked(self, one: Send) -> Letter | None:
+        """A letter for what need not be packed; None where it must be."""
         place = None if one.outof is None else shared.place(one.outof)
         if place is not None and not one.tensors:
-            segment, start = place
-            return _words(STAGED, segment.number, segment.size, start), hand.out(address, segment)
+            return Letter(_words(STAGED, place.segment.number, place.start), (place.segment,))
         if not one.tensors:
             return None
         places = [shared.place(tensor) for tensor in one.tensors]
         attached = None in places
         if attached and not (one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
             return None
-        words, files = [TENSORS, attached, len(places)], list[int]()
+        words, segments = [TENSORS, attached, len(places)], list[Segment]()
         for tensor, where in zip(one.tensors, places, strict=True):
             if attached or where is None:
-                words += (0, 0, tensor.data_ptr())
+                words += (0, tensor.data_ptr())
             else:
-                words += (where.segment.number, where.segment.size, where.start)
-                files += hand.out(address, where.segment)
+                words += (where.segment.number, where.start)
+                segments.append(where.segment)
             words += (tensor.dim(), *tensor.stride())
-        return _words(*words), files
+        return Letter(_words(*words), segments)
 
     def fail(self, reason: str) -> None:
         """The others on this host hear of it at once."""
@@ -236,6 +243,13 @@ class SharedWire(GroupWire):
         """Others may read what was packed for as long as they like."""
         super().abandon(posted)
         self.packed.release()
+
+
+class Letter(NamedTuple):
+    """What a letter says, and the segments that it names."""
+
+    words: bytes
+    segments: Sequence[Segment]
 
 
 class SharedTurn:
@@ -264,18 +278,18 @@ class SharedTurn:
             yield self._far[at], found
 
     def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
-        address, files = self._wire.near.addresses[one.peer], list(packet.files)
+        post, address = self._wire._post, self._wire.near.addresses[one.peer]
         words = np.frombuffer(packet.payload, np.int64)
         if words[0] == TENSORS:
             pid = self._wire.near.processes.get(one.peer, 0)
-            return TheirTensors(packet.payload, words, pid, address, files)
+            return TheirTensors(packet.payload, words, pid, post, address)
         if words[0] == BY_GROUP:
             room = torch.empty(one.bytes, dtype=torch.uint8)
             for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
                 pass
             return room
-        number, size, start = words[1:4].tolist()
-        return hand.of(address, number, size, files)[start : start + one.bytes]
+        number, start = words[1:3].tolist()
+        return hand.of(post, address, number)[start : start + one.bytes]
 
     def finish(self) -> None:
         """Tell the senders, and hear from those who were sent to."""
@@ -296,25 +310,22 @@ class SharedTurn:
 class TheirTensors:
     """Tensors of another process."""
 
-    def __init__(self, key: bytes, words: Ints, pid: int, address: str, files: list[int]) -> None:
-        self.key, self._words, self._pid, self._address = key, words, pid, address
+    def __init__(self, key: bytes, words: Ints, pid: int, post: Post, address: str) -> None:
+        self.key, self._words, self._pid, self._post, self._address = key, words, pid, post, address
         self.attached = bool(words[1])
-        self._files = files
         self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
-        if files:
-            self._parse()
 
     def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
         if self._parsed is None:
             words, at = self._words.tolist(), 3
             strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
             for _ in range(words[2]):
-                number, size, start, dims = words[at : at + 4]
-                strides.append(tuple(words[at + 4 : at + 4 + dims]))
+                number, start, dims = words[at : at + 3]
+                strides.append(tuple(words[at + 3 : at + 3 + dims]))
                 starts.append(start)
                 if not self.attached:
-                    data.append(hand.of(self._address, number, size, self._files)[start:])
-                at += 4 + dims
+                    data.append(hand.of(self._post, self._address, number)[start:])
+                at += 3 + dims
             self._parsed = strides, data, np.array(starts, np.int64)
         return self._parsed
 
