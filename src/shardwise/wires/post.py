@@ -24,6 +24,7 @@ from shardwise.errors import ExchangeError
 HEADER = struct.Struct("<Qqii")  # of a packet: wire, tag, kind, and whether its payload lies in a file
 LARGE = 2**15  # bytes from which on a payload travels as a file: socket buffers are small
 MOST = LARGE + HEADER.size
+MOST_FILES = 2  # in a packet: a segment, and where a payload lies
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
 FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
@@ -207,7 +208,12 @@ class Post:
                 self._news.notify_all()
 
     def _accept(self) -> None:
-        sock, _ = self._door.accept()
+        try:
+            sock, _ = self._door.accept()
+        except (BlockingIOError, ConnectionError):  # who came has left again
+            return
+        except OSError as error:
+            raise ExchangeError(f"another process of this host cannot be met: {error.strerror}") from error
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             return
@@ -223,24 +229,36 @@ class Post:
             return
         except OSError:
             data, files = b"", ()
-        if not data:
-            self._poll.unregister(descriptor)
-            del self._in[descriptor]
-            sock.close()
-            if sender is not None:
-                self._gone.add(sender)
+        if data and self._sorted(descriptor, data, files):
             return
-        wire, tag, kind, large = HEADER.unpack_from(data)
-        payload = data[HEADER.size :]
-        if large:
-            payload, files = _read_file(files[-1]), files[:-1]
-        if sender is None or kind == HELLO:
-            self._in[descriptor] = sock, payload.decode()
+        self._poll.unregister(descriptor)
+        del self._in[descriptor]
+        sock.close()
+        if sender is not None:
+            self._gone.add(sender)
+
+    def _sorted(self, descriptor: int, data: bytes, files: tuple[int, ...]) -> bool:
+        """Put what came to where it belongs. False where nobody of ours would send this: anyone may connect."""
+        sock, sender = self._in[descriptor]
+        try:
+            wire, tag, kind, large = HEADER.unpack_from(data)
+            if sender is None and (kind != HELLO or files):
+                raise ValueError("strangers say hello first")
+            payload = data[HEADER.size :]
+            if large:
+                payload, files = _read_file(files[-1]), files[:-1]
+            said = payload.decode() if kind in (HELLO, FAILED) else ""
+        except (struct.error, ValueError, IndexError):
+            _close(files)
+            return False
+        if kind == HELLO:
+            self._in[descriptor] = sock, said
         elif kind == FAILED:
-            self._failed[wire] = payload.decode()
-        else:
+            self._failed[wire] = said
+        elif sender is not None:
             with self._boxes:
                 self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files))
+        return True
 
 
 def _forked() -> None:
@@ -267,13 +285,12 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, extra, flags, _ = sock.recvmsg(MOST, 128)
-    if flags & socket.MSG_CTRUNC:
+    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES))
+    files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
+    if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:
+        _close(files)
         raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
-    if not extra:
-        return data, ()
-    (_, _, numbers), *_ = extra
-    return data, struct.unpack(f"{len(numbers) // 4}i", numbers)
+    return data, files
 
 
 def _file_of(payload: bytes | bytearray | memoryview) -> int:

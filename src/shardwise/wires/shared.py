@@ -235,7 +235,7 @@ class SharedWire(GroupWire):
         super().fail(reason)
         self.packed.release()
         if first:
-            told = f"an exchange broke on rank {self.me} ({reason})".encode()[:1000]
+            told = f"an exchange broke on rank {self.me} ({reason[:500]})".encode(errors="replace")
             for address in self.near.addresses.values():
                 self._post.try_to_send(address, Key("", self.near.wire, FAILED, 0), told)
 
