@@ -1,5 +1,6 @@
 """What the tests of the wire of one host share: tensors on ranks, what a call raised, and what a process holds."""
 
+import math
 import os
 import threading
 import time
@@ -10,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+import shardwise.exchange.fetch as fetching
+import shardwise.exchange.run as running
+import shardwise.wires.shared as sharing
 
+WAYS = ("group", "small", "staged", "read", "read as a message", "shared")
 ROWS, COLUMNS = sw.Layout.chunk((64, 1024), 0, owners=2), sw.Layout.chunk((64, 1024), 1, owners=2)
 VALUES = np.arange(64.0 * 1024).reshape(64, 1024)  # messages of 128 KiB between two ranks: none is small
 
@@ -83,3 +88,12 @@ def mapped():
     """How many pieces of shared memory this process has mapped, of torch or ours."""
     with open("/proc/self/maps") as file:
         return sum("memfd:shardwise" in line or "/torch_" in line for line in file)
+
+
+def use(way):
+    """Make this rank, of forked ones, take a way through memory whatever the sizes; what wire= and share_ get."""
+    attached = way.startswith("read")
+    sharing.WORTH = sharing.RUN = 0 if attached else math.inf
+    fetching.SHORT = math.inf if "as a message" in way else 0
+    running.INLINE = 2**14 if way == "small" else 0
+    return "group" if way == "group" else "shared", way == "shared"
