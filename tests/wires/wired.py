@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # ranks would import it one by one, which takes a second each
 
 import shardwise as sw
 import shardwise.exchange.fetch as fetching
