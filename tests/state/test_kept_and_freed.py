@@ -127,3 +127,16 @@ def test_memory_that_belongs_to_somebody_else_stays(ranks):  # noqa: F811
         same(torch.from_numpy(array), WHOLE.chunk(4)[rank])
 
     ranks(4, run)
+
+
+def test_memory_that_was_moved_or_saved_can_still_be_resized(ranks, tmp_path):  # noqa: F811
+    def run(rank):
+        given, room = held(WHOLE, "8x6/S0@4"), held(WHOLE * 0, "8x6/S1@4")
+        step = torch.tensor(3.0)
+        sw.reshard(given, "8x6/S1@4")
+        sw.Resharder({"w": given}, {"w": room}).run()
+        sw.checkpoint.save({"w": given, "step": step}, tmp_path / "saved")
+        lies(room, WHOLE, "8x6/S1@4")
+        return [t.untyped_storage().resizable() for t in (*given.shards, *room.shards, step)]
+
+    assert ranks(4, run) == [[True, True, True]] * 4

@@ -32,7 +32,7 @@ def posts():
         assert taken(other, key(post))[0].payload == b"first"
     yield ours
     for post in ours:
-        post.close()
+        post.leave()
 
 
 def key(post, tag=0):
@@ -100,7 +100,7 @@ def test_nothing_that_comes_ends_in_time(posts):
 def test_one_that_has_gone_is_seen_after_what_it_sent(posts):
     a, b = posts
     a.send(b.address, key(a), b"last words")
-    a.close()
+    a.leave()
     assert taken(b, key(a))[0].payload == b"last words"
     with pytest.raises(GoneError, match=a.address):
         taken(b, key(a))

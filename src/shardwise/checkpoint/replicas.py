@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.exchange.pages import bytes_at
 from shardwise.state.leaves import is_tensor
 from shardwise.tensor.kinds import is_sharded
 
@@ -33,8 +34,8 @@ def _mark(tensor: torch.Tensor) -> int:
     else:  # by their numbers, so that nothing else is copied
         at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
         some = tensor.detach()[torch.unravel_index(at, tensor.shape)]
-    text = some.contiguous().view(torch.uint8).cpu().numpy().data
-    return int.from_bytes(blake2b(text, digest_size=7).digest(), "little")
+    data = some.contiguous().cpu()
+    return int.from_bytes(blake2b(bytes_at(data.data_ptr(), data.nbytes).data, digest_size=7).digest(), "little")
 
 
 def unlike(

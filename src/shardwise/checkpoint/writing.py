@@ -14,9 +14,10 @@ from typing import IO, Any
 
 import torch
 
-from shardwise.checkpoint.files import WORDS, Descriptor, below, readable
+from shardwise.checkpoint.files import Descriptor, below, readable
 from shardwise.checkpoint.places import place_of
 from shardwise.errors import CheckpointError
+from shardwise.exchange.pages import bytes_at
 
 CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other
 PIPE = 2**20  # bytes that are copied from file to file at a time
@@ -205,8 +206,8 @@ def write_tensor(tensor: torch.Tensor, file: IO[bytes]) -> None:
         return
     size = tensor.numel() * tensor.element_size()
     if (tensor.is_contiguous() and tensor.device.type == "cpu") or size <= CHUNK:
-        flat = tensor.detach().cpu().contiguous().view(-1).view(WORDS[tensor.element_size()])
-        file.write(flat.numpy().data)
+        flat = tensor.detach().cpu().contiguous()
+        file.write(bytes_at(flat.data_ptr(), size).data)
         return
     rows = max(1, CHUNK * tensor.shape[0] // size)
     for part in torch.split(tensor, rows):

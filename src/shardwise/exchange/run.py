@@ -26,7 +26,6 @@ from shardwise.planning import Plan
 
 HEADER = 8 * WORDS
 INLINE, SLOTS = 2**14, 2**17  # the largest message beside a header, and the bytes of all slots of a rank
-AHEAD = 2**22  # bytes of a turn up to which it pays to send before all have agreed
 MOST_AGREED = 2**14  # terms that a wire remembers
 MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 
@@ -98,7 +97,8 @@ class Exchange:
         else:
             self._agreement = self.wire.slots(*self._slots(), apart=apart)
         first = self.schedule.turns[0]
-        if alone and first.bytes <= AHEAD and self.wire.tagged and self.header.tobytes() in self.wire.agreed:
+        most = self.wire.ahead(self.device, direct=self.direct)
+        if alone and first.bytes <= most and self.header.tobytes() in self.wire.agreed:
             with self._unbroken():
                 self._ahead = self._post(first, hidden=not self.fresh)
         return self

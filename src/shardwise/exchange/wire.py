@@ -14,6 +14,7 @@ from shardwise.exchange.cuts import Strides
 from shardwise.exchange.staging import Staging
 from shardwise.geometry import Ints
 
+AHEAD = 2**22  # bytes of messages that it pays to send before all have agreed, although they need staging
 Message = tuple[int, torch.Tensor]  # a peer, and the bytes for it or the room for its bytes
 
 
@@ -93,6 +94,10 @@ class End:
         self.staging = Staging()
         self.memory = dict[Any, Any]()  # what earlier calls left for later ones
 
+    def ahead(self: Wire, device: torch.device, *, direct: bool) -> int:
+        """None where messages cannot be told apart."""
+        return AHEAD if self.tagged else -1
+
     def turn(
         self: Wire,
         receives: Sequence[Receive],
@@ -169,6 +174,10 @@ class Wire(Protocol):
 
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> Swap:
         """Post the receives, then the sends as they come. Both sides know all sizes beforehand."""
+        ...
+
+    def ahead(self, device: torch.device, *, direct: bool) -> int:
+        """The bytes of a turn up to which it may be posted before all have agreed, and pays. As in `turn`."""
         ...
 
     def turn(

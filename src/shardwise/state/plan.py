@@ -23,7 +23,7 @@ from shardwise.state.view import View, laid_out
 from shardwise.tensor.casting import travels_as
 from shardwise.tensor.together import first_difference
 
-BUCKET = 2**26  # bytes that a rank stages at a time, unless told
+BUCKET = 2**28  # bytes that a rank stages at a time, unless told
 
 
 @dataclass(frozen=True)

@@ -14,29 +14,24 @@ from shardwise.wires.post import Post
 
 
 class Card(NamedTuple):
-    """What a process tells others: its host, its address there, and a place of its memory to see whether they can.
-
-    `mark` is another one for every wire: several groups of the same processes must never take each other's packets.
-    """
+    """What a process tells others: its host, its address there, and a place of its memory to see whether they can."""
 
     host: tuple[Any, ...]
     address: str
     trial: tuple[int, bytes]
-    mark: str
+    meeting: str  # another one for every wire: groups of the same processes are told apart by it
 
 
 class Neighbours(NamedTuple):
     """Owners on this host, by number: their addresses; the process of each whose memory can be read from here.
 
-    `readers` are those who can read the memory of this process, which need not be the same ones. `wire` is a number
-    that only packets of this wire have. `all` says that everybody on the wire is on one host; `hosts` are the owners of
-    each, as everybody knows them.
+    `wire` is a number that only packets of this wire have. `all` says that everybody on the wire is on one host;
+    `hosts` are the owners of each, as everybody knows them.
     """
 
     wire: int
     addresses: dict[int, str]
     processes: dict[int, int]
-    readers: frozenset[int]
     all: bool
     hosts: list[list[int]]
 
@@ -51,16 +46,14 @@ class Neighbours(NamedTuple):
                     reached[owner] = Post.here().connect(card.address)
                 except OSError:
                     continue
-        readable = {owner: pid for owner, pid in reached.items() if allowed(pid, *cards[owner].trial)}
-        told = dict(zip(owners, tell((sorted(reached), sorted(readable))), strict=True))
-        found = [owner for owner in reached if me in told[owner][0]]
-        listed = str([card and card.mark for card in cards.values()])
+        told = dict(zip(owners, tell(sorted(reached)), strict=True))
+        found = {owner: cards[owner] for owner in reached if me in told[owner]}
+        listed = str([card and card.meeting for card in cards.values()])
         return Neighbours(
             int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
-            {owner: cards[owner].address for owner in found},
-            {owner: readable[owner] for owner in found if owner in readable},
-            frozenset(owner for owner in found if me in told[owner][1]),
-            all(len(others) == len(owners) - 1 for others, _ in told.values()),
+            {owner: card.address for owner, card in found.items()},
+            {owner: reached[owner] for owner, card in found.items() if allowed(reached[owner], *card.trial)},
+            all(len(others) == len(owners) - 1 for others in told.values()),
             _hosts(cards),
         )
 
@@ -78,7 +71,7 @@ def _card() -> Card | None:
     if os.environ.get("SHARDWISE_WIRE") == "group":
         return None
     try:
-        return Card(_host(), Post.here().address, trial(), secrets.token_hex(16))
+        return Card(_host(), Post.here().address, trial(), secrets.token_hex(8))
     except OSError:
         return None
 

@@ -24,10 +24,8 @@ from shardwise.errors import ExchangeError
 HEADER = struct.Struct("<Qqii")  # of a packet: wire, tag, kind, and whether its payload lies in a file
 LARGE = 2**15  # bytes from which on a payload travels as a file: socket buffers are small
 MOST = LARGE + HEADER.size
-MOST_FILES = 2  # in a packet: a segment, and where a payload lies
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
-FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
 
 
@@ -63,13 +61,12 @@ class Post:
     """The address of this process. Made by `here`; threads may use it at a time."""
 
     _here: Post | None = None
-    _making = Lock()
 
     @staticmethod
     def here() -> Post:
-        """That of this process: one that was forked has its own, and threads that come at a time get the same."""
-        with Post._making:
-            Post._here = Post._here or Post()
+        """That of this process: one that was forked has its own."""
+        if Post._here is None:
+            Post._here = Post()
         return Post._here
 
     def __init__(self) -> None:
@@ -102,7 +99,7 @@ class Post:
             return pid
         return _credentials(self._out[address])[0]
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Of a forked process: what it has got is its parent's."""
         for sock in (self._door, *self._out.values(), *(sock for sock, _ in self._in.values())):
             sock.close()
@@ -129,9 +126,7 @@ class Post:
                 try:
                     _send(sock, (head, b"" if large else payload), files)
                     return
-                except OSError as error:
-                    if error.errno not in FULL:
-                        raise
+                except BlockingIOError:
                     if time.monotonic() > end:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
@@ -143,8 +138,8 @@ class Post:
 
     def try_to_send(self, to: str, key: Key, payload: bytes) -> None:
         """The same, where it does not matter whether it comes."""
-        with suppress(GoneError, TimeoutError):
-            self.send(to, key, payload)
+        with suppress(GoneError, OSError):
+            self.send(to, key, payload, seconds=1.0)
 
     def _make_room(self, sock: socket.socket) -> None:
         """Others may wait for room here, as this waits for room there."""
@@ -180,13 +175,16 @@ class Post:
                 raise TimeoutError(f"nothing came within {seconds:g} s")
             self._turn(ready, 0.0 if spin and now - begun < SPIN else end - now)
 
+    def discard(self, key: Key) -> None:
+        """What came and will not be taken."""
+        while (packet := self.take(key)) is not None:
+            close(packet.files)
+
     def forget(self, wire: int) -> None:
-        """What came for a wire and will not be taken."""
+        """The same for all of a wire that is no more."""
         self._failed.pop(wire, None)
-        with self._boxes:
-            left = [self._queues.pop(key) for key in list(self._queues) if key.wire == wire]
-        for packet in (packet for queue in left for packet in queue):
-            _close(packet.files)
+        for key in [key for key in list(self._queues) if key.wire == wire]:
+            self.discard(key)
 
     def _turn(self, ready: Callable[[], bool], seconds: float) -> None:
         """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it."""
@@ -208,12 +206,7 @@ class Post:
                 self._news.notify_all()
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._door.accept()
-        except (BlockingIOError, ConnectionError):  # who came has left again
-            return
-        except OSError as error:
-            raise ExchangeError(f"another process of this host cannot be met: {error.strerror}") from error
+        sock, _ = self._door.accept()
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             return
@@ -225,46 +218,34 @@ class Post:
         sock, sender = self._in[descriptor]
         try:
             data, files = _receive(sock)
+            wire, tag, kind, payload, files = _opened(data, files)
         except BlockingIOError:
             return
-        except OSError:
-            data, files = b"", ()
-        if data and self._sorted(descriptor, data, files):
+        except (OSError, ValueError):  # it has ended, or is none of us
+            self._hang_up(descriptor)
             return
+        if kind == HELLO:
+            self._in[descriptor] = sock, payload.decode(errors="replace")
+        elif sender is None:
+            close(files)
+            self._hang_up(descriptor)
+        elif kind == FAILED:
+            self._failed[wire] = payload.decode(errors="replace")
+        else:
+            with self._boxes:
+                self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files))
+
+    def _hang_up(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
-        del self._in[descriptor]
+        sock, sender = self._in.pop(descriptor)
         sock.close()
         if sender is not None:
             self._gone.add(sender)
 
-    def _sorted(self, descriptor: int, data: bytes, files: tuple[int, ...]) -> bool:
-        """Put what came to where it belongs. False where nobody of ours would send this: anyone may connect."""
-        sock, sender = self._in[descriptor]
-        try:
-            wire, tag, kind, large = HEADER.unpack_from(data)
-            if sender is None and (kind != HELLO or files):
-                raise ValueError("strangers say hello first")
-            payload = data[HEADER.size :]
-            if large:
-                payload, files = _read_file(files[-1]), files[:-1]
-            said = payload.decode() if kind in (HELLO, FAILED) else ""
-        except (struct.error, ValueError, IndexError):
-            _close(files)
-            return False
-        if kind == HELLO:
-            self._in[descriptor] = sock, said
-        elif kind == FAILED:
-            self._failed[wire] = said
-        elif sender is not None:
-            with self._boxes:
-                self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files))
-        return True
-
 
 def _forked() -> None:
-    Post._making = Lock()  # another thread of the parent may have had it
     if Post._here is not None:
-        Post._here.close()
+        Post._here.leave()
         Post._here = None
 
 
@@ -285,12 +266,25 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES))
-    files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
-    if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:
-        _close(files)
+    data, extra, flags, _ = sock.recvmsg(MOST, 128)
+    if flags & socket.MSG_CTRUNC:
         raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
-    return data, files
+    if not extra:
+        return data, ()
+    (_, _, numbers), *_ = extra
+    return data, struct.unpack(f"{len(numbers) // 4}i", numbers)
+
+
+def _opened(data: bytes, files: tuple[int, ...]) -> tuple[int, int, int, bytes, tuple[int, ...]]:
+    """Wire, tag, kind, payload and descriptors of a packet; a ValueError for what is none."""
+    if len(data) < HEADER.size:
+        raise ValueError("nothing, or not from here")
+    wire, tag, kind, large = HEADER.unpack_from(data)
+    if not large:
+        return wire, tag, kind, data[HEADER.size :], files
+    if not files:
+        raise ValueError("a payload without its file")
+    return wire, tag, kind, _read_file(files[-1]), files[:-1]
 
 
 def _file_of(payload: bytes | bytearray | memoryview) -> int:
@@ -306,6 +300,6 @@ def _read_file(file: int) -> bytes:
         return stream.read()
 
 
-def _close(files: Iterable[int]) -> None:
+def close(files: Iterable[int]) -> None:
     for file in files:
         os.close(file)

@@ -7,7 +7,7 @@ import mmap
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange.pages import outside_inference
-from shardwise.wires.post import Key, Post
+from shardwise.wires.post import Key, Post, close
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
-HANDED = 0  # the kind of packets that bring segments, or say that they are no more, of wire 0
+HANDED, DROPPED = range(2)  # kinds of packets of wire 0: a segment, by its number; which segments are no more
 SHM = "/dev/shm"
 
 _numbers = count(1)
@@ -65,10 +65,7 @@ def _forget(number: int, file: int) -> None:
 
 def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
     """The bytes of a descriptor; `when_gone` is called once nothing uses them any more."""
-    try:
-        memory = mmap.mmap(file, size)
-    except OSError as error:
-        raise SharedMemoryError(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
+    memory = mmap.mmap(file, size)
     if when_gone is not None:
         weakref.finalize(memory, when_gone).atexit = False
     with outside_inference():
@@ -76,62 +73,54 @@ def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) ->
 
 
 class Hand:
-    """Which segments of ours other processes have, and which of theirs are mapped here.
-
-    Descriptors travel by themselves, before the first packet that names their segment, whatever wire that is of: one
-    that is never opened takes none with it. Threads may use it at a time.
-    """
+    """Which segments of ours other processes have, and which of theirs are mapped here."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """As a process begins."""
         self.dropped = list[int]()  # numbers of ours that are no more, and that others may still have
         self._handed = defaultdict[str, set[int]](set)
         self._taken = defaultdict[str, dict[int, torch.Tensor]](dict)
         self._lock = Lock()
 
-    def out(self, post: Post, address: str, segment: Segment, *, seconds: float) -> None:
-        """Before a segment is named to a process."""
+    def out(self, post: Post, address: str, segment: Segment, seconds: float) -> None:
+        """Let a process have a segment, before it is named there for the first time."""
         with self._lock:
             if segment.number not in self._handed[address]:
-                words = f"{segment.number} {segment.size}".encode()
-                post.send(address, Key("", 0, HANDED, 0), words, (segment.file,), seconds=seconds)
+                post.send(address, Key("", 0, HANDED, segment.number), files=[segment.file], seconds=seconds)
                 self._handed[address].add(segment.number)
 
-    def of(self, post: Post, address: str, number: int) -> torch.Tensor:
-        """The bytes of a segment that was named here."""
+    def of(self, post: Post, address: str, number: int, size: int) -> torch.Tensor:
+        """The bytes of a segment that a process named here."""
         with self._lock:
-            if number not in self._taken[address]:
-                self._hear(post, address)
-            return self._taken[address][number]
+            known = self._taken[address]
+            if number not in known:
+                known[number] = _taken(post, address, number, size)
+            return known[number]
 
-    def tidy(self, post: Post, neighbours: Iterable[str]) -> None:
-        """Tell others what is no more, and let go what these have told."""
+    def tidy(self, post: Post) -> None:
+        """Tell others what is no more, and let go what they have told."""
         with self._lock:
-            if self.dropped:
-                gone, self.dropped = set(self.dropped), []
-                for address, numbers in self._handed.items():
-                    listed = sorted(numbers & gone)
-                    numbers -= gone
-                    if listed:
-                        post.try_to_send(address, Key("", 0, HANDED, 0), " ".join(map(str, [0, *listed])).encode())
-            for address in neighbours:
-                self._hear(post, address)
+            gone, self.dropped = self.dropped, []
+            for address, numbers in self._handed.items() if gone else ():
+                listed = sorted(numbers.intersection(gone))
+                numbers.difference_update(gone)
+                if listed:
+                    post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
+            for address, known in self._taken.items():
+                while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
+                    for number in map(int, packet.payload.split(b",")):
+                        known.pop(number, None)
+                        post.discard(Key(address, 0, HANDED, number))  # what was handed, but not named since
 
-    def _hear(self, post: Post, address: str) -> None:
-        """What a process has told of its segments: the number and size of one, or 0 and those that are no more."""
-        while (packet := post.take(Key(address, 0, HANDED, 0))) is not None:
-            first, *others = map(int, packet.payload.split())
-            if first:
-                (size,), (file,) = others, packet.files
-                try:
-                    self._taken[address][first] = _mapped(file, size)
-                finally:
-                    os.close(file)
-            for number in others if not first else ():
-                self._taken[address].pop(number, None)
+
+def _taken(post: Post, address: str, number: int, size: int) -> torch.Tensor:
+    """Packets of a process come in order: what it names has come before."""
+    packet = post.take(Key(address, 0, HANDED, number))
+    if packet is None:
+        raise ExchangeError(f"segment {number} of {address} was named, but never handed over")
+    try:
+        return _mapped(packet.files[0], size)
+    finally:
+        close(packet.files)
 
 
 hand = Hand()
@@ -145,38 +134,31 @@ class Place(NamedTuple):
 
 
 class Shared:
-    """The tensors of this process that lie in shared memory, by where their storage begins, with that storage's number.
-
-    One that was emptied may live on while other memory comes to its place. There is no lock: steps are whole, and
-    storages may be collected in the middle of any of them.
-    """
+    """The tensors of this process that lie in shared memory, by where their storage begins."""
 
     def __init__(self) -> None:
-        self._segments = dict[int, tuple[int, Segment]]()
+        self._segments, self._lock = dict[int, Segment](), Lock()
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where it lies; None where that is not shared memory of ours."""
         if not self._segments:
             return None
-        segment = self._of(tensor.untyped_storage())
+        segment = self._segments.get(tensor.untyped_storage().data_ptr())
         return None if segment is None else Place(segment, int(tensor.storage_offset()) * tensor.element_size())
-
-    def _of(self, storage: torch.UntypedStorage) -> Segment | None:
-        number, segment = self._segments.get(storage.data_ptr(), (0, None))
-        return segment if number == storage._cdata else None
 
     def new(self, size: int) -> torch.Tensor:
         """Bytes that others read in place."""
-        segment, at = Segment.made(size), list[int]()
-        number = segment.number  # what is called once it is gone must not keep it
-        found = segment.mapped(lambda: self._remove(at[0], number))
+        segment = Segment.made(size)
+        at = list[int]()
+        found = segment.mapped(lambda: self._remove(at[0]))
         at.append(found.data_ptr())
-        self._keep(found.untyped_storage(), segment)
+        with self._lock:
+            self._segments[at[0]] = segment
         return found
 
     def move(self, storage: torch.UntypedStorage) -> None:
         """Move storage there, for all tensors that have it."""
-        if self._of(storage) is not None or not storage.nbytes():
+        if storage.data_ptr() in self._segments or not storage.nbytes():
             return
         free = os.statvfs(SHM)
         if not storage.is_shared() and free.f_bavail * free.f_frsize < storage.nbytes():
@@ -185,21 +167,21 @@ class Shared:
                 f"make it larger (docker run --shm-size), or allocate with empty(shared=True), which does not need it"
             )
         file, size = storage._share_fd_cpu_()
-        segment = Segment(os.dup(file), size)
-        self._keep(storage, segment)
-        weakref.finalize(storage, self._remove, storage.data_ptr(), segment.number).atexit = False
+        address = storage.data_ptr()
+        with self._lock:
+            self._segments[address] = Segment(os.dup(file), size)
+        weakref.finalize(storage, self._remove, address).atexit = False
 
-    def _keep(self, storage: torch.UntypedStorage, segment: Segment) -> None:
-        self._segments[storage.data_ptr()] = storage._cdata, segment
-
-    def _remove(self, address: int, number: int) -> None:
-        """Unless another one is there by now."""
-        _, kept = self._segments.get(address, (0, None))
-        if kept is not None and kept.number == number:
-            del self._segments[address]
+    def _remove(self, address: int) -> None:
+        with self._lock:
+            self._segments.pop(address, None)
 
 
 shared = Shared()
 
 
-os.register_at_fork(after_in_child=hand.clear)
+def _forked() -> None:
+    hand.__init__()  # type: ignore[misc]  # those who know it keep it
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,7 @@ from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
 
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
 STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
-WORTH, RUN = 2**20, 2**14  # bytes from which on it pays to read from another process: of a message, of a run
+WORTH, RUN = 2**20, 2**16  # bytes from which on it pays to read from another process: of a message, of a run
 
 log = logging.getLogger("shardwise")
 
@@ -40,7 +42,7 @@ class SharedWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
         super().__init__(group, owners)
-        self.near, self._spins = Neighbours(0, {}, {}, frozenset(), all=False, hosts=[]), False
+        self.near, self._spins = Neighbours(0, {}, {}, all=False, hosts=[]), False
         self.packed = SharedStaging()
         self._post = Post.here()
         self._numbers = count()
@@ -51,11 +53,16 @@ class SharedWire(GroupWire):
         self.near = Neighbours.met(self.me, self.owners, self.tell)
         self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
 
+    def ahead(self, device: torch.device, *, direct: bool) -> int:
+        """All, where nothing goes by messages: what comes is not looked at before it is wanted."""
+        apart = self.near.all and direct and device.type == "cpu"
+        return sys.maxsize if apart else super().ahead(device, direct=direct)
+
     def release(self) -> int:
         """With what is packed into."""
         kept = self.packed.bytes
         self.packed.release()
-        hand.tidy(self._post, self.near.addresses.values())  # others let go of it when they hear of it
+        hand.tidy(self._post)  # others let go of it when they hear of it
         return kept + super().release()
 
     def check_way(self, way: Any) -> None:
@@ -74,21 +81,15 @@ class SharedWire(GroupWire):
         """Of packets that come from an owner."""
         return Key(self.near.addresses[owner], self.near.wire, kind, tag)
 
-    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"") -> None:
+    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", segments: Sequence[Segment] = ()) -> None:
+        """A packet, after the segments that it names."""
         to, key = self.near.addresses[owner], Key("", self.near.wire, kind, tag)
         try:
+            for segment in segments:
+                hand.out(self._post, to, segment, self._seconds)
             self._post.send(to, key, payload, seconds=self._seconds)
-        except (GoneError, TimeoutError) as error:
+        except (GoneError, OSError) as error:
             raise self._lost(error) from error
-
-    def _handed_out(self, owner: int, letter: Letter) -> bytes:
-        """What a letter says, once the owner has all segments that it names."""
-        try:
-            for segment in letter.segments:
-                hand.out(self._post, self.near.addresses[owner], segment, seconds=self._seconds)
-        except (GoneError, TimeoutError) as error:
-            raise self._lost(error) from error
-        return letter.words
 
     def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
         """One packet for each of these numbers, as they come."""
@@ -162,7 +163,7 @@ class SharedWire(GroupWire):
         """Letters to those on this host, messages to others."""
         if device.type != "cpu" or not direct or not self.near.addresses:
             return super().turn(receives, sends, tag, device, align)
-        hand.tidy(self._post, self.near.addresses.values())
+        hand.tidy(self._post)
         far = [at for at, one in enumerate(receives) if one.peer not in self.near.addresses]
         far_sends = [one for one in sends if one.peer not in self.near.addresses]
         others = None
@@ -175,7 +176,8 @@ class SharedWire(GroupWire):
 
     def _letters(self, sends: Sequence[Send], tag: int, align: int) -> list[GroupSwap]:
         """Say where everything is, once it is there. What does not fit into shared memory goes by messages."""
-        letters = [self._unpacked(one) for one in sends]
+        takers = Counter(one.same for one in sends)
+        letters = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
         staged = dict[int, int]()  # the offset of what has to be packed, by its first send
         total = 0
         for one, letter in zip(sends, letters, strict=True):
@@ -193,7 +195,7 @@ class SharedWire(GroupWire):
         with self._guarded("posting messages"):
             for one, letter in zip(sends, letters, strict=True):
                 if letter is not None:
-                    self._send(one.peer, LETTER, tag, self._handed_out(one.peer, letter))
+                    self._send(one.peer, LETTER, tag, letter[0], letter[1])
                 elif segment is None:
                     room = torch.empty(one.bytes, dtype=torch.uint8)
                     one.pack(room)
@@ -204,30 +206,33 @@ class SharedWire(GroupWire):
                     if one.same not in done:
                         one.pack(data[start : start + one.bytes])
                         done.add(one.same)
-                    letter = Letter(_words(STAGED, segment.number, start), (segment,))
-                    self._send(one.peer, LETTER, tag, self._handed_out(one.peer, letter))
+                    self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), [segment])
         return by_group
 
-    def _unpacked(self, one: Send) -> Letter | None:
-        """A letter for what need not be packed; None where it must be."""
+    def _unpacked(self, one: Send, *, alone: bool) -> tuple[bytes, Sequence[Segment]] | None:
+        """A letter for what need not be packed, and the segments that it names; None where it must be.
+
+        To read from another process takes longer than from shared memory: what several want is packed once for all.
+        """
         place = None if one.outof is None else shared.place(one.outof)
         if place is not None and not one.tensors:
-            return Letter(_words(STAGED, place.segment.number, place.start), (place.segment,))
+            segment, start = place
+            return _words(STAGED, segment.number, segment.size, start), [segment]
         if not one.tensors:
             return None
         places = [shared.place(tensor) for tensor in one.tensors]
         attached = None in places
-        if attached and not (one.peer in self.near.readers and one.bytes >= WORTH and one.run >= RUN):
+        if attached and not (alone and one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
             return None
         words, segments = [TENSORS, attached, len(places)], list[Segment]()
         for tensor, where in zip(one.tensors, places, strict=True):
             if attached or where is None:
-                words += (0, tensor.data_ptr())
+                words += (0, 0, tensor.data_ptr())
             else:
-                words += (where.segment.number, where.start)
+                words += (where.segment.number, where.segment.size, where.start)
                 segments.append(where.segment)
             words += (tensor.dim(), *tensor.stride())
-        return Letter(_words(*words), segments)
+        return _words(*words), segments
 
     def fail(self, reason: str) -> None:
         """The others on this host hear of it at once."""
@@ -235,7 +240,7 @@ class SharedWire(GroupWire):
         super().fail(reason)
         self.packed.release()
         if first:
-            told = f"an exchange broke on rank {self.me} ({reason[:500]})".encode(errors="replace")
+            told = f"an exchange broke on rank {self.me} ({reason})".encode()[:1000]
             for address in self.near.addresses.values():
                 self._post.try_to_send(address, Key("", self.near.wire, FAILED, 0), told)
 
@@ -243,13 +248,6 @@ class SharedWire(GroupWire):
         """Others may read what was packed for as long as they like."""
         super().abandon(posted)
         self.packed.release()
-
-
-class Letter(NamedTuple):
-    """What a letter says, and the segments that it names."""
-
-    words: bytes
-    segments: Sequence[Segment]
 
 
 class SharedTurn:
@@ -278,17 +276,17 @@ class SharedTurn:
             yield self._far[at], found
 
     def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
-        post, address = self._wire._post, self._wire.near.addresses[one.peer]
-        words = np.frombuffer(packet.payload, np.int64)
+        address, words = self._wire.near.addresses[one.peer], np.frombuffer(packet.payload, np.int64)
         if words[0] == TENSORS:
-            return TheirTensors(self._wire, one.peer, packet.payload)
+            pid = self._wire.near.processes.get(one.peer, 0)
+            return TheirTensors(packet.payload, words, pid, lambda *named: hand.of(self._wire._post, address, *named))
         if words[0] == BY_GROUP:
             room = torch.empty(one.bytes, dtype=torch.uint8)
             for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
                 pass
             return room
-        number, start = words[1:3].tolist()
-        return hand.of(post, address, number)[start : start + one.bytes]
+        number, size, start = words[1:4].tolist()
+        return hand.of(self._wire._post, address, number, size)[start : start + one.bytes]
 
     def finish(self) -> None:
         """Tell the senders, and hear from those who were sent to."""
@@ -309,24 +307,22 @@ class SharedTurn:
 class TheirTensors:
     """Tensors of another process."""
 
-    def __init__(self, wire: SharedWire, peer: int, key: bytes) -> None:
-        self._wire, self._peer, self.key = wire, peer, key
-        self._words = np.frombuffer(key, np.int64)
-        self.attached = bool(self._words[1])
+    def __init__(self, key: bytes, words: Ints, pid: int, segment: Callable[[int, int], torch.Tensor]) -> None:
+        self.key, self._words, self._pid, self._segment = key, words, pid, segment
+        self.attached = bool(words[1])
         self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
 
     def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
         if self._parsed is None:
             words, at = self._words.tolist(), 3
-            address = self._wire.near.addresses[self._peer]
             strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
             for _ in range(words[2]):
-                number, start, dims = words[at : at + 3]
-                strides.append(tuple(words[at + 3 : at + 3 + dims]))
+                number, size, start, dims = words[at : at + 4]
+                strides.append(tuple(words[at + 4 : at + 4 + dims]))
                 starts.append(start)
                 if not self.attached:
-                    data.append(hand.of(self._wire._post, address, number)[start:])
-                at += 3 + dims
+                    data.append(self._segment(number, size)[start:])
+                at += 4 + dims
             self._parsed = strides, data, np.array(starts, np.int64)
         return self._parsed
 
@@ -341,8 +337,7 @@ class TheirTensors:
 
     def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
         """Copy ranges of bytes from offsets of tensors to addresses here."""
-        with self._wire._guarded(f"reading from the memory of rank {self._peer}"):
-            attach.read(self._wire.near.processes[self._peer], here, self._parse()[2][tensor] + offset, sizes)
+        attach.read(self._pid, here, self._parse()[2][tensor] + offset, sizes)
 
 
 class SharedStaging:

@@ -34,7 +34,6 @@ from shardwise.state.traverse import Key, is_step
 
 INDEX = "shardwise.json"
 VERSION = 1
-FIELDS = frozenset({"dtype", "shape", "layout"})  # of a tensor in the index
 OURS = re.compile(rf"shard-\d+-of-\d+-[0-9a-f]+\.safetensors({re.escape(ASIDE)})?")
 
 
@@ -175,10 +174,12 @@ class Headers:
 
 
 def _entry(headers: Headers, where: str, name: str, said: Any) -> Entry:
-    if not isinstance(said, dict) or not said.keys() >= FIELDS:
-        raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout")
     try:
-        stored = _stored(said["dtype"], tuple(said["shape"]), str(said["layout"]), len(headers.names))
+        dtype, shape, layout = said["dtype"], tuple(said["shape"]), str(said["layout"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout") from error
+    try:
+        stored = _stored(dtype, shape, layout, len(headers.names))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
     locate = partial(_locate, headers, name, stored)
