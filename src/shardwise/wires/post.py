@@ -61,12 +61,13 @@ class Post:
     """The address of this process. Made by `here`; threads may use it at a time."""
 
     _here: Post | None = None
+    _making = Lock()
 
     @staticmethod
     def here() -> Post:
-        """That of this process: one that was forked has its own."""
-        if Post._here is None:
-            Post._here = Post()
+        """That of this process: one that was forked has its own, and threads that come at a time get the same."""
+        with Post._making:
+            Post._here = Post._here or Post()
         return Post._here
 
     def __init__(self) -> None:
@@ -244,6 +245,7 @@ class Post:
 
 
 def _forked() -> None:
+    Post._making = Lock()  # another thread of the parent may have had it
     if Post._here is not None:
         Post._here.leave()
         Post._here = None
