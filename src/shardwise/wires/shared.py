@@ -42,7 +42,7 @@ class SharedWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
         super().__init__(group, owners)
-        self.near, self._spins = Neighbours(0, {}, {}, all=False, hosts=[]), False
+        self.near, self._spins = Neighbours(0, {}, {}, frozenset(), all=False, hosts=[]), False
         self.packed = SharedStaging()
         self._post = Post.here()
         self._numbers = count()
@@ -222,7 +222,7 @@ class SharedWire(GroupWire):
             return None
         places = [shared.place(tensor) for tensor in one.tensors]
         attached = None in places
-        if attached and not (alone and one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
+        if attached and not (alone and one.peer in self.near.readers and one.bytes >= WORTH and one.run >= RUN):
             return None
         words, segments = [TENSORS, attached, len(places)], list[Segment]()
         for tensor, where in zip(one.tensors, places, strict=True):
