@@ -65,7 +65,10 @@ def _forget(number: int, file: int) -> None:
 
 def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
     """The bytes of a descriptor; `when_gone` is called once nothing uses them any more."""
-    memory = mmap.mmap(file, size)
+    try:
+        memory = mmap.mmap(file, size)
+    except OSError as error:
+        raise SharedMemoryError(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
     if when_gone is not None:
         weakref.finalize(memory, when_gone).atexit = False
     with outside_inference():
