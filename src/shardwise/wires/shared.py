@@ -278,8 +278,7 @@ class SharedTurn:
     def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
         address, words = self._wire.near.addresses[one.peer], np.frombuffer(packet.payload, np.int64)
         if words[0] == TENSORS:
-            pid = self._wire.near.processes.get(one.peer, 0)
-            return TheirTensors(packet.payload, words, pid, lambda *named: hand.of(self._wire._post, address, *named))
+            return TheirTensors(self._wire, one.peer, packet.payload)
         if words[0] == BY_GROUP:
             room = torch.empty(one.bytes, dtype=torch.uint8)
             for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
@@ -307,21 +306,23 @@ class SharedTurn:
 class TheirTensors:
     """Tensors of another process."""
 
-    def __init__(self, key: bytes, words: Ints, pid: int, segment: Callable[[int, int], torch.Tensor]) -> None:
-        self.key, self._words, self._pid, self._segment = key, words, pid, segment
-        self.attached = bool(words[1])
+    def __init__(self, wire: SharedWire, peer: int, key: bytes) -> None:
+        self._wire, self._peer, self.key = wire, peer, key
+        self._words = np.frombuffer(key, np.int64)
+        self.attached = bool(self._words[1])
         self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
 
     def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
         if self._parsed is None:
             words, at = self._words.tolist(), 3
+            post, address = self._wire._post, self._wire.near.addresses[self._peer]
             strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
             for _ in range(words[2]):
                 number, size, start, dims = words[at : at + 4]
                 strides.append(tuple(words[at + 4 : at + 4 + dims]))
                 starts.append(start)
                 if not self.attached:
-                    data.append(self._segment(number, size)[start:])
+                    data.append(hand.of(post, address, number, size)[start:])
                 at += 4 + dims
             self._parsed = strides, data, np.array(starts, np.int64)
         return self._parsed
@@ -337,7 +338,8 @@ class TheirTensors:
 
     def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
         """Copy ranges of bytes from offsets of tensors to addresses here."""
-        attach.read(self._pid, here, self._parse()[2][tensor] + offset, sizes)
+        with self._wire._guarded(f"reading from the memory of rank {self._peer}"):
+            attach.read(self._wire.near.processes[self._peer], here, self._parse()[2][tensor] + offset, sizes)
 
 
 class SharedStaging:
