@@ -24,6 +24,7 @@ from shardwise.errors import ExchangeError
 HEADER = struct.Struct("<Qqii")  # of a packet: wire, tag, kind, and whether its payload lies in a file
 LARGE = 2**15  # bytes from which on a payload travels as a file: socket buffers are small
 MOST = LARGE + HEADER.size
+MOST_FILES = 2  # in a packet: a segment, and the file of a payload
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
@@ -207,7 +208,12 @@ class Post:
                 self._news.notify_all()
 
     def _accept(self) -> None:
-        sock, _ = self._door.accept()
+        try:
+            sock, _ = self._door.accept()
+        except (BlockingIOError, ConnectionError):  # who came has left again
+            return
+        except OSError as error:
+            raise ExchangeError(f"another process of this host cannot be met: {error.strerror}") from error
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             return
@@ -225,7 +231,7 @@ class Post:
         except (OSError, ValueError):  # it has ended, or is none of us
             self._hang_up(descriptor)
             return
-        if kind == HELLO:
+        if kind == HELLO and sender is None and not files:
             self._in[descriptor] = sock, payload.decode(errors="replace")
         elif sender is None:
             close(files)
@@ -268,18 +274,18 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, extra, flags, _ = sock.recvmsg(MOST, 128)
-    if flags & socket.MSG_CTRUNC:
+    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES))
+    files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
+    if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:  # else more came than any of us would send
+        close(files)
         raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
-    if not extra:
-        return data, ()
-    (_, _, numbers), *_ = extra
-    return data, struct.unpack(f"{len(numbers) // 4}i", numbers)
+    return data, files
 
 
 def _opened(data: bytes, files: tuple[int, ...]) -> tuple[int, int, int, bytes, tuple[int, ...]]:
     """Wire, tag, kind, payload and descriptors of a packet; a ValueError for what is none."""
     if len(data) < HEADER.size:
+        close(files)
         raise ValueError("nothing, or not from here")
     wire, tag, kind, large = HEADER.unpack_from(data)
     if not large:
