@@ -27,6 +27,7 @@ MOST = LARGE + HEADER.size
 MOST_FILES = 2  # in a packet: a segment, and the file of a payload
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
+FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
 
 
@@ -128,7 +129,9 @@ class Post:
                 try:
                     _send(sock, (head, b"" if large else payload), files)
                     return
-                except BlockingIOError:
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
                     if time.monotonic() > end:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
