@@ -170,12 +170,15 @@ class SharedWire(GroupWire):
         if far or far_sends:
             others = super().turn([receives[at] for at in far], far_sends, tag, device, align)
         near_sends = [one for one in sends if one.peer in self.near.addresses]
-        by_group = self._letters(near_sends, tag, align)
+        by_group, segment = self._letters(near_sends, tag, align)
         near = {at: one for at, one in enumerate(receives) if one.peer in self.near.addresses}
-        return SharedTurn(self, tag, near, [one.peer for one in near_sends], others, far, by_group)
+        return SharedTurn(self, tag, near, [one.peer for one in near_sends], others, far, by_group, segment)
 
-    def _letters(self, sends: Sequence[Send], tag: int, align: int) -> list[GroupSwap]:
-        """Say where everything is, once it is there. What does not fit into shared memory goes by messages."""
+    def _letters(self, sends: Sequence[Send], tag: int, align: int) -> tuple[list[GroupSwap], Segment | None]:
+        """Say where everything is, once it is there. What does not fit into shared memory goes by messages.
+
+        Those, and the segment that others read.
+        """
         takers = Counter(one.same for one in sends)
         letters = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
         staged = dict[int, int]()  # the offset of what has to be packed, by its first send
@@ -207,7 +210,7 @@ class SharedWire(GroupWire):
                         one.pack(data[start : start + one.bytes])
                         done.add(one.same)
                     self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), [segment])
-        return by_group
+        return by_group, segment
 
     def _unpacked(self, one: Send, *, alone: bool) -> tuple[bytes, Sequence[Segment]] | None:
         """A letter for what need not be packed, and the segments that it names; None where it must be.
@@ -248,6 +251,8 @@ class SharedWire(GroupWire):
         """Others may read what was packed for as long as they like."""
         super().abandon(posted)
         self.packed.release()
+        if isinstance(posted, SharedTurn):
+            posted.drop()
 
 
 class SharedTurn:
@@ -262,9 +267,11 @@ class SharedTurn:
         others: Turned | None,
         far: Sequence[int],
         by_group: Sequence[GroupSwap],
+        segment: Segment | None,
     ) -> None:
         self._wire, self._tag, self._near, self._sent_to = wire, tag, near, sent_to
         self._others, self._far, self._by_group = others, far, by_group
+        self._segment = segment  # until it is read: others must not hear that it is no more before they have opened it
 
     def arrivals(self) -> Iterator[tuple[int, torch.Tensor | Theirs | None]]:
         """Letters as they come, then messages."""
@@ -296,11 +303,16 @@ class SharedTurn:
         keys = {at: wire._key(peer, READ, self._tag) for at, peer in enumerate(self._sent_to)}
         for _ in wire.collect(keys, f"waiting for its messages to be read by {_peers_of(self._sent_to)}"):
             pass
+        self._segment = None
         for swap in self._by_group:
             for _ in swap.arrivals():
                 pass
         if self._others is not None:
             self._others.finish()
+
+    def drop(self) -> None:
+        """Nobody will open the letters."""
+        self._segment = None
 
 
 class TheirTensors:
