@@ -23,9 +23,15 @@ MOVES = {
 
 
 def in_memory():
-    """Bytes of all shared memory of this host, as far as the system says so."""
-    with open("/proc/meminfo") as file:
-        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Shmem:"))
+    """Bytes of segments that this process sees: its own, and what it has read of others."""
+    found, ours = 0, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if "-" in line.split()[0] and line[0] in "0123456789abcdef":
+                ours = "memfd:shardwise" in line
+            elif ours and line.startswith("Rss:"):
+                found += 1024 * int(line.split()[1])
+    return found
 
 
 def test_staging_may_be_released_while_an_exchange_is_under_way(ranks):  # noqa: F811
@@ -61,33 +67,31 @@ def test_segments_and_staging_keep_the_promise_of_the_plan(ranks, move):  # noqa
 
 
 def test_what_is_released_is_free_at_once_whoever_still_has_it_mapped(ranks):  # noqa: F811
-    shape = (3072, 4096)  # 64 MiB of staging in all
-    rows, columns = both(shape, 3)
+    rows, columns = both((3072, 4096), 3)
 
     def run(rank):
         use("staged")
-        found = [in_memory()]
+        found = []
         for call in (lambda: sw.reshard(sw.empty(rows), columns), sw.release_staging):
             call()
             dist.barrier()
             found.append(in_memory())
             dist.barrier()
-        return [now - found[0] for now in found]
+        return found
 
-    for _, used, left in ranks(3, run):
-        assert used > 30 * 2**20
-        assert left < used - 25 * 2**20, (used, left)
+    for used, left in ranks(3, run):
+        assert used > 10 * 2**20
+        assert left == 0
 
 
 def test_staging_that_grows_does_not_leave_what_it_was_behind(ranks):  # noqa: F811
     def run(rank):
         use("staged")
-        before = in_memory()
-        for size in (1024, 1280, 1536, 1792, 2048):  # 10, 17, 24, 33, 43 MiB
+        for size in (1024, 1280, 1536, 1792, 2048):
             rows, columns = both((3 * size, 1024), 3)
             sw.reshard(sw.empty(rows), columns)
         dist.barrier()
-        return in_memory() - before, 3 * group_wire(None).packed.bytes
+        return in_memory(), group_wire(None).packed.bytes
 
-    for used, kept in ranks(3, run):
-        assert used < 1.5 * kept, (used, kept)
+    for seen, packed in ranks(3, run):
+        assert packed < seen < 2.1 * packed  # what this rank sent, and what it got

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise.exchange import in_words
 from shardwise.exchange.cuts import Strides
+from shardwise.exchange.pages import give_back
 from shardwise.exchange.wire import Receive, Send, Theirs, Turned
 from shardwise.geometry import Ints
 from shardwise.wires import attach
@@ -61,8 +63,8 @@ class SharedWire(GroupWire):
     def release(self) -> int:
         """With what is packed into."""
         kept = self.packed.bytes
-        self.packed.release()
-        hand.tidy(self._post)  # others let go of it when they hear of it
+        self.packed.give_back()
+        hand.tidy(self._post)
         return kept + super().release()
 
     def check_way(self, way: Any) -> None:
@@ -304,6 +306,7 @@ class SharedTurn:
         for _ in wire.collect(keys, f"waiting for its messages to be read by {_peers_of(self._sent_to)}"):
             pass
         self._segment = None
+        wire.packed.read()
         for swap in self._by_group:
             for _ in swap.arrivals():
                 pass
@@ -355,27 +358,46 @@ class TheirTensors:
 
 
 class SharedStaging:
-    """The segment that this process packs into, as large as the largest turn so far needed it."""
+    """The segment that this process packs into, as large as the largest turn so far needed it.
+
+    It may be given back by another thread at any time.
+    """
 
     def __init__(self) -> None:
         self._kept: tuple[Segment, torch.Tensor] | None = None
+        self._read, self._lock = True, RLock()
 
     def take(self, size: int) -> tuple[Segment, torch.Tensor]:
         """Room for that many bytes. What was taken before is free again."""
-        if self._kept is None or self._kept[0].size < size:
-            self._kept = None  # given back before the larger one is asked for
-            segment = Segment.made(size)
-            self._kept = segment, segment.mapped()
-        return self._kept
+        with self._lock:
+            if self._kept is None or self._kept[0].size < size:
+                self.give_back()  # before the larger one is asked for
+                segment = Segment.made(size)
+                self._kept = segment, segment.mapped()
+            self._read = False
+            return self._kept
+
+    def read(self) -> None:
+        """All others have read what was packed."""
+        self._read = True
+
+    def give_back(self) -> None:
+        """The memory itself, where nobody reads it any more: others let go of it only when they hear of it."""
+        with self._lock:
+            if self._kept is not None and self._read:
+                give_back(self._kept[1])
+            self.release()
 
     @property
     def bytes(self) -> int:
         """How much is kept."""
-        return self._kept[0].size if self._kept else 0
+        kept = self._kept
+        return kept[0].size if kept else 0
 
     def release(self) -> None:
-        """Give the memory back."""
-        self._kept = None
+        """Pack into this one no more; others may still read it."""
+        with self._lock:
+            self._kept, self._read = None, True
 
 
 def _words(*words: int) -> bytes:
