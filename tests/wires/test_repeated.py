@@ -4,9 +4,12 @@ import torch
 import torch.distributed as dist
 from ranks import ranks  # noqa: F401
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from wired import COLUMNS, ROWS, VALUES, WAYS, expect, mapped, part, use, works
 
 import shardwise as sw
+from shardwise.wires.segments import shared
 
 SHAPES = [(64, 96), (128, 40), (7, 9), (33,), (2, 3, 64)]
 
@@ -174,3 +177,30 @@ def test_inference_mode_may_come_and_go(ranks):  # noqa: F811
         return True
 
     assert all(ranks(2, run))
+
+
+def test_a_sharded_model_is_shared_and_trained_on(ranks):  # noqa: F811
+    def run(rank):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 31))
+        reference = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        use("staged")
+        sw.share_(model)
+        places = [shared.place(one.to_local()) is not None for one in model.parameters() if one.to_local().numel()]
+        found = sw.reshard_state_dict(model.state_dict(), [("*", (mesh, "R"))], wire="shared")
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor.to_local(), reference[name], rtol=0, atol=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = found["0.weight"].to_local()
+        for _ in range(2):
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = sw.reshard_state_dict(model.state_dict(), [("*", (mesh, "R"))])["0.weight"].to_local()
+        torch.testing.assert_close(after, model.state_dict()["0.weight"].full_tensor(), rtol=0, atol=0)
+        return all(places), not torch.equal(after, before)
+
+    assert ranks(2, run) == [(True, True)] * 2
