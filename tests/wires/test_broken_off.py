@@ -107,11 +107,14 @@ def test_survivors_of_a_killed_rank_hear_of_it_at_once(ranks, moment):  # noqa: 
     check_survivors(reports)
 
 
-@pytest.mark.parametrize("moment", ["in pack", "before it reads", "before it says so"])
+@pytest.mark.parametrize("moment", ["in pack", "before it reads", "before it says so", "in the agreement"])
 def test_an_interrupt_on_one_rank_is_told_to_the_others(ranks, moment):  # noqa: F811
     way, arm = MOMENTS[moment]
     reports = ranks(4, lambda rank: survive(way, rank, lambda: arm(interrupt)), patience=PATIENCE, dying={9})
-    assert reports.pop(2)[0] == "KeyboardInterrupt"
+    kind, _, _, again, _ = reports.pop(2)
+    assert (kind, again[0]) == ("KeyboardInterrupt", "ExchangeError")
+    assert "broke on rank 2 (KeyboardInterrupt" in again[1]
+    assert all("KeyboardInterrupt" in text for kind, text, *_ in reports if kind is not None)
     check_survivors(reports)
 
 
