@@ -2,12 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench browser format clean
 
 demo: $(INSTALLED)
 	@$(BIN)/shardwise demo
 
-test: $(INSTALLED)
+test: $(INSTALLED) browser
 	@$(BIN)/pytest -q -n 2
 
 check: $(INSTALLED)
@@ -16,7 +16,19 @@ check: $(INSTALLED)
 	@$(BIN)/mypy
 
 bench: $(INSTALLED)
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks --write docs/performance.md
+
+# The pages are tested in a real browser, which comes from the packages of the system.
+browser:
+	@if command -v chromium && command -v chromedriver; then exit 0; fi >/dev/null; \
+	as_root=$$(test "$$(id -u)" = 0 || echo sudo -n); \
+	if command -v apt-get >/dev/null && $$as_root true 2>/dev/null; then \
+		echo "installing chromium, for the tests of the pages"; \
+		$$as_root apt-get -qq update && $$as_root apt-get -qq install -y chromium chromium-driver >/dev/null; \
+	else \
+		echo "Chromium is missing, and installing it takes apt-get and root: tests/report/test_browser.py will fail." >&2; \
+		echo "Have chromium and chromium-driver installed." >&2; \
+	fi
 
 format: $(INSTALLED)
 	@$(BIN)/ruff format --quiet

@@ -7,15 +7,16 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import activation, checkpoint, loading, model, planning, tensor, validation
+from benchmarks import activation, checkpoint, loading, model, planning, sizes, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
-from benchmarks.table import Section, page, show, updated
+from benchmarks.table import Section, compared, draw, page, show, updated
 
 SUBJECTS = {
     "planning": planning,
     "loading": loading,
     "validation": validation,
     "tensor": tensor,
+    "sizes": sizes,
     "model": model,
     "checkpoint": checkpoint,
     "activation": activation,
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := [name for name in asked.subjects if name not in SUBJECTS]:
         parser.error(f"no subject {unknown[0]!r}: there are {', '.join(SUBJECTS)}")
     sections = _run(asked.subjects or list(SUBJECTS), QUICK if asked.quick else FULL)
+    if asked.write:
+        draw(sections, asked.write.parent)
     if asked.write and asked.subjects:
         asked.write.write_text(updated(asked.write.read_text(), sections))
     elif asked.write:
@@ -43,7 +46,8 @@ def main(arguments: Sequence[str]) -> None:
 def _run(subjects: Sequence[str], effort: Effort) -> list[Section]:
     found = list[Section]()
     for subject in (SUBJECTS[name] for name in subjects):
-        found.append(Section(subject.TITLE, subject.ABOUT, list(subject.rows(effort))))
+        sheet = subject.sheet(effort) if hasattr(subject, "sheet") else compared(list(subject.rows(effort)))
+        found.append(Section(subject.TITLE, subject.ABOUT, sheet))
         show(found[-1])
     return found
 

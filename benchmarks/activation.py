@@ -16,7 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.input_reshard import input_reshard as torchs
 
 import shardwise as sw
-from benchmarks.measure import Effort, Job, Row, Target, every_repeat
+from benchmarks.measure import Effort, Row, Target
+from benchmarks.memory import resident
+from shardwise.bench.clock import Job, Span, every_repeat, together
 from shardwise.testing import on_ranks
 
 TITLE = "Activations"
@@ -46,9 +48,9 @@ class MLP(torch.nn.Module):
 
 
 class Measured(NamedTuple):
-    """What a rank found: seconds and bytes of every repeat of each kind, and the account of ours."""
+    """What a rank found: when every repeat of each kind ran, its bytes, and the account of ours."""
 
-    seconds: list[list[float]]
+    spans: list[list[Span]]
     peaks: list[list[int]]
     account: sw.activation.Account
 
@@ -59,7 +61,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         dist.destroy_process_group()
     for tp, bound in ((2, 1.10), (4, 1.2)):
         found = on_ranks(tp, lambda _: _measured(effort.slow_peer), timeout=600)
-        plain, theirs, ours = (_slowest([rank.seconds[n] for rank in found]) for n in range(len(KINDS)))
+        plain, theirs, ours = (together(rank.spans[n] for rank in found) for n in range(len(KINDS)))
         note = _note(found)
         case = f"step of four MLPs, tp={tp}"
         yield Row(case, ours, plain, "plain", Target(bound, most=True), note)
@@ -73,11 +75,6 @@ def _note(found: list[Measured]) -> str:
     return f"kept {kept:g} of {saved:g} MiB, gathered {account.bytes_gathered / MIB:g} MiB; peak " + ", ".join(
         f"{kind} +{peak:.0f} MiB" for kind, peak in zip(KINDS, peaks, strict=True)
     )
-
-
-def _slowest(ranks: list[list[float]]) -> float:
-    """The median of repeats, each as long as on its slowest rank."""
-    return median(map(max, zip(*ranks, strict=True)))
 
 
 # --- on a rank -------------------------------------------------------------------------------------------------------
@@ -96,10 +93,10 @@ def _measured(repeats: int) -> Measured:
     del plain, ours
     peaks: list[list[int]] = [[] for _ in nets]
     jobs = [Job(_step(net, x, rises), lambda: dist.barrier(), repeats) for net, rises in zip(nets, peaks, strict=True)]
-    seconds, _ = every_repeat(*jobs)
+    spans, _ = every_repeat(*jobs)
     with sw.activation.measure() as measure:
         _gradients(nets[-1], x)
-    return Measured(seconds, peaks, measure.total)
+    return Measured(spans, peaks, measure.total)
 
 
 def _net(kind: str, mesh: DeviceMesh) -> torch.nn.Module:
@@ -119,9 +116,9 @@ def _net(kind: str, mesh: DeviceMesh) -> torch.nn.Module:
 def _step(net: torch.nn.Module, x: torch.Tensor, rises: list[int]) -> Callable[[Any], None]:
     def step(_: Any) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        before = _resident("VmRSS")
+        before = resident("VmRSS")
         net(x.clone()).square().sum().backward()
-        rises.append(_resident("VmHWM") - before)
+        rises.append(resident("VmHWM") - before)
         net.zero_grad()
 
     return step
@@ -132,9 +129,3 @@ def _gradients(net: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     found = [p.grad.to_local() for p in net.parameters()]  # type: ignore[union-attr]
     net.zero_grad()
     return found
-
-
-def _resident(field: str) -> int:
-    """A line of this process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -26,9 +26,13 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks import peers
 from benchmarks.caches import forget
 from benchmarks.loading import COUNT, MODEL, RANK, SERVERS, corners_of
-from benchmarks.measure import Effort, Job, Row, Target, every_repeat, interleaved
+from benchmarks.measure import Effort, Row, Target
+from benchmarks.memory import rise
 from benchmarks.model import RANKS, model, placement, tensor_of
-from shardwise import Layout, checkpoint
+from shardwise import Layout, checkpoint, layout_of, plan
+from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
+from shardwise.bench.limit import strided_copies
+from shardwise.bench.moves import meet
 from shardwise.checkpoint.formats.sharded import index_bytes
 from shardwise.checkpoint.formats.writers import Contents
 from shardwise.checkpoint.matching import Local, match
@@ -45,8 +49,10 @@ safetensors files with an index. The page cache is warm, and both sides were fou
 `read="once"` reads every byte on one rank and sends it on, for files that are far away; here they are not. Memory is
 what a rank takes beside its tensors and the mapped files.
 
-Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. Converting is one process, DCP
-to one safetensors file without reading it back; the peer is torch's `dcp_to_torch_save`, and `cp` copies as many bytes.
+Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. The limit of a load are
+strided copies of the same boxes from memory to memory; that of a save are files into which every rank writes the bytes
+of its tensors and nothing else. Converting is one process, DCP to one safetensors file without reading it back; the
+peer is torch's `dcp_to_torch_save`, and `cp` copies as many bytes.
 Memory is the most that a process had beside mapped files (RssAnon), above what it had before.
 
 The large checkpoint has 100,000 shards: 1,000 tensors of 12 kinds, each in 100 files. One rank opens it and plans what
@@ -64,15 +70,15 @@ def rows(effort: Effort) -> Iterator[Row]:
         found = [times for times, _ in ranks]
         most = [max(ones) / 2**20 for ones in zip(*(memory for _, memory in ranks), strict=True)]
         memory = [f"{one:.1f} MiB of memory (10 wanted)" for one in most]
-        ours, theirs, once, peer, saved, saves, safe, safes, as_dcp = (
-            median(map(max, zip(*ranks, strict=True))) for ranks in zip(*found, strict=True)
+        ours, theirs, once, peer, copies, saved, saves, safe, safes, as_dcp, plain, plain_safe = (
+            together(ranks) for ranks in zip(*found, strict=True)
         )
-        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0])
-        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1])
-        yield Row('load from our safetensors, read="once"', once, peer, "dcp.load")
-        yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5))
-        yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5))
-        yield Row("save as DCP, no fsync", as_dcp, saves, "dcp.save")
+        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0], copies)
+        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1], copies)
+        yield Row('load from our safetensors, read="once"', once, peer, "dcp.load", limit=copies)
+        yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5), limit=plain_safe)
+        yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5), limit=plain)
+        yield Row("save as DCP, no fsync", as_dcp, saves, "dcp.save", limit=plain)
         yield from _conversions(folder, effort)
         yield from _openings(folder, effort)
 
@@ -80,7 +86,7 @@ def rows(effort: Effort) -> Iterator[Row]:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(folder: str, repeats: int) -> tuple[list[list[float]], list[int]]:
+def _measured(folder: str, repeats: int) -> tuple[list[list[Span]], list[int]]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     mesh = DeviceMesh("cpu", list(range(RANKS)))
@@ -96,16 +102,19 @@ def _measured(folder: str, repeats: int) -> tuple[list[list[float]], list[int]]:
         lambda _: checkpoint.load(f"{folder}/ours", target, group=everybody),
         lambda _: dcp.load(target, checkpoint_id=f"{folder}/dcp"),
     ]
-    memory = [_most_memory(job) for job in jobs[:2]]
+    memory = [rise(partial(job, None), "RssAnon") for job in jobs[:2]]
     for job in jobs:
         _check(job, source, target, mesh)
-    loads, _ = every_repeat(*(Job(job, dist.barrier, repeats) for job in jobs))
+    jobs.append(_copies(source, target))
+    loads, _ = every_repeat(*(Job(job, meet, repeats) for job in jobs))
     saving: list[Callable[[Any], Any]] = [
         lambda _: checkpoint.save(source, f"{folder}/a", durable=False),
         lambda _: _dcp_save(source, f"{folder}/b", sync=False),
         lambda _: checkpoint.save(source, f"{folder}/c"),
         lambda _: _dcp_save(source, f"{folder}/d", sync=True),
         lambda _: checkpoint.save(source, f"{folder}/e", format="dcp", durable=False),
+        lambda _: _plain_save(source, f"{folder}/f", sync=False),
+        lambda _: _plain_save(source, f"{folder}/g", sync=True),
     ]
     for job in saving:
         job(None)
@@ -120,28 +129,6 @@ def _settled() -> None:
     dist.barrier()
 
 
-def _most_memory(job: Callable[[Any], Any]) -> int:
-    """What a process has beside mapped files, above what it had before."""
-    before, most, done = _anonymous(), 0, Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, _anonymous())
-
-    thread = Thread(target=watch)
-    thread.start()
-    job(None)
-    done.set()
-    thread.join()
-    return max(0, max(most, _anonymous()) - before)
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
-
-
 def _check(job: Callable[[Any], Any], source: dict[str, DTensor], target: dict[str, DTensor], mesh: DeviceMesh) -> None:
     for tensor in target.values():
         tensor.to_local().zero_()
@@ -149,6 +136,24 @@ def _check(job: Callable[[Any], Any], source: dict[str, DTensor], target: dict[s
     for name, tensor in target.items():
         if not torch.equal(source[name].redistribute(mesh, [placement(name)]).to_local(), tensor.to_local()):
             raise RuntimeError(f"{name} was not loaded as it was saved")
+
+
+def _copies(source: dict[str, DTensor], target: dict[str, DTensor]) -> Callable[[Any], Any]:
+    plans = [plan(layout_of(source[name]), layout_of(x), itemsize=x.dtype.itemsize) for name, x in target.items()]
+    copies = strided_copies(dist.get_rank(), [(one, torch.bfloat16, None) for one in plans])
+    assert copies is not None, "checkpoints are copied"
+    return lambda _: copies()
+
+
+def _plain_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
+    """Nothing but the bytes of this rank."""
+    with open(f"{path}.{dist.get_rank()}", "wb") as file:
+        for tensor in state.values():
+            file.write(tensor.to_local().view(torch.uint8).numpy())
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+    dist.barrier()
 
 
 def _dcp_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
@@ -160,22 +165,17 @@ def _dcp_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
 OURS = "from shardwise import checkpoint; checkpoint.convert({0!r}, {1!r}, verify=False, durable=False)"
 TORCHS = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save; dcp_to_torch_save({0!r}, {1!r})"
 WATCHED = """
-import json, sys, threading, time, warnings
+import json, time, warnings
 warnings.simplefilter("ignore")
 import torch, shardwise.checkpoint, torch.distributed.checkpoint.format_utils
-def now():
-    return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
-before, most, done = now(), [0], []
-def watch():
-    while not done:
-        most[0] = max(most[0], now())
-        time.sleep(0.002)
-thread = threading.Thread(target=watch); thread.start()
-started = time.perf_counter()
-{job}
-took = time.perf_counter() - started
-done.append(1); thread.join()
-print(json.dumps([took, max(0, most[0] - before)]))
+from benchmarks.memory import rise
+def work():
+    global took
+    started = time.perf_counter()
+    {job}
+    took = time.perf_counter() - started
+most = rise(work, "RssAnon")
+print(json.dumps([took, most]))
 """
 
 

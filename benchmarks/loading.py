@@ -7,10 +7,11 @@ from itertools import cycle, islice
 
 from benchmarks import peers
 from benchmarks.caches import forget
-from benchmarks.measure import Effort, Job, Row, Target, interleaved
-from benchmarks.table import seconds
+from benchmarks.measure import Effort, Row, Target
 from benchmarks.tilings import Corners
 from shardwise import Layout, Mesh, Part, plan
+from shardwise.bench.clock import Job, interleaved
+from shardwise.bench.table import seconds
 
 TITLE = "One rank's part of a model"
 ABOUT = """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from math import prod
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import shardwise as sw
 from benchmarks.caches import forget
-from benchmarks.measure import Effort, Job, Row, Target, every_repeat, interleaved
+from benchmarks.measure import Effort, Row, Target, against_the_limit
+from benchmarks.memory import rise
+from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
+from shardwise.bench.limit import strided_copies
+from shardwise.bench.moves import Side, silence
 from shardwise.state.links import links
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.testing import on_ranks
@@ -28,6 +31,8 @@ A Llama-shaped model in bfloat16 (289 tensors, 0.7 GiB), fully sharded by rows o
 of q, k, v, gate and up, columns of o and down, norms replicated. `Resharder.run` writes into the target's own tensors,
 as it does after every step of training; `reshard_state_dict` makes new ones. The peer is `DTensor.redistribute`, tensor
 by tensor, over the same gloo group. Both sides were found equal before the clock started, and both have run before.
+Ours goes through shared memory, unless a case says "over the group"; "source shared" is a model that was given to
+`share_`. The limit is that of the section before, for all boxes of all tensors, and so is the memory of a rank.
 
 The model of small tensors has as many, of 64 numbers each: what is left of a run when there is next to nothing to move.
 Where all of them stay on their ranks, only checks, the agreement and 289 copies of 32 bytes are left.
@@ -35,6 +40,7 @@ Planning is for another world: 1,000 tensors from 1,024 owners (fully sharded) t
 for one owner.
 """
 RANKS = 4
+PEER, LIMIT = "redistribute", "limit"
 HIDDEN, FFN, LAYERS, WORDS = 1024, 2816, 32, 16_000
 Shapes = dict[str, tuple[int, ...]]
 
@@ -57,18 +63,19 @@ def placement(name: str) -> Placement:
     return Replicate() if last.startswith("norm") else Shard(1) if last in ("o", "down") else Shard(0)
 
 
+PLACES = (lambda _: Shard(0)), placement
+
+
 def rows(effort: Effort) -> Iterator[Row]:
     """All cases."""
     if dist.is_initialized():  # as another subject left it: ranks make a group of their own
         dist.destroy_process_group()
     small = {name: (8, 8) if len(shape) > 1 else (64,) for name, shape in model().items()}
-    synced, fresh, theirs = _slowest(on_ranks(RANKS, lambda _: _measured(model(), effort.large), timeout=600))
-    size = f"{len(model())} tensors, {sum(map(prod, model().values())) * 2 / 2**30:.1f} GiB"
-    yield Row(f"Resharder.run, {size}", synced, theirs, "redistribute", Target(4))
-    yield Row(f"reshard_state_dict, {size}", fresh, theirs, "redistribute")
-    little, _, theirs = _slowest(on_ranks(RANKS, lambda _: _measured(small, effort.small // 4), timeout=300))
+    yield from _whole(effort)
+    found = on_ranks(RANKS, lambda _: _measured(small, effort.small // 4), timeout=300)
+    little, theirs = (together(rank.spans[way] for rank in found) for way in ("Resharder.run", PEER))
     note = f"{little / len(small) * 200 * 1e3:.2f} ms for 200 tensors: checks, agreement, packing"
-    yield Row(f"Resharder.run, {len(small)} small tensors", little, theirs, "redistribute", None, note)
+    yield Row(f"Resharder.run, {len(small)} small tensors", little, theirs, PEER, None, note)
     still, checks = _slowest(on_ranks(RANKS, lambda _: _unmoved(small, effort.small), timeout=300))
     note = (
         f"per 200 tensors {still / len(small) * 200 * 1e3:.2f} ms of wall time with four ranks on these cores, and "
@@ -80,6 +87,20 @@ def rows(effort: Effort) -> Iterator[Row]:
     yield Row("the same, one owner's part", part.seconds)
 
 
+def _whole(effort: Effort) -> Iterator[Row]:
+    found = on_ranks(RANKS, lambda _: _measured(model(), effort.large), timeout=600)
+    seconds = {way: together(rank.spans[way] for rank in found) for way in found[0].spans}
+    memory = {way: max(rank.memory[way] for rank in found) for way in found[0].memory}
+    size = f"{len(model())} tensors, {sum(map(prod, model().values())) * 2 / 2**30:.1f} GiB"
+    for way in (way for way in seconds if way not in (PEER, LIMIT)):
+        target = Target(10) if way == "Resharder.run" else None
+        both = memory[way], memory[PEER]
+        row = Row(f"{way}, {size}", seconds[way], seconds[PEER], PEER, target, "", seconds[LIMIT], found[0].moved, both)
+        yield row
+        if target:
+            yield against_the_limit(row, Target(0.7, percent=True))
+
+
 def _slowest(found: list[list[list[float]]]) -> list[float]:
     """For every job the median of its repeats, each as long as on its slowest rank."""
     return [median(map(max, zip(*ranks, strict=True))) for ranks in zip(*found, strict=True)]
@@ -88,25 +109,55 @@ def _slowest(found: list[list[list[float]]]) -> list[float]:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(shapes: Shapes, repeats: int) -> list[list[float]]:
-    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+class Measured(NamedTuple):
+    """What a rank found, by the names of ways: when every repeat ran, and the most memory; the bytes of the plan."""
+
+    spans: dict[str, list[Span]]
+    memory: dict[str, int]
+    moved: int
+
+
+def _measured(shapes: Shapes, repeats: int) -> Measured:
+    silence()
     mesh = DeviceMesh("cpu", list(range(RANKS)))
-    torch.manual_seed(dist.get_rank())
-    source = {name: tensor_of(shape, mesh, Shard(0)) for name, shape in shapes.items()}
-    target = {name: tensor_of(shape, mesh, placement(name)) for name, shape in shapes.items()}
+    source, target = ({name: tensor_of(shape, mesh, place(name)) for name, shape in shapes.items()} for place in PLACES)
+    shared = sw.share_({name: x.clone() for name, x in source.items()})
     sync = sw.Resharder(source, target)
-    jobs: list[Callable[[Any], Any]] = [
-        lambda _: sync.run(),
-        lambda _: sw.reshard_state_dict(source, target),
-        lambda _: {name: x.redistribute(mesh, [placement(name)]) for name, x in source.items()},
-    ]
-    expected = jobs[2](None)
-    for found in (jobs[0](None) or target, jobs[1](None)):
+    ways = {
+        "Resharder.run": Side(lambda _: sync.run()),
+        "source shared": _syncing(sw.Resharder(shared, target)),
+        "over the group": _syncing(sw.Resharder(source, target, wire="group")),
+        "reshard_state_dict": Side(lambda _: sw.reshard_state_dict(source, target)),
+        PEER: Side(lambda _: {name: x.redistribute(mesh, [placement(name)]) for name, x in source.items()}),
+    }
+    _check(ways, target)
+    memory = {name: _memory(side) for name, side in ways.items()}
+    copies = strided_copies(dist.get_rank(), [(entry.plan, entry.dtype, None) for entry in sync.plan.entries])
+    assert copies is not None, "models are copied"
+    ways[LIMIT] = Side(lambda _: copies())
+    spans, _ = every_repeat(*(side.job(repeats) for side in ways.values()))
+    return Measured(dict(zip(ways, spans, strict=True)), memory, sync.plan.bytes_moved)
+
+
+def _syncing(sync: sw.Resharder) -> Side:
+    return Side(lambda _: sync.run())
+
+
+def _check(ways: dict[str, Side], target: dict[str, DTensor]) -> None:
+    """All must find the same; those that return nothing write into the target."""
+    expected = ways[PEER].run(None)
+    for way, side in ways.items():
+        for x in target.values():
+            x.to_local().zero_()
+        found = side.run(None) or target
         if not all(torch.equal(found[name].to_local(), x.to_local()) for name, x in expected.items()):
-            raise RuntimeError("the models differ")
-    del expected, found
-    seconds, _ = every_repeat(*(Job(job, lambda: dist.barrier(), repeats) for job in jobs))
-    return seconds
+            raise RuntimeError(f"the models differ: {way}")
+
+
+def _memory(side: Side) -> int:
+    sw.release_staging()
+    dist.barrier()
+    return rise(lambda: side.run(None), "RssAnon", "RssShmem")
 
 
 def _unmoved(shapes: Shapes, repeats: int) -> list[list[float]]:

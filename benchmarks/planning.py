@@ -7,10 +7,12 @@ from functools import partial
 
 from benchmarks import peers
 from benchmarks.caches import forget
-from benchmarks.measure import Effort, Job, Row, Target, interleaved, peak_bytes
-from benchmarks.table import seconds, size
+from benchmarks.measure import Effort, Row, Target, peak_bytes
+from benchmarks.table import size
 from benchmarks.tilings import Tiling, grid, guillotine, listed
 from shardwise import Layout, Mesh, Plan
+from shardwise.bench.clock import Job, interleaved
+from shardwise.bench.table import seconds
 
 TITLE = "Planning"
 ABOUT = """

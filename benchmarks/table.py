@@ -1,41 +1,86 @@
-"""Rows as a table: on a terminal, in markdown, and as the page that documents them."""
+"""Tables: on a terminal, in markdown, and as the page that documents them."""
 
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Row
+from benchmarks.measure import Row, Target
+from shardwise.bench.table import machine, seconds
 
-COLUMNS = ("case", "shardwise", "compared with", "ratio", "target", "reached")
-NUMBERS = {"shardwise", "compared with", "ratio", "target"}
+PERCENT = Target(1, percent=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column, and what stands in it; one that is optional is left out where nothing does."""
+
+    name: str
+    of: Callable[[Row], str]
+    number: bool = True
+    optional: bool = False
+
+
+COLUMNS = (
+    Column("case", lambda row: row.case, number=False),
+    Column("shardwise", lambda row: seconds(row.ours)),
+    Column("compared with", lambda row: "" if row.peer is None else f"{seconds(row.peer)} ({row.against})"),
+    Column("ratio", lambda row: "" if row.ratio is None else (row.target or Target(1)).written(row.ratio)),
+    Column("target", lambda row: str(row.target or "")),
+    Column("reached", lambda row: {True: "yes", False: "no", None: ""}[row.reached], number=False),
+    Column(
+        "of the limit",
+        lambda row: "" if row.of_the_limit is None else PERCENT.written(row.of_the_limit),
+        optional=True,
+    ),
+    Column("between ranks", lambda row: "" if row.moved is None else binary(row.moved), optional=True),
+    Column(
+        "memory (peer)",
+        lambda row: "" if row.memory is None else f"{binary(row.memory[0])} ({binary(row.memory[1])})",
+        optional=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Lines under the names of columns; of some, every line says a number. Lines that were missed stand out.
+
+    `pictures` are drawn where the page is, by their paths there.
+    """
+
+    columns: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    numbers: Sequence[bool]
+    notes: Sequence[str] = ()
+    missed: frozenset[int] = frozenset()
+    pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+def compared(rows: Sequence[Row]) -> Sheet:
+    """A line for every comparison."""
+    columns = [column for column in COLUMNS if not column.optional or any(map(column.of, rows))]
+    return Sheet(
+        [column.name for column in columns],
+        [[column.of(row) for column in columns] for row in rows],
+        [column.number for column in columns],
+        [f"{row.case}: {row.note}" for row in rows if row.note],
+        frozenset(n for n, row in enumerate(rows) if row.reached is False),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A subject's rows under its title, with what has to be said about them."""
+    """A subject's table under its title, with what has to be said about it."""
 
     title: str
     about: str
-    rows: Sequence[Row]
-
-
-def seconds(value: float) -> str:
-    """Three digits with a unit.
-
-    >>> [seconds(s) for s in (7.836, 0.0123, 3.4e-5, 7.44e-8)]
-    ['7.84 s', '12.3 ms', '34 us', '74.4 ns']
-    """
-    scale, unit = next(
-        (s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")) if value >= s or u == "ns"
-    )
-    return f"{float(f'{value / scale:.3g}'):g} {unit}"
+    sheet: Sheet
 
 
 def size(value: int) -> str:
@@ -48,36 +93,37 @@ def size(value: int) -> str:
     return f"{float(f'{value / scale:.3g}'):g} {unit}"
 
 
-def fields(row: Row) -> tuple[str, ...]:
-    """What stands in each column."""
-    peer = "" if row.peer is None else f"{seconds(row.peer)} ({row.against})"
-    ratio = "" if row.ratio is None else f"{float(f'{row.ratio:.3g}'):g}x"
-    reached = {True: "yes", False: "no", None: ""}[row.reached]
-    return row.case, seconds(row.ours), peer, ratio, str(row.target or ""), reached
+def binary(value: int) -> str:
+    """The same, of what comes in powers of two.
+
+    >>> binary(3 * 2**28), binary(3 * 2**10), binary(0)
+    ('768 MiB', '3 KiB', '0 B')
+    """
+    scale, unit = next(
+        (s, u) for s, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if value >= s or s == 1
+    )
+    return f"{float(f'{value / scale:.3g}'):g} {unit}"
 
 
 def show(section: Section) -> None:
     """On the terminal, the notes below the table."""
+    sheet = section.sheet
     table = Table(title=section.title, title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in NUMBERS else "left")
-    for row in section.rows:
-        table.add_row(*fields(row), style="red" if row.reached is False else None)
-    console = Console(width=max(Console().width, 120))
+    for name, number in zip(sheet.columns, sheet.numbers, strict=True):
+        table.add_column(name, justify="right" if number else "left")
+    for n, line in enumerate(sheet.lines):
+        table.add_row(*line, style="red" if n in sheet.missed else None)
+    console = Console(width=max(Console().width, 160))
     console.print(table)
-    for note in _notes(section.rows):
-        console.print(note, style="dim", highlight=False, markup=False)
+    for note in sheet.notes:
+        console.print(f"- {note}", style="dim", highlight=False, markup=False)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(sheet: Sheet) -> str:
     """The table and its notes."""
-    rule = ("---:" if name in NUMBERS else "---" for name in COLUMNS)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, rule, *map(fields, rows))]
-    return "\n".join([*lines, "", *_notes(rows)])
-
-
-def _notes(rows: Sequence[Row]) -> list[str]:
-    return [f"- {row.case}: {row.note}" for row in rows if row.note]
+    rule = ["---:" if number else "---" for number in sheet.numbers]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (sheet.columns, rule, *sheet.lines)]
+    return "\n".join([*lines, "", *(f"- {note}" for note in sheet.notes)])
 
 
 def page(sections: Sequence[Section], command: str) -> str:
@@ -93,15 +139,23 @@ def updated(text: str, sections: Sequence[Section]) -> str:
     return "\n".join([head, *by_title.values()])
 
 
+def draw(sections: Sequence[Section], folder: Path) -> None:
+    """All pictures of the sections, for a page in this folder."""
+    for section in sections:
+        for path, picture in section.sheet.pictures.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            picture(folder / path)
+
+
 def _written(section: Section) -> str:
-    return f"## {section.title}\n\n{section.about.strip()}\n\n{markdown(section.rows)}\n"
+    return f"## {section.title}\n\n{section.about.strip()}\n\n{markdown(section.sheet).rstrip()}\n"
 
 
 def _machine() -> str:
-    packages = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("numpy", "torch"))
-    system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    about = machine()
+    system = f"{about['system']}, Python {about['python']}, numpy {about['numpy']}, torch {about['torch']}"
     load = f"load average {os.getloadavg()[0]:.1f} at the end (the benchmark makes 1 to 4 of it)"
-    return f"{os.cpu_count()} cores, {system}, {packages}; {load}"
+    return f"{about['cores']} cores, {system}; {load}"
 
 
 _HEAD = """\
@@ -114,6 +168,10 @@ This page is written by the benchmark itself; do not edit it:
 ```
 
 Machine: {machine}.
+
+On your own machine, `shardwise bench` times a few moves in half a minute: over each wire, by torch's own ways, and as
+mere copies of the same cells. `--ranks` and `--size` choose how many processes, and how large a tensor; `--json` is for
+tools.
 
 How to read it:
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import peers
-from benchmarks.measure import Effort, Job, Row, Target, interleaved
-from benchmarks.table import seconds
+from benchmarks.measure import Effort, Row, Target
 from benchmarks.tilings import Tiling, grid, guillotine
 from shardwise import Layout, sharded_tensor
+from shardwise.bench.clock import Job, interleaved
+from shardwise.bench.table import seconds
 
 TITLE = "Validation"
 ABOUT = """

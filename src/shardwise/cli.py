@@ -54,6 +54,7 @@ def plan(
     relabel: Annotated[bool, typer.Option(help="Let target owners be permuted so that the least moves.")] = False,
     verify: Annotated[bool, typer.Option(help="Prove the plan against both layouts.")] = False,
     json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to look at.")] = None,
 ) -> None:
     """Tell what moves from SOURCE to TARGET, and who sends how much to whom."""
     made = make_plan(parse(source), parse(target), itemsize=itemsize, max_bytes=max_bytes, hosts=hosts, relabel=relabel)
@@ -65,6 +66,8 @@ def plan(
         typer.echo("\nverified: every target cell is written exactly once, by an owner that has it")
     if json is not None:
         json.write_text(made.to_json())
+    if html is not None:
+        made.html(html)
 
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
@@ -90,6 +93,7 @@ def inspect(
     checkpoint: Path_,
     tree: Annotated[bool, typer.Option("--tree", help="Names by their parts, with sizes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to look at.")] = None,
     rules: RulesFile = None,
     mesh: MeshSizes = None,
 ) -> None:
@@ -106,6 +110,8 @@ def inspect(
     else:
         console.print(tables.tree(found) if tree else tables.table(found), soft_wrap=True)
         console.print(f"\n{escape(tables.summary(found))}", soft_wrap=True)
+    if html is not None:
+        report.write(html, tables.page(found))
 
 
 @app.command()
@@ -205,6 +211,26 @@ def _rules(rules: str | None, mesh: list[str] | None) -> object:
 def demo() -> None:
     """Plan the move of a whole model, move a real tensor, and sync a real model between processes of this machine."""
     run_demo(Console())
+
+
+@app.command()
+def bench(
+    ranks: Annotated[int, typer.Option(help="Processes of this machine.")] = 4,
+    size: Annotated[str, typer.Option(help="Of the tensor that is moved, such as 256MiB.")] = "64MiB",
+    json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
+) -> None:
+    """Time a few moves on this machine: over each wire, by torch's own ways, and as mere copies of the same cells."""
+    from shardwise import bench as benchmark
+    from shardwise.checkpoint.asked import size_in_bytes
+
+    asked, console = size_in_bytes(size), Console(highlight=False)
+    if json:
+        typer.echo(benchmark.as_json(list(benchmark.bench(ranks, asked)), ranks, asked))
+        return
+    with console.status(f"{size} of float32 on {ranks} processes"):
+        moves = list(benchmark.bench(ranks, asked))
+    console.print(benchmark.table(moves))
+    console.print(benchmark.LEGEND.format(size=size, ranks=ranks), style="dim")
 
 
 def main() -> None:

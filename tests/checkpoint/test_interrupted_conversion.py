@@ -12,6 +12,7 @@ from multiprocessing import get_context
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
@@ -168,6 +169,43 @@ def test_killed_after_some_tensors_the_rest_is_written(tmp_path, after):
     assert before.items() <= identity(out).items()
     assert_same(indexed(out), tensors)
     assert sorted(os.listdir(out)) == [*(f"model-{at:05d}-of-00006.safetensors" for at in range(1, 7)), INDEX]
+
+
+@pytest.mark.parametrize("kind", ["dcp-of-three", "sharded"])
+def test_files_of_ranks_that_were_whole_are_kept(tmp_path, kind):
+    tensors = model()
+    path, out = source(tmp_path, tensors), tmp_path / "out"
+
+    def kill(done, total):
+        if done > total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(started(path, out, durable=False, progress=kill, **FORMATS[kind]))
+    before = {name: one for name, one in identity(out).items() if not name.endswith(".part")}
+    assert len(before) == 1  # of three; the kill was in the second
+    checkpoint.convert(path, out, durable=False, **FORMATS[kind])
+    assert before.items() <= identity(out).items()
+    assert_has(out, tensors)
+    checkpoint.convert(path, tmp_path / "at once", durable=False, **FORMATS[kind])
+    ours, theirs = everything(out), everything(tmp_path / "at once")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == theirs[name] for name in ours if name != ".metadata")  # a pickle may refer, or repeat
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_what_goes_on_from_files_of_an_earlier_try_is_what_torch_loads(tmp_path):
+    tensors = model()
+    path, out = source(tmp_path, tensors), tmp_path / "out"
+
+    def kill(done, total):
+        if done > total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(started(path, out, durable=False, progress=kill, **FORMATS["dcp-of-three"]))
+    checkpoint.convert(path, out, durable=False, **FORMATS["dcp-of-three"])
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(found, checkpoint_id=out, no_dist=True)
+    assert_same(found, tensors)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "several"])  # which has tests of its own

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from shardwise import report
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.planning import size
 
@@ -71,6 +73,26 @@ def tree(checkpoint: Checkpoint) -> Tree:
             at = at.below.setdefault(part, Node())
         at.entry = entry
     return root.grow(Tree(_text(f"{checkpoint.path}  {size(checkpoint.bytes)}")))
+
+
+def page(checkpoint: Checkpoint) -> str:
+    """One HTML page: all tensors by size, and where each lies in its files."""
+    entries = checkpoint.values()
+    rows = [report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=_dtype(e)) for name, e in checkpoint.items()]
+    files = {path for entry in entries for path in entry.used()}
+    facts = {
+        "size": size(checkpoint.bytes),
+        "tensors": f"{len(checkpoint):,}",
+        "files": f"{len(files):,}",
+        "format": checkpoint.format,
+    }
+    return report.page(rows, title=checkpoint.path, facts=facts, owner="file", names=_numbered(entries))
+
+
+def _numbered(entries: Iterable[Entry]) -> Sequence[str]:
+    """The files by their numbers, where all tensors count the same ones."""
+    lists = {id(entry.paths): entry.paths for entry in entries}
+    return next(iter(lists.values())) if len(lists) == 1 else ()
 
 
 def as_json(checkpoint: Checkpoint) -> str:

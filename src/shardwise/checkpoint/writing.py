@@ -102,6 +102,16 @@ class Folder:
             with Path(self.shown(name)).open("rb") as file:
                 return file.read(-1 if most is None else most)
 
+    def tail(self, name: str, count: int) -> bytes:
+        """The last bytes of a file; none where there is no such file."""
+        with readable(self.shown(name)), suppress(FileNotFoundError, NotADirectoryError):
+            if self._system is not None:
+                return bytes(self._system.cat_file(self._at(name), start=-count))
+            with Path(self.shown(name)).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - count))
+                return file.read()
+        return b""
+
     def names(self) -> list[str]:
         """The files in it."""
         with readable(self.path), suppress(FileNotFoundError, NotADirectoryError):  # which writing will tell

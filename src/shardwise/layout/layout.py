@@ -375,6 +375,12 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout('{self.brief()}')"
 
+    def _repr_html_(self) -> str:
+        """Who holds what, in notebooks."""
+        from shardwise import report  # which looks at layouts
+
+        return report.glance(self)
+
 
 def parse(text: str) -> Layout:
     """The layout of a text: the inverse of str(layout). See `shardwise.notation` for the grammar.

@@ -1,8 +1,21 @@
 """How to turn one layout into another. Nothing here knows whether a wire or a disk carries it out."""
 
 from shardwise.planning.copies import Copies, Copy
-from shardwise.planning.explain import columns, size
+from shardwise.planning.explain import columns, count, size
 from shardwise.planning.plan import Part, Plan, plan
+from shardwise.planning.redistribute import Redistribution, redistributed
 from shardwise.planning.traffic import Traffic
 
-__all__ = ["Copies", "Copy", "Part", "Plan", "Traffic", "columns", "plan", "size"]
+__all__ = [
+    "Copies",
+    "Copy",
+    "Part",
+    "Plan",
+    "Redistribution",
+    "Traffic",
+    "columns",
+    "count",
+    "plan",
+    "redistributed",
+    "size",
+]

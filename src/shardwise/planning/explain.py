@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardwise.geometry import ints, totals
-
 if TYPE_CHECKING:
     from shardwise.planning.plan import Plan
 
@@ -37,14 +35,9 @@ def _steps(plan: Plan) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     """Owners with what they keep, send and receive; of many the first and the last."""
-    local = plan.copies.take(~plan.copies.remote)
-    kept = totals(
-        local.volumes * plan.itemsize, ints(plan.owners).searchsorted(local.target), len(plan.owners)
-    ).tolist()
-    sent, received = plan.sent, plan.received
+    kept, sent, received = plan.kept, plan.sent, plan.received
     rows = [["owner", "keeps", "sends", "receives"]]
-    for owner, bytes_kept in zip(plan.owners, kept, strict=True):
-        rows.append([str(owner), size(bytes_kept), size(sent[owner]), size(received[owner])])
+    rows += [[str(o), size(kept[o]), size(sent[o]), size(received[o])] for o in plan.owners]
     half = MOST_ROWS // 2
     lines = columns(rows if len(rows) <= MOST_ROWS + 1 else [*rows[: half + 1], ["..."] * 4, *rows[-half:]])
     more = len(plan.owners) - MOST_ROWS

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 from operator import index
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, exact_sum, ints, spread
+from shardwise.geometry import Boxes, Ints, exact_sum, ints, spread, totals
 from shardwise.layout import Grid, Holders, Layout, Mesh, parse
 from shardwise.planning.choose import Among, Need, deliver, reduce
 from shardwise.planning.copies import Copies
@@ -253,6 +256,14 @@ class Plan:
         return self.traffic.total(self.traffic.target)
 
     @property
+    def kept(self) -> dict[int, int]:
+        """Bytes that each owner copies inside itself."""
+        local = self.copies.take(~self.copies.remote)
+        place = ints(self.owners).searchsorted(local.target)
+        total = totals(local.volumes * self.itemsize, place, len(self.owners))
+        return dict(zip(self.owners, total.tolist(), strict=True))
+
+    @property
     def balance(self) -> float:
         """How even the load is: the mean of bytes sent and received over the most of any owner. 1.0 is even."""
         return self.traffic.balance()
@@ -299,6 +310,24 @@ class Plan:
     def explain(self) -> str:
         """The plan in words and a small table."""
         return explain(self)
+
+    def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
+        """Write the plan as a page to look at: one HTML file that needs nothing else. Returns its path."""
+        from shardwise import report  # which looks at plans
+
+        return report.write(path, report.page(self, title=title))
+
+    def figure(self) -> Any:
+        """The plan as a matplotlib figure (the extra `plot`), for papers."""
+        from shardwise import report
+
+        return report.figure(self)
+
+    def _repr_html_(self) -> str:
+        """Both layouts and the totals, in notebooks."""
+        from shardwise import report
+
+        return report.glance(self)
 
     def to_json(self, *, copies: bool = False) -> str:
         """The plan as a file: layouts, options, fingerprints, totals; with `copies=True` every copy, for tools."""

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise import report
 from shardwise.errors import PlanError
 from shardwise.layout import Layout
 from shardwise.planning import Plan, plan, size
@@ -195,6 +198,18 @@ class ModelPlan:
         pictures = [f"{link.source}\n{draw(self.sources[link.source].layout)}" for link in (e.link for e in mine)]
         whole = f"{name}\n{draw(self.targets[name].layout)}"
         return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(entry.plan for entry in mine))] if mine else [])])
+
+    def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
+        """Write a page to look at: all tensors by size, what moves, and a picture of each. Returns its path."""
+        buckets, peak = len(list(self.buckets())), size(self.peak_bytes)
+        facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
+        return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
+
+    def _row(self, entry: Entry) -> report.Row:
+        link, target = entry.link, self.targets[entry.link.target]
+        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
+        note = f"from {link.source}" if link.source != link.target else ""
+        return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
 
     def listed(self) -> dict[str, Any]:
         """All that it depends on, by name."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise import report
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, parse
 
@@ -211,6 +212,10 @@ class ShardedTensor:
         shown = ", ".join(boxes[:4]) + f" and {len(boxes) - 4} more" * (len(boxes) > 4)
         dtype = self.dtype or "no shards"
         return f"ShardedTensor({self.layout.brief()}, {dtype}, rank {me} holds {shown or 'nothing'})"
+
+    def _repr_html_(self) -> str:
+        """Who holds what, in notebooks; no value is read."""
+        return report.glance(self.layout, repr(self))
 
 
 def _check(shards: tuple[Any, ...], layout: Layout) -> None:

@@ -1,11 +1,16 @@
-"""Writes what torch.distributed.checkpoint loads: a file of torch.save archives for every rank, then `.metadata`."""
+"""Writes what torch.distributed.checkpoint loads: a file of torch.save archives for every rank, then `.metadata`.
+
+Behind its archives, where torch does not look, a file has a list of them: an interrupted conversion goes on from there.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +20,7 @@ from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_arch
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
 from shardwise.checkpoint.writing import ASIDE, Folder
 
+END, MAGIC = Struct("<Q16s"), b"shardwise items\n"
 OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
 
 
@@ -45,8 +51,11 @@ class DcpWriter:
         return f"__{self._numbers[owner]}_{self._token}.distcp"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
-        """Its archives, one after the other."""
+        """Its archives, one after the other, unless an earlier try at the same has written them."""
         items, at, name = list[Item](), 0, self._file(me)
+        earlier = _listed(self.folder, name)
+        if earlier is not None:
+            return earlier
         with self.folder.write(name) as file:
             for part in parts:
                 size = write_archive(file, Stored("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
@@ -57,6 +66,7 @@ class DcpWriter:
                 file.write(data)
                 items.append(Item(key, None, (), name, at, len(data)))
                 at += len(data)
+            file.write(_list(items))
         return items
 
     def finish(self, told: Mapping[int, list[Item]], contents: Contents) -> list[str]:
@@ -70,6 +80,21 @@ class DcpWriter:
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
         self.folder.remove(self._file(me))
+
+
+def _list(items: Sequence[Item]) -> bytes:
+    """The end of a file: its items, how long that is, and what it is."""
+    text = json.dumps(items).encode()
+    return text + END.pack(len(text), MAGIC)
+
+
+def _listed(folder: Folder, name: str) -> list[Item] | None:
+    """The items of a file; None where there is none."""
+    end = folder.tail(name, END.size)
+    if len(end) < END.size or END.unpack(end)[1] != MAGIC:
+        return None
+    text = folder.tail(name, END.size + END.unpack(end)[0])[: -END.size]
+    return [Item(key, lo and tuple(lo), tuple(shape), *where) for key, lo, shape, *where in json.loads(text)]
 
 
 def _metadata(items: Sequence[Item], contents: Contents) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts and plans as text pictures. Pure: looks at values, runs nothing."""
+"""Layouts and plans as text pictures, for terminals."""
 
 from __future__ import annotations
 

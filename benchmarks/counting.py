@@ -1,0 +1,57 @@
+"""The bytes that go from rank to rank, counted where they go, not where they were planned."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwise.exchange.views import Views
+from shardwise.wires.shared import STAGED, SharedTurn, TheirTensors
+
+
+class Counted:
+    """Bytes that this rank sends in messages of its group, or reads of what others of its host have.
+
+    These are what letters name: packed messages; runs in the memory of another process; views of shared memory.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._isend = dist.isend
+        self._opened, self._read, self._copied = SharedTurn._opened, TheirTensors.read, Views.copy_known
+
+    def __enter__(self) -> Counted:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(dist, "isend", self._count_sent))
+            stack.enter_context(patch.object(SharedTurn, "_opened", lambda *args: self._count_opened(*args)))
+            stack.enter_context(patch.object(TheirTensors, "read", lambda *args: self._count_read(*args)))
+            stack.enter_context(patch.object(Views, "copy_known", lambda *args: self._count_copied(*args)))
+            self._patches = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _count_sent(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.bytes += tensor.nbytes
+        return self._isend(tensor, *args, **kwargs)
+
+    def _count_opened(self, turn: SharedTurn, one: Any, packet: Any) -> Any:
+        found = self._opened(turn, one, packet)
+        if np.frombuffer(packet.payload, np.int64)[0] == STAGED:
+            self.bytes += found.nbytes
+        return found
+
+    def _count_read(self, theirs: TheirTensors, here: Any, tensor: Any, offset: Any, sizes: Any) -> None:
+        self.bytes += int(sizes.sum())
+        self._read(theirs, here, tensor, offset, sizes)
+
+    def _count_copied(self, views: Views, parcel: Any, where: Any, make: Any) -> None:
+        self._copied(views, parcel, where, make)
+        ours, _ = views.known(parcel, where, make)
+        self.bytes += sum(view.nbytes for view in ours)

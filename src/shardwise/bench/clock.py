@@ -1,0 +1,101 @@
+"""Clocks: jobs take turns, so that a noisy machine disturbs all of them alike."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to time: `prepare` makes the input of every call anew, while the clock stands.
+
+    A repeat is so many calls in a row: more than one where a single call is too short to be timed alone. `start` comes
+    right before it, as where ranks have to meet.
+    """
+
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+    repeats: int = 1
+    calls: int = 1
+    start: Callable[[], Any] = lambda: None
+
+    def due(self, turn: int, turns: int) -> bool:
+        """Is this job's repeat due? They are spread evenly over all turns.
+
+        >>> [Job(print, repeats=2).due(turn, 4) for turn in range(4)]
+        [True, False, True, False]
+        """
+        return turn * self.repeats % turns < self.repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds per call, the median of a job's repeats; and what the last call returned."""
+
+    seconds: float
+    result: Any
+
+
+class Span(NamedTuple):
+    """From when to when a repeat took, by the clock that all processes of a machine share."""
+
+    start: float
+    end: float
+
+
+def interleaved(*jobs: Job) -> list[Timed]:
+    """All jobs in turn, again and again."""
+    spans, results = every_repeat(*jobs)
+    took = [median(end - start for start, end in found) / job.calls for job, found in zip(jobs, spans, strict=True)]
+    return [Timed(seconds, result) for seconds, result in zip(took, results, strict=True)]
+
+
+def every_repeat(*jobs: Job) -> tuple[list[list[Span]], list[Any]]:
+    """All jobs in turn, again and again: for every job the spans of its repeats, and what its last call returned."""
+    turns = max(job.repeats for job in jobs)
+    spans: list[list[Span]] = [[] for _ in jobs]
+    results: list[Any] = [None for _ in jobs]
+    for turn in range(turns):
+        for n, job in enumerate(jobs):
+            if job.due(turn, turns):
+                results[n] = None  # what is returned anew may need the room
+                span, results[n] = _once(job)
+                spans[n].append(span)
+    return spans, results
+
+
+def together(ranks: Iterable[Sequence[Span]]) -> float:
+    """Seconds from when the first rank starts until the last one is done: the median over repeats.
+
+    (Ranks that need not wait for each other may run one after the other, where there are more of them than cores.)
+
+    >>> together([[Span(0, 2), Span(5, 9), Span(20, 21)], [Span(1, 3), Span(5, 6), Span(20, 29)]])
+    4
+    """
+    return median(max(end for _, end in turn) - min(start for start, _ in turn) for turn in zip(*ranks, strict=True))
+
+
+def _once(job: Job) -> tuple[Span, Any]:
+    inputs = [job.prepare() for _ in range(job.calls)]
+    job.start()
+    with _no_collector():
+        start = perf_counter()
+        for given in inputs:
+            result = job.run(given)
+        return Span(start, perf_counter()), result
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """As in timeit: a sweep through everybody's objects is not for whoever is on the clock to pay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,53 @@
+"""What no wire can beat: the copies of a move on memory of one's own, without a word to anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.exchange.program import across
+from shardwise.layout import Layout
+from shardwise.planning import Plan
+
+Tensors = Sequence[torch.Tensor]
+
+
+def strided_copies(rank: int, moves: Iterable[tuple[Plan, torch.dtype, Tensors | None]]) -> Callable[[], Any] | None:
+    """All boxes of this rank's targets, out of memory that is laid out as the pieces of the sources are.
+
+    Every move has a plan, a dtype, and the rank's target tensors; None for new ones. They are overwritten. What is
+    returned does the copying; all memory has been touched before. None for plans that do more than copy.
+    """
+    here, there = list[torch.Tensor](), list[torch.Tensor]()
+    for plan, dtype, target in moves:
+        if plan.reducing or plan.rounds > 1:
+            return None
+        for ours, theirs in _views(plan, rank, dtype, target):
+            here.append(ours)
+            there.append(theirs)
+    for source in there:
+        source.fill_(1)  # pages that nobody has written are all one and the same
+    return lambda: torch._foreach_copy_(here, there) if here else None
+
+
+def _views(
+    plan: Plan, rank: int, dtype: torch.dtype, target: Tensors | None
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    if rank not in plan.target:
+        return
+    found = _room(plan.target, rank, dtype) if target is None else target
+    copies = plan.for_owner(rank).copies
+    for peer in sorted({int(owner) for owner in copies.source[copies.target == rank]}):
+        source = _room(plan.source, peer, dtype)
+        for theirs, ours in across(plan, (0, 0), (peer, rank), _strides(source), _strides(found)):
+            yield ours.of(found), theirs.of(source)
+
+
+def _room(layout: Layout, owner: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype) for shape in layout.local_shapes(owner)]
+
+
+def _strides(tensors: Tensors) -> tuple[tuple[int, ...], ...]:
+    return tuple(tensor.stride() for tensor in tensors)

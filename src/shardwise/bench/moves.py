@@ -1,0 +1,209 @@
+"""A move, made in all the ways that there are: ours, torch's, and the copies that no way can do without."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from shardwise.bench.clock import Job
+from shardwise.bench.limit import strided_copies
+from shardwise.layout import Layout, Mesh
+from shardwise.planning import Plan, plan
+from shardwise.state import empty
+from shardwise.tensor import ShardedTensor, reshard
+from shardwise.wires import Way
+
+Shape = tuple[int, int]
+AHEAD = 2e-3  # seconds in which everybody has heard when to start
+REDISTRIBUTE, FULL_TENSOR, SHARDED_TENSOR = "redistribute", "full_tensor", "ShardedTensor"
+
+
+class Side(NamedTuple):
+    """One way to make a move: `run` is timed, `prepare` makes what it is called with."""
+
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+
+    def job(self, repeats: int, calls: int = 1) -> Job:
+        """Of all ranks, which start together."""
+        return Job(self.run, self.prepare, repeats, calls, meet)
+
+
+class Sides(NamedTuple):
+    """All ways to make a move, by name, on one rank; `limit` is None where it is more than copies.
+
+    `out` is the tensor that ours write into where they are asked to.
+    """
+
+    plan: Plan
+    ours: dict[str, Side]
+    peers: dict[str, Side]
+    limit: Side | None
+    out: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How `reshard` is called: into a tensor that is there, from one in shared memory, over which wire.
+
+    >>> str(Variant(out=True, shared=True)), str(Variant())
+    ('source shared, out=', '')
+    """
+
+    out: bool = False
+    shared: bool = False
+    wire: Way = "auto"
+
+    def __str__(self) -> str:
+        words = {"over the group": self.wire == "group", "source shared": self.shared, "out=": self.out}
+        return ", ".join(word for word, said in words.items() if said)
+
+
+PLAIN, OUT = Variant(), Variant(out=True)
+SHARED, GROUP = Variant(out=True, shared=True), Variant(out=True, wire="group")
+
+
+def rows_to_columns(shape: Shape, variants: Iterable[Variant]) -> Sides:
+    """Containers of ours; torch's ShardedTensor and DTensor can do the same."""
+    rows, columns = (Layout.chunk(shape, dim, dist.get_world_size()) for dim in (0, 1))
+    made, mesh = _sides(shape, rows, columns, rows, columns, variants), mesh_of(1)
+    local = numbers(rows)
+    x = wrapped(local, (mesh, [Shard(0)]), shape)
+    peers = {
+        SHARDED_TENSOR: _torch_sharded(local, shape),
+        REDISTRIBUTE: Side(lambda _: x.redistribute(mesh, [Shard(1)])),
+    }
+    return made._replace(peers=peers)
+
+
+def redistributed(source: Sequence[str], target: Sequence[str], shape: Shape, variants: Iterable[Variant]) -> Sides:
+    """DTensors, on all ranks in a row or in two rows; words as in ["S0", "R"]."""
+    mesh = mesh_of(len(source))
+    here, there = (Layout.on_mesh(shape, _ours(mesh), list(words)) for words in (source, target))
+    goal = placements(target)
+    made = _sides(shape, here, there, (mesh, placements(source)), (mesh, goal), variants)
+    x = wrapped(numbers(here), (mesh, placements(source)), shape)
+    peers = {REDISTRIBUTE: Side(lambda _: x.redistribute(mesh, goal))}
+    if set(target) == {"R"}:
+        peers[FULL_TENSOR] = Side(lambda _: x.full_tensor())
+    return made._replace(peers=peers)
+
+
+def _sides(shape: Shape, here: Layout, there: Layout, kind: Any, to: Any, variants: Iterable[Variant]) -> Sides:
+    asked = list(variants)
+    made, rank = plan(here, there, itemsize=4), dist.get_rank()
+    x = wrapped(numbers(here), kind, shape)
+    shared = _shared(kind, shape, here) if any(variant.shared for variant in asked) else None
+    room = torch.zeros(there.local_shape(rank)) if any(variant.out for variant in asked) else None
+    out = None if room is None else wrapped(room, to, shape)
+
+    def side(variant: Variant) -> Side:
+        source, target = shared if variant.shared else x, out if variant.out else None
+        return Side(lambda _: reshard(source, to, out=target, wire=variant.wire))
+
+    copies = strided_copies(rank, [(made, torch.float32, None if room is None else [room])])
+    limit = None if copies is None else Side(lambda _: copies())
+    return Sides(made, {str(variant): side(variant) for variant in asked}, {}, limit, room)
+
+
+def _torch_sharded(local: torch.Tensor, shape: Shape) -> Side:
+    names: list[Any] = [f"rank:{n}/cpu" for n in range(dist.get_world_size())]
+    by_rows, by_columns = (ChunkShardingSpec(dim=dim, placements=names) for dim in (0, 1))
+    return Side(
+        lambda given: given.reshard(by_columns),
+        # reshard changes the container in place, but not the tensor that it was made of
+        lambda: TorchShardedTensor._init_from_local_tensor(local, by_rows, shape),
+    )
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def wrapped(local: torch.Tensor, kind: Any, shape: Shape) -> Any:
+    """This rank's part as a sharded tensor: of a layout, or of (mesh, placements)."""
+    if isinstance(kind, Layout):
+        return ShardedTensor(local, kind)
+    mesh, places = kind
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+
+
+def _shared(kind: Any, shape: Shape, layout: Layout) -> Any:
+    x = empty(kind, shape, shared=True)
+    local = local_of(x)
+    assert local is not None, "all ranks have a part"
+    local.copy_(numbers(layout))
+    return x
+
+
+def local_of(x: Any) -> torch.Tensor | None:
+    """This rank's tensor of a sharded tensor of any kind, or of a plain one."""
+    if x is None or type(x) is torch.Tensor:
+        return x
+    found: torch.Tensor = x.to_local() if isinstance(x, DTensor) else x.local_tensor()
+    return found
+
+
+def numbers(layout: Layout) -> torch.Tensor:
+    """This rank's part of a tensor whose cells are told apart, small enough that sums of a few are exact."""
+    me = dist.get_rank()
+    (piece,) = layout.pieces(me)
+    rows, columns = (torch.arange(a, b, dtype=torch.float32) for a, b in zip(piece.box.lo, piece.box.hi, strict=True))
+    return torch.add(rows[:, None] * 1009, columns).add_(me if layout.op else 0)
+
+
+def mesh_of(ndim: int) -> DeviceMesh:
+    """All ranks in a row, or in two rows."""
+    ranks = torch.arange(dist.get_world_size())
+    return DeviceMesh("cpu", ranks if ndim == 1 else ranks.reshape(2, -1))
+
+
+def _ours(mesh: DeviceMesh) -> Mesh:
+    return Mesh.of(tuple(mesh.mesh.shape))
+
+
+def placements(words: Iterable[str]) -> list[Placement]:
+    """As torch has them."""
+    known = {"R": Replicate(), "P": Partial(), "S0": Shard(0), "S1": Shard(1)}
+    return [known[word] for word in words]
+
+
+def silence() -> None:
+    """What the peers say once: that redistribute gathers and cuts over gloo, and that ShardedTensor grows old."""
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+
+
+def meet() -> None:
+    """Return on all ranks at about the same time: from a barrier they come one after the other, as it wakes them."""
+    dist.barrier()
+    start = torch.tensor(perf_counter() + AHEAD, dtype=torch.float64)
+    dist.broadcast(start, 0)  # the clock is that of the machine
+    sleep(max(0.0, start.item() - perf_counter()))
+
+
+def check(sides: Sides) -> None:
+    """All ways must lead to the same: every rank compares its local tensors, bit by bit."""
+    expected: torch.Tensor | None = None
+    for number, (name, side) in enumerate((sides.peers | sides.ours).items()):
+        if sides.out is not None:
+            sides.out.zero_()
+        found = local_of(side.run(side.prepare()))
+        if number == 0:
+            expected = None if found is None else found.clone()
+        elif not _same(found, expected):
+            raise RuntimeError(f"rank {dist.get_rank()}: {name or 'ours'} finds {found}, but others {expected}")
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)

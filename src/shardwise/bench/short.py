@@ -1,0 +1,175 @@
+"""The short benchmark: a few moves on ranks of this machine, ours over each wire, torch's, and the limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardwise.bench.clock import Span, every_repeat, together
+from shardwise.bench.moves import (
+    GROUP,
+    OUT,
+    REDISTRIBUTE,
+    SHARDED_TENSOR,
+    SHARED,
+    Shape,
+    Sides,
+    check,
+    redistributed,
+    rows_to_columns,
+    silence,
+)
+from shardwise.planning import size as in_words
+from shardwise.testing import on_ranks
+
+VARIANTS = (OUT, SHARED, GROUP) if sys.platform == "linux" else (OUT, GROUP)  # which alone has shared memory
+SECONDS = 3.0  # for a move, about
+FEWEST, MOST = 3, 50  # repeats
+ITEMSIZE = 4
+Make = Callable[[Shape], Sides]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move that was measured: seconds of every way, and the bytes between ranks.
+
+    `ours`, `shared` (the source in shared memory) and `group` (over the process group) write into tensors that are
+    there. What is None cannot do it.
+    """
+
+    move: str
+    ours: float
+    shared: float | None
+    group: float
+    sharded_tensor: float | None
+    redistribute: float
+    limit: float
+    bytes_moved: int
+    lower_bound: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster ours is than the faster of torch's."""
+        return min(filter(None, (self.sharded_tensor, self.redistribute))) / self.ours
+
+    @property
+    def of_the_limit(self) -> float:
+        """How close ours comes to a strided copy of the same boxes, which takes this part of its time."""
+        return self.limit / self.ours
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the ratios."""
+        return asdict(self) | {"ratio": self.ratio, "of_the_limit": self.of_the_limit}
+
+
+def bench(ranks: int = 4, size: int = 2**26) -> Iterator[Moved]:
+    """Measure one move after the other, of a square float32 tensor of about `size` bytes."""
+    check_asked(ranks, size)
+    shape = _shape(ranks, size)
+    import_module("torch._dynamo")  # as the first DTensor does: once, and not on every rank
+    for name, make in _moves(ranks):
+        yield _moved(name, on_ranks(ranks, partial(_measured, make, shape), timeout=600))
+
+
+def check_asked(ranks: int, size: int) -> None:
+    """Refuse what this machine cannot do."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(8, 2 * cores)
+    if not 2 <= ranks <= most:
+        raise ValueError(f"--ranks {ranks}: from 2 to {most} make sense on this machine, which has {cores} cores")
+    if size < ITEMSIZE * ranks**2:
+        raise ValueError(f"--size {size}: {ranks} ranks share rows and columns of at least {ITEMSIZE * ranks**2} bytes")
+    needed, free = memory_needed(ranks, size), _available()
+    if needed > free:
+        raise ValueError(
+            f"--size {in_words(size)} on {ranks} ranks takes about {in_words(needed)} of memory, most of it for "
+            f"redistribute, which gathers whole tensors; there are {in_words(free)}: ask for less, or for fewer ranks"
+        )
+
+
+def memory_needed(ranks: int, size: int) -> int:
+    """What the largest move takes in all: to have all of it everywhere.
+
+    On every rank what is received, what redistribute receives and gathers from, and what the limit copies from; the
+    source twice, and what is packed.
+    """
+    return (4 * ranks + 4) * size
+
+
+def _available() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except OSError:  # not a Linux
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _shape(ranks: int, size: int) -> Shape:
+    """
+    >>> _shape(4, 2**20), _shape(3, 2**20)
+    ((512, 512), (510, 510))
+    """
+    side = isqrt(size // ITEMSIZE) // ranks * ranks
+    return side, side
+
+
+def _moves(ranks: int) -> Iterator[tuple[str, Make]]:
+    yield "rows -> columns", partial(rows_to_columns, variants=VARIANTS)
+    yield "S0 -> R", _dtensors("S0", "R")
+    if ranks > 2 and ranks % 2 == 0:
+        yield "[S0, S1] -> [S1, S0]", _dtensors("S0,S1", "S1,S0")
+
+
+def _dtensors(source: str, target: str) -> Make:
+    return partial(redistributed, source.split(","), target.split(","), variants=VARIANTS)
+
+
+class Measured(NamedTuple):
+    """What a rank found: every repeat of every way; bytes moved, and the fewest possible."""
+
+    spans: dict[str, list[Span]]
+    bytes_moved: int
+    lower_bound: int
+
+
+def _measured(make: Make, shape: Shape, _rank: int) -> Measured:
+    silence()
+    sides = make(shape)
+    check(sides)
+    assert sides.limit is not None, "these are all copies"
+    ways = sides.peers | sides.ours | {"limit": sides.limit}
+    once, _ = every_repeat(*(side.job(1) for side in ways.values()))
+    repeats = _repeats(sum(end - start for ((start, end),) in once))
+    spans, _ = every_repeat(*(side.job(repeats) for side in ways.values()))
+    return Measured(dict(zip(ways, spans, strict=True)), sides.plan.bytes_moved, sides.plan.lower_bound)
+
+
+def _repeats(turn: float) -> int:
+    """How often all ways can have their turn, which takes so many seconds; the same on every rank."""
+    slowest = torch.tensor(turn)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(FEWEST, min(MOST, int(SECONDS / slowest.item())))
+
+
+def _moved(name: str, found: list[Measured]) -> Moved:
+    seconds = {way: together(rank.spans[way] for rank in found) for way in found[0].spans}
+    return Moved(
+        move=name,
+        ours=seconds[str(OUT)],
+        shared=seconds.get(str(SHARED)),
+        group=seconds[str(GROUP)],
+        sharded_tensor=seconds.get(SHARDED_TENSOR),
+        redistribute=seconds[REDISTRIBUTE],
+        limit=seconds["limit"],
+        bytes_moved=found[0].bytes_moved,
+        lower_bound=found[0].lower_bound,
+    )

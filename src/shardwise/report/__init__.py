@@ -1,0 +1,12 @@
+"""Layouts, plans and whole models as pictures: text, one self-contained HTML page, a figure for papers.
+
+Pure: it looks at values, and runs nothing.
+"""
+
+from shardwise.report.glance import glance
+from shardwise.report.html import page, write
+from shardwise.report.plot import figure
+from shardwise.report.rows import Row
+from shardwise.report.text import draw, matrix
+
+__all__ = ["Row", "draw", "figure", "glance", "matrix", "page", "write"]

@@ -1,0 +1,106 @@
+"""One self-contained HTML page: a template, its style and its scripts, and the data as JSON inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from shardwise.layout import Layout
+from shardwise.planning import Plan
+from shardwise.report.pictures import Limits, picture, together
+from shardwise.report.rows import Row, rows
+
+SCRIPTS = ("basics.js", "parts.js", "tiles.js", "cells.js", "charts.js", "map.js", "tensors.js", "page.js")
+
+
+def page(
+    *what: Any,
+    title: str | None = None,
+    facts: Mapping[str, str] | None = None,
+    owner: str = "rank",
+    names: Sequence[str] = (),
+) -> str:
+    """A page of a Layout, of a Plan, or of many by name (a mapping, or `Row`s): HTML that needs nothing else.
+
+    `facts` are shown at its top. Owners are called `owner`, and by `names` where these are given.
+
+    >>> from shardwise.planning import plan
+    >>> text = page(plan("8x6/S0@4", "8x6/S1@3"), title="rows to columns")
+    >>> text.startswith("<!doctype html>"), "://" in text
+    (True, False)
+    """
+    found = rows(what)
+    if len(found) > 1:
+        found = [row if row.name else replace(row, name=_notation(row)) for row in found]
+    head = {"title": title or _title(found), "plain": title is None and len(found) == 1 and not found[0].name}
+    about = {"facts": dict(facts or {}), "owner": owner, "names": list(names)}
+    return _filled({**head, **about, **contents(found)})
+
+
+def contents(found: Sequence[Row]) -> dict[str, Any]:
+    """The pictures of all kinds of rows, and the rows by their kind; what they are together, where they are plans."""
+    kinds = Counter[Layout | Plan](row.shown for row in found)
+    number, limits = {kind: at for at, kind in enumerate(kinds)}, Limits.of(len(kinds))
+    dtypes = list(dict.fromkeys(row.dtype for row in found))
+    pictures = [picture(kind, limits) for kind in kinds]
+    plans = [
+        (kind, times, made)
+        for (kind, times), made in zip(kinds.items(), pictures, strict=True)
+        if isinstance(kind, Plan)
+    ]
+    return {
+        "unit": "cells" if any(row.counts_cells for row in found) else "bytes",
+        "pictures": pictures,
+        "dtypes": dtypes,
+        "rows": [[row.name, number[row.shown], row.size, dtypes.index(row.dtype), row.note] for row in found],
+        "together": together(plans, limits) if plans and len(found) > 1 else None,
+    }
+
+
+def _title(found: Sequence[Row]) -> str:
+    return found[0].name or _notation(found[0]) if len(found) == 1 else f"{len(found):,} tensors"
+
+
+def _notation(row: Row) -> str:
+    layouts = [row.shown.source, row.shown.target] if isinstance(row.shown, Plan) else [row.shown]
+    return " → ".join(layout.brief(60) for layout in layouts)
+
+
+def _filled(data: Mapping[str, Any]) -> str:
+    """The template with style, scripts and data in it."""
+    folder = files("shardwise.report") / "assets"
+    text = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
+    script = "\n".join(text[name] for name in SCRIPTS)
+    places = {"title": _escaped(data["title"]), "style": text["page.css"], "data": _json(data), "script": script}
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: places[place[1]], text["page.html"])
+
+
+def _escaped(text: str) -> str:
+    """Text that is only text, whatever characters it has."""
+    return escape(text).encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that no name of a tensor can break out of: nothing in it ends a script or begins a comment."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def write(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a page, aside and renamed, so that it is there whole or not at all."""
+    goal = Path(path)
+    aside = goal.with_name(f".{goal.name}.{os.getpid()}.part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(goal)
+    finally:
+        aside.unlink(missing_ok=True)
+    return goal

@@ -1,0 +1,83 @@
+"""Values show themselves in notebooks and in figures, without scripts and without waiting for long."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from time import perf_counter
+
+import pytest
+import torch
+
+from shardwise import Layout, ShardedTensor, parse, plan
+from shardwise.planning import size
+
+
+def rectangles(html):
+    return re.findall(r"<rect ", html)
+
+
+def test_a_layout_shows_its_tiles():
+    html = parse("8x6/S0@4")._repr_html_()
+    assert len(rectangles(html)) == 4
+    assert "8x6/S0@4" in html
+    assert "<script" not in html
+
+
+def test_a_plan_shows_both_layouts_and_its_totals():
+    p = plan("8x6/S0@4", "8x6/S1@3")
+    html = p._repr_html_()
+    assert len(rectangles(html)) == 7
+    assert f"moves {size(p.bytes_moved)}, {size(p.bytes_local)} stay" in html
+
+
+def test_a_sharded_tensor_shows_who_holds_what_and_reads_no_value():
+    html = ShardedTensor(torch.empty(2, 6, device="meta"), "2x6/S0@1")._repr_html_()
+    assert "rank 0 holds [0:2, 0:6]" in html
+    assert len(rectangles(html)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0x6/S0@3", "no cells"),
+        ("scalar/R@2", "2 replicas"),
+        ("9/cyclic0=2@2", "2 owners"),
+        ("2x2x2x2/S3@2", "first slice"),
+        ("8x6/P@4", "sum of 4 terms"),
+        ("4096x4096/S0@4096", "64 tiles for 4,096"),
+    ],
+)
+def test_every_layout_is_well_formed_and_says_what_is_left_out(text, said):
+    html = parse(text)._repr_html_()
+    assert ET.fromstring(html).tag == "div"
+    assert said in html
+
+
+def test_a_plan_of_very_many_owners_does_not_make_all_copies():
+    p = plan(Layout.chunk((2**14, 2**14), 0, owners=2**14), Layout.chunk((2**14, 2**14), 1, owners=2**14))
+    start = perf_counter()
+    assert "16,384 owners" in p._repr_html_()
+    assert perf_counter() - start < 5
+    assert "copies" not in vars(p)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("8x6/S0,R@2x2", "8x6/P@4"), ("4x4x4/S0@4", "4x4x4/S2@200"), ("scalar/R@2", "scalar/R@3")]
+)
+def test_a_figure_has_both_layouts_and_the_flows(source, target, tmp_path):
+    found = plan(source, target).figure()
+    assert len(found.axes) == 3
+    assert found.axes[0].get_title() == f"source {source}"
+    found.savefig(tmp_path / "plan.pdf")
+    assert (tmp_path / "plan.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_without_matplotlib_a_figure_says_what_to_install():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; import shardwise\n"
+        "try: shardwise.plan('8/S0@2', '8/R@2').figure()\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
+    assert done.stdout == "a figure needs matplotlib: pip install 'shardwise[plot]'\n"

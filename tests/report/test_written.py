@@ -1,0 +1,81 @@
+"""Pages from the shell, of checkpoints and of models that are synced."""
+
+import sys
+
+import pytest
+import torch
+from embedded import data
+from ranks import ranks  # noqa: F401
+
+import shardwise as sw
+from shardwise import checkpoint, cli
+from shardwise.report import page
+
+
+def shell(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["shardwise", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0
+
+
+def test_a_plan_is_written_as_a_page(monkeypatch, tmp_path):
+    path = tmp_path / "plan.html"
+    assert shell(monkeypatch, "plan", "8x6/S0@4", "8x6/S1@3", "--itemsize", "2", "--html", path) == 0
+    assert path.read_text() == page(sw.plan("8x6/S0@4", "8x6/S1@3", itemsize=2))
+
+
+def test_a_page_that_cannot_be_written_ends_with_code_2(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "no" / "plan.html"
+    assert shell(monkeypatch, "plan", "8x6/S0@4", "8x6/S1@3", "--html", path) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_written_as_a_page(monkeypatch, tmp_path):
+    weights = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "norm": torch.zeros(6, dtype=torch.bfloat16)}
+    checkpoint.save({**weights, "step": 7}, tmp_path / "saved")
+    path = tmp_path / "page.html"
+    assert shell(monkeypatch, "inspect", tmp_path / "saved", "--html", path) == 0
+    found = data(path.read_text())
+    assert [(row[0], row[2], found["dtypes"][row[3]]) for row in found["rows"]] == [
+        ("layers.0.q", 96, "float32"),
+        ("norm", 12, "bfloat16"),
+    ]
+    assert (found["owner"], found["unit"], found["facts"]["size"]) == ("file", "bytes", "108 B")
+    assert found["names"] == checkpoint.open(tmp_path / "saved")["norm"].used()
+
+
+def test_a_model_that_is_synced_has_a_page(ranks, tmp_path):  # noqa: F811
+    def run(rank):
+        whole = torch.arange(48.0).reshape(8, 6)
+        source = {
+            "layers.0.w": sw.ShardedTensor(whole[4 * rank : 4 * rank + 4], "8x6/S0@2"),
+            "q": sw.ShardedTensor(whole[4 * rank : 4 * rank + 4], "8x6/S0@2"),
+        }
+        target = {
+            "layers.0.w": sw.ShardedTensor(whole[:, 3 * rank : 3 * rank + 3] * 0, "8x6/S1@2"),
+            "wq": sw.ShardedTensor(whole[:, 3 * rank : 3 * rank + 3] * 0, "8x6/S1@2"),
+        }
+        plan = sw.Resharder(source, target, rename={"q": "wq"}).plan
+        return plan.html(tmp_path / f"{rank}.html", title="sync").read_text(), plan.bytes_moved, plan.peak_bytes
+
+    found = ranks(2, run)
+    assert found[0] == found[1]
+    text, moved, peak = found[0]
+    held = data(text)
+    assert held["title"] == "sync"
+    assert held["together"]["totals"]["moved"] == moved
+    assert held["facts"] == {"exchanges": "1", "a rank stages at most": f"{peak} B"}
+    assert [[row[0], row[1], row[4]] for row in held["rows"]] == [["layers.0.w", 0, ""], ["wq", 0, "from q"]]
+
+
+def test_parts_of_a_tensor_are_named_by_their_boxes(ranks, tmp_path):  # noqa: F811
+    def run(rank):
+        half = torch.arange(24.0).reshape(4, 6)
+        source = {name: sw.ShardedTensor(half.clone(), "8x6/S0@2") for name in "qk"}
+        target = {"qk": sw.ShardedTensor(torch.zeros(16, 3), "16x6/S1@2")}
+        plan = sw.Resharder(source, target, remap=[sw.Concat("qk", ["q", "k"])]).plan
+        return plan.html(tmp_path / f"{rank}.html").read_text()
+
+    rows = data(ranks(2, run)[0])["rows"]
+    assert [(row[0], row[4]) for row in rows] == [("qk [0:8, 0:6]", "from q"), ("qk [8:16, 0:6]", "from k")]
