@@ -16,7 +16,7 @@ import shardwise.wires.shared as sharing
 from shardwise.exchange import Views
 
 PATIENCE = 6  # seconds, of the group
-SOON = 4  # well before that
+SOON = 3  # well before that
 SHAPE = (256, 256)
 ROWS, COLUMNS = both(SHAPE, 4)
 

@@ -36,7 +36,7 @@ def test_hosts_are_found_and_both_wires_carry_one_exchange(ranks, world):  # noq
     def run(rank):
         os.environ.update(environments[rank])
         use("staged")
-        for way in ("staged", "shared", "read", "small"):
+        for way in ("staged", "shared"):
             _, share = use(way)
             for hosts in (None, 2):
                 for _ in range(2):

@@ -111,7 +111,7 @@ def allowed(source, target, limit, hosts, dtype):
 
 @pytest.mark.parametrize("salt", [1])
 def test_random_moves_bring_the_same_bits_in_every_way(ranks, salt):  # noqa: F811
-    cases = examples(50, salt)
+    cases = examples(40, salt)
 
     def run(rank):
         for number, (source, target, limit, hosts, dtype, form, room) in enumerate(cases):
