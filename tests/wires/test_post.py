@@ -138,6 +138,16 @@ def test_threads_that_come_at_a_time_get_one_address(ranks):  # noqa: F811
     assert ranks(1, run) == [(1, 8)]
 
 
+def test_threads_that_connect_at_a_time_make_one_connection(posts):
+    a, b = Post(), posts[1]
+    in_threads(*[lambda: a.connect(b.address)] * 8)
+    a.send(b.address, key(a), b"hello")
+    assert taken(b, key(a))[0].payload == b"hello"
+    with pytest.raises(TimeoutError):
+        taken(b, key(a), seconds=0.1)  # and not that it has gone
+    a.leave()
+
+
 def stranger(address):
     """A connection of somebody who knows the address."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -84,23 +84,26 @@ class Post:
         self._queues = defaultdict[Key, deque[Packet]](deque)
         self._gone, self._failed = set[str](), dict[int, str]()
         self._news, self._boxes, self._reading = Condition(), Lock(), False
+        self._connecting = Lock()
 
     # --- connections -------------------------------------------------------------------------------------------------
 
     def connect(self, address: str) -> int:
         """Be able to write there; the process id that has this address, as it is seen from here."""
-        if address not in self._out:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.connect("\0" + address)
-            pid, uid, _ = _credentials(sock)
-            if uid != os.getuid():
-                sock.close()
-                raise PermissionError(errno.EPERM, "the address belongs to another user")
-            sock.setblocking(False)
-            self._out[address] = sock
-            self.send(address, Key(self.address, 0, HELLO, 0), self.address.encode())
-            return pid
-        return _credentials(self._out[address])[0]
+        with self._connecting:  # one that threads make twice is closed once, which looks like the end of this process
+            if address not in self._out:
+                self._out[address] = self._connected(address)
+                self.send(address, Key(self.address, 0, HELLO, 0), self.address.encode())
+            return _credentials(self._out[address])[0]
+
+    def _connected(self, address: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect("\0" + address)
+        if _credentials(sock)[1] != os.getuid():
+            sock.close()
+            raise PermissionError(errno.EPERM, "the address belongs to another user")
+        sock.setblocking(False)
+        return sock
 
     def leave(self) -> None:
         """Of a forked process: what it has got is its parent's."""
