@@ -114,7 +114,6 @@ def test_an_interrupt_on_one_rank_is_told_to_the_others(ranks, moment):  # noqa:
     kind, _, _, again, _ = reports.pop(2)
     assert (kind, again[0]) == ("KeyboardInterrupt", "ExchangeError")
     assert "broke on rank 2 (KeyboardInterrupt" in again[1]
-    assert all("KeyboardInterrupt" in text for kind, text, *_ in reports if kind is not None)
     check_survivors(reports)
 
 

@@ -139,13 +139,14 @@ def test_threads_that_come_at_a_time_get_one_address(ranks):  # noqa: F811
 
 
 def test_threads_that_connect_at_a_time_make_one_connection(posts):
-    a, b = Post(), posts[1]
-    in_threads(*[lambda: a.connect(b.address)] * 8)
-    a.send(b.address, key(a), b"hello")
-    assert taken(b, key(a))[0].payload == b"hello"
-    with pytest.raises(TimeoutError):
-        taken(b, key(a), seconds=0.1)  # and not that it has gone
-    a.leave()
+    for _ in range(5):
+        a, b, start = Post(), posts[1], threading.Barrier(8)
+        in_threads(*[lambda a=a, start=start: (start.wait(), a.connect(b.address))] * 8)
+        a.send(b.address, key(a), b"hello")
+        assert taken(b, key(a))[0].payload == b"hello"
+        with pytest.raises(TimeoutError):
+            taken(b, key(a), seconds=0.05)  # and not that it has gone
+        a.leave()
 
 
 def stranger(address):
