@@ -139,8 +139,9 @@ def test_threads_that_come_at_a_time_get_one_address(ranks):  # noqa: F811
 
 
 def test_threads_that_connect_at_a_time_make_one_connection(posts):
+    b = posts[1]
     for _ in range(5):
-        a, b, start = Post(), posts[1], threading.Barrier(8)
+        a, start = Post(), threading.Barrier(8)
         in_threads(*[lambda a=a, start=start: (start.wait(), a.connect(b.address))] * 8)
         a.send(b.address, key(a), b"hello")
         assert taken(b, key(a))[0].payload == b"hello"
