@@ -114,3 +114,14 @@ def test_verify_finds_one_wrong_bit(ranks):  # noqa: F811
         return True
 
     assert all(ranks(2, run))
+
+
+def test_cells_may_lie_in_any_way(ranks):  # noqa: F811
+    def run(rank):
+        found = set()
+        for step in (1, 7):  # a dim of one cell may have any stride
+            local = torch.zeros(8, dtype=torch.float64)[::step][:1].fill_(rank + 1)
+            found.add(sw.fingerprint(sw.ShardedTensor(local, "2/S0@2")))
+        return len(found)
+
+    assert ranks(2, run) == [1, 1]

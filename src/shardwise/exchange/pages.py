@@ -30,6 +30,11 @@ def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
+def give_back(shared: torch.Tensor) -> None:
+    """The pages of shared memory, whoever else has it mapped: what is read there from now on is zeros."""
+    _libc.madvise(ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes), mmap.MADV_REMOVE)
+
+
 def outside_inference() -> AbstractContextManager[Any]:
     """For what is kept: it may be used again outside of that mode. (To leave a mode that is not on takes its time.)"""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

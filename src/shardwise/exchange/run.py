@@ -92,10 +92,11 @@ class Exchange:
         """
         # others may have started since: what starts again must not come between their collective calls
         apart = self.number if self.again else None
-        if self._many:
-            self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart)
-        else:
-            self._agreement = self.wire.slots(*self._slots(), apart=apart)
+        with self._unbroken():  # also an interrupt: some may have heard from us, and others not
+            if self._many:
+                self._agreement = self.wire.reduced(torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart)
+            else:
+                self._agreement = self.wire.slots(*self._slots(), apart=apart)
         first = self.schedule.turns[0]
         most = self.wire.ahead(self.device, direct=self.direct)
         if alone and first.bytes <= most and self.header.tobytes() in self.wire.agreed:

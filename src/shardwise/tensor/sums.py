@@ -57,7 +57,8 @@ def _words(cells: torch.Tensor) -> torch.Tensor:
     """The bits of every element as numbers below 2**32, one axis more than the cells."""
     size = cells.element_size()
     word = min(size, 4)
-    bits = cells.contiguous().reshape(*cells.shape, 1).view(WORD[word])
+    flat = cells.contiguous().as_strided((cells.numel(),), (1,))  # dims of size 1 may have had any stride
+    bits = flat.view(WORD[word]).reshape(*cells.shape, size // word)
     return bits.to(torch.int64) & MASK[word]
 
 

@@ -25,13 +25,15 @@ class Card(NamedTuple):
 class Neighbours(NamedTuple):
     """Owners on this host, by number: their addresses; the process of each whose memory can be read from here.
 
-    `wire` is a number that only packets of this wire have. `all` says that everybody on the wire is on one host;
-    `hosts` are the owners of each, as everybody knows them.
+    `readers` are those who can read the memory of this process, which need not be the same ones. `wire` is a number
+    that only packets of this wire have. `all` says that everybody on the wire is on one host; `hosts` are the owners of
+    each, as everybody knows them.
     """
 
     wire: int
     addresses: dict[int, str]
     processes: dict[int, int]
+    readers: frozenset[int]
     all: bool
     hosts: list[list[int]]
 
@@ -46,14 +48,16 @@ class Neighbours(NamedTuple):
                     reached[owner] = Post.here().connect(card.address)
                 except OSError:
                     continue
-        told = dict(zip(owners, tell(sorted(reached)), strict=True))
-        found = {owner: cards[owner] for owner in reached if me in told[owner]}
+        readable = {owner: pid for owner, pid in reached.items() if allowed(pid, *cards[owner].trial)}
+        told = dict(zip(owners, tell((sorted(reached), sorted(readable))), strict=True))
+        found = [owner for owner in reached if me in told[owner][0]]
         listed = str([card and card.meeting for card in cards.values()])
         return Neighbours(
             int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
-            {owner: card.address for owner, card in found.items()},
-            {owner: reached[owner] for owner, card in found.items() if allowed(reached[owner], *card.trial)},
-            all(len(others) == len(owners) - 1 for others in told.values()),
+            {owner: cards[owner].address for owner in found},
+            {owner: readable[owner] for owner in found if owner in readable},
+            frozenset(owner for owner in found if me in told[owner][1]),
+            all(len(others) == len(owners) - 1 for others, _ in told.values()),
             _hosts(cards),
         )
 

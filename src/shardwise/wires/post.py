@@ -24,8 +24,10 @@ from shardwise.errors import ExchangeError
 HEADER = struct.Struct("<Qqii")  # of a packet: wire, tag, kind, and whether its payload lies in a file
 LARGE = 2**15  # bytes from which on a payload travels as a file: socket buffers are small
 MOST = LARGE + HEADER.size
+MOST_FILES = 2  # in a packet: a segment, and the file of a payload
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
+FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
 
 
@@ -61,12 +63,13 @@ class Post:
     """The address of this process. Made by `here`; threads may use it at a time."""
 
     _here: Post | None = None
+    _making = Lock()
 
     @staticmethod
     def here() -> Post:
-        """That of this process: one that was forked has its own."""
-        if Post._here is None:
-            Post._here = Post()
+        """That of this process: one that was forked has its own, and threads that come at a time get the same."""
+        with Post._making:
+            Post._here = Post._here or Post()
         return Post._here
 
     def __init__(self) -> None:
@@ -81,23 +84,26 @@ class Post:
         self._queues = defaultdict[Key, deque[Packet]](deque)
         self._gone, self._failed = set[str](), dict[int, str]()
         self._news, self._boxes, self._reading = Condition(), Lock(), False
+        self._connecting = Lock()
 
     # --- connections -------------------------------------------------------------------------------------------------
 
     def connect(self, address: str) -> int:
         """Be able to write there; the process id that has this address, as it is seen from here."""
-        if address not in self._out:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.connect("\0" + address)
-            pid, uid, _ = _credentials(sock)
-            if uid != os.getuid():
-                sock.close()
-                raise PermissionError(errno.EPERM, "the address belongs to another user")
-            sock.setblocking(False)
-            self._out[address] = sock
-            self.send(address, Key(self.address, 0, HELLO, 0), self.address.encode())
-            return pid
-        return _credentials(self._out[address])[0]
+        with self._connecting:  # one that threads make twice is closed once, which looks like the end of this process
+            if address not in self._out:
+                self._out[address] = self._connected(address)
+                self.send(address, Key(self.address, 0, HELLO, 0), self.address.encode())
+            return _credentials(self._out[address])[0]
+
+    def _connected(self, address: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect("\0" + address)
+        if _credentials(sock)[1] != os.getuid():
+            sock.close()
+            raise PermissionError(errno.EPERM, "the address belongs to another user")
+        sock.setblocking(False)
+        return sock
 
     def leave(self) -> None:
         """Of a forked process: what it has got is its parent's."""
@@ -126,7 +132,9 @@ class Post:
                 try:
                     _send(sock, (head, b"" if large else payload), files)
                     return
-                except BlockingIOError:
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
                     if time.monotonic() > end:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
@@ -206,7 +214,12 @@ class Post:
                 self._news.notify_all()
 
     def _accept(self) -> None:
-        sock, _ = self._door.accept()
+        try:
+            sock, _ = self._door.accept()
+        except (BlockingIOError, ConnectionError):  # who came has left again
+            return
+        except OSError as error:
+            raise ExchangeError(f"another process of this host cannot be met: {error.strerror}") from error
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             return
@@ -224,7 +237,7 @@ class Post:
         except (OSError, ValueError):  # it has ended, or is none of us
             self._hang_up(descriptor)
             return
-        if kind == HELLO:
+        if kind == HELLO and sender is None and not files:
             self._in[descriptor] = sock, payload.decode(errors="replace")
         elif sender is None:
             close(files)
@@ -244,6 +257,7 @@ class Post:
 
 
 def _forked() -> None:
+    Post._making = Lock()  # another thread of the parent may have had it
     if Post._here is not None:
         Post._here.leave()
         Post._here = None
@@ -266,18 +280,18 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, extra, flags, _ = sock.recvmsg(MOST, 128)
-    if flags & socket.MSG_CTRUNC:
+    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES))
+    files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
+    if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:  # else more came than any of us would send
+        close(files)
         raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
-    if not extra:
-        return data, ()
-    (_, _, numbers), *_ = extra
-    return data, struct.unpack(f"{len(numbers) // 4}i", numbers)
+    return data, files
 
 
 def _opened(data: bytes, files: tuple[int, ...]) -> tuple[int, int, int, bytes, tuple[int, ...]]:
     """Wire, tag, kind, payload and descriptors of a packet; a ValueError for what is none."""
     if len(data) < HEADER.size:
+        close(files)
         raise ValueError("nothing, or not from here")
     wire, tag, kind, large = HEADER.unpack_from(data)
     if not large:

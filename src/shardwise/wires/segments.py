@@ -65,7 +65,10 @@ def _forget(number: int, file: int) -> None:
 
 def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
     """The bytes of a descriptor; `when_gone` is called once nothing uses them any more."""
-    memory = mmap.mmap(file, size)
+    try:
+        memory = mmap.mmap(file, size)
+    except OSError as error:
+        raise SharedMemoryError(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
     if when_gone is not None:
         weakref.finalize(memory, when_gone).atexit = False
     with outside_inference():
@@ -134,31 +137,38 @@ class Place(NamedTuple):
 
 
 class Shared:
-    """The tensors of this process that lie in shared memory, by where their storage begins."""
+    """The tensors of this process that lie in shared memory, by where their storage begins, with that storage's number.
+
+    One that was emptied may live on while other memory comes to its place. There is no lock: steps are whole, and
+    storages may be collected in the middle of any of them.
+    """
 
     def __init__(self) -> None:
-        self._segments, self._lock = dict[int, Segment](), Lock()
+        self._segments = dict[int, tuple[int, Segment]]()
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where it lies; None where that is not shared memory of ours."""
         if not self._segments:
             return None
-        segment = self._segments.get(tensor.untyped_storage().data_ptr())
+        segment = self._of(tensor.untyped_storage())
         return None if segment is None else Place(segment, int(tensor.storage_offset()) * tensor.element_size())
+
+    def _of(self, storage: torch.UntypedStorage) -> Segment | None:
+        number, segment = self._segments.get(storage.data_ptr(), (0, None))
+        return segment if number == storage._cdata else None
 
     def new(self, size: int) -> torch.Tensor:
         """Bytes that others read in place."""
-        segment = Segment.made(size)
-        at = list[int]()
-        found = segment.mapped(lambda: self._remove(at[0]))
+        segment, at = Segment.made(size), list[int]()
+        number = segment.number  # what is called once it is gone must not keep it
+        found = segment.mapped(lambda: self._remove(at[0], number))
         at.append(found.data_ptr())
-        with self._lock:
-            self._segments[at[0]] = segment
+        self._keep(found.untyped_storage(), segment)
         return found
 
     def move(self, storage: torch.UntypedStorage) -> None:
         """Move storage there, for all tensors that have it."""
-        if storage.data_ptr() in self._segments or not storage.nbytes():
+        if self._of(storage) is not None or not storage.nbytes():
             return
         free = os.statvfs(SHM)
         if not storage.is_shared() and free.f_bavail * free.f_frsize < storage.nbytes():
@@ -167,14 +177,18 @@ class Shared:
                 f"make it larger (docker run --shm-size), or allocate with empty(shared=True), which does not need it"
             )
         file, size = storage._share_fd_cpu_()
-        address = storage.data_ptr()
-        with self._lock:
-            self._segments[address] = Segment(os.dup(file), size)
-        weakref.finalize(storage, self._remove, address).atexit = False
+        segment = Segment(os.dup(file), size)
+        self._keep(storage, segment)
+        weakref.finalize(storage, self._remove, storage.data_ptr(), segment.number).atexit = False
 
-    def _remove(self, address: int) -> None:
-        with self._lock:
-            self._segments.pop(address, None)
+    def _keep(self, storage: torch.UntypedStorage, segment: Segment) -> None:
+        self._segments[storage.data_ptr()] = storage._cdata, segment
+
+    def _remove(self, address: int, number: int) -> None:
+        """Unless another one is there by now."""
+        _, kept = self._segments.get(address, (0, None))
+        if kept is not None and kept.number == number:
+            del self._segments[address]
 
 
 shared = Shared()

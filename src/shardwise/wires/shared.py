@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from shardwise.exchange import in_words
 from shardwise.exchange.cuts import Strides
+from shardwise.exchange.pages import give_back
 from shardwise.exchange.wire import Receive, Send, Theirs, Turned
 from shardwise.geometry import Ints
 from shardwise.wires import attach
@@ -42,7 +44,7 @@ class SharedWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
         super().__init__(group, owners)
-        self.near, self._spins = Neighbours(0, {}, {}, all=False, hosts=[]), False
+        self.near, self._spins = Neighbours(0, {}, {}, frozenset(), all=False, hosts=[]), False
         self.packed = SharedStaging()
         self._post = Post.here()
         self._numbers = count()
@@ -61,8 +63,8 @@ class SharedWire(GroupWire):
     def release(self) -> int:
         """With what is packed into."""
         kept = self.packed.bytes
-        self.packed.release()
-        hand.tidy(self._post)  # others let go of it when they hear of it
+        self.packed.give_back()
+        hand.tidy(self._post)
         return kept + super().release()
 
     def check_way(self, way: Any) -> None:
@@ -170,12 +172,15 @@ class SharedWire(GroupWire):
         if far or far_sends:
             others = super().turn([receives[at] for at in far], far_sends, tag, device, align)
         near_sends = [one for one in sends if one.peer in self.near.addresses]
-        by_group = self._letters(near_sends, tag, align)
+        by_group, segment = self._letters(near_sends, tag, align)
         near = {at: one for at, one in enumerate(receives) if one.peer in self.near.addresses}
-        return SharedTurn(self, tag, near, [one.peer for one in near_sends], others, far, by_group)
+        return SharedTurn(self, tag, near, [one.peer for one in near_sends], others, far, by_group, segment)
 
-    def _letters(self, sends: Sequence[Send], tag: int, align: int) -> list[GroupSwap]:
-        """Say where everything is, once it is there. What does not fit into shared memory goes by messages."""
+    def _letters(self, sends: Sequence[Send], tag: int, align: int) -> tuple[list[GroupSwap], Segment | None]:
+        """Say where everything is, once it is there. What does not fit into shared memory goes by messages.
+
+        Those, and the segment that others read.
+        """
         takers = Counter(one.same for one in sends)
         letters = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
         staged = dict[int, int]()  # the offset of what has to be packed, by its first send
@@ -207,7 +212,7 @@ class SharedWire(GroupWire):
                         one.pack(data[start : start + one.bytes])
                         done.add(one.same)
                     self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), [segment])
-        return by_group
+        return by_group, segment
 
     def _unpacked(self, one: Send, *, alone: bool) -> tuple[bytes, Sequence[Segment]] | None:
         """A letter for what need not be packed, and the segments that it names; None where it must be.
@@ -222,7 +227,7 @@ class SharedWire(GroupWire):
             return None
         places = [shared.place(tensor) for tensor in one.tensors]
         attached = None in places
-        if attached and not (alone and one.peer in self.near.processes and one.bytes >= WORTH and one.run >= RUN):
+        if attached and not (alone and one.peer in self.near.readers and one.bytes >= WORTH and one.run >= RUN):
             return None
         words, segments = [TENSORS, attached, len(places)], list[Segment]()
         for tensor, where in zip(one.tensors, places, strict=True):
@@ -248,6 +253,8 @@ class SharedWire(GroupWire):
         """Others may read what was packed for as long as they like."""
         super().abandon(posted)
         self.packed.release()
+        if isinstance(posted, SharedTurn):
+            posted.drop()
 
 
 class SharedTurn:
@@ -262,9 +269,11 @@ class SharedTurn:
         others: Turned | None,
         far: Sequence[int],
         by_group: Sequence[GroupSwap],
+        segment: Segment | None,
     ) -> None:
         self._wire, self._tag, self._near, self._sent_to = wire, tag, near, sent_to
         self._others, self._far, self._by_group = others, far, by_group
+        self._segment = segment  # until it is read: others must not hear that it is no more before they have opened it
 
     def arrivals(self) -> Iterator[tuple[int, torch.Tensor | Theirs | None]]:
         """Letters as they come, then messages."""
@@ -278,8 +287,7 @@ class SharedTurn:
     def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
         address, words = self._wire.near.addresses[one.peer], np.frombuffer(packet.payload, np.int64)
         if words[0] == TENSORS:
-            pid = self._wire.near.processes.get(one.peer, 0)
-            return TheirTensors(packet.payload, words, pid, lambda *named: hand.of(self._wire._post, address, *named))
+            return TheirTensors(self._wire, one.peer, packet.payload)
         if words[0] == BY_GROUP:
             room = torch.empty(one.bytes, dtype=torch.uint8)
             for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
@@ -297,31 +305,39 @@ class SharedTurn:
         keys = {at: wire._key(peer, READ, self._tag) for at, peer in enumerate(self._sent_to)}
         for _ in wire.collect(keys, f"waiting for its messages to be read by {_peers_of(self._sent_to)}"):
             pass
+        self._segment = None
+        wire.packed.read()
         for swap in self._by_group:
             for _ in swap.arrivals():
                 pass
         if self._others is not None:
             self._others.finish()
 
+    def drop(self) -> None:
+        """Nobody will open the letters."""
+        self._segment = None
+
 
 class TheirTensors:
     """Tensors of another process."""
 
-    def __init__(self, key: bytes, words: Ints, pid: int, segment: Callable[[int, int], torch.Tensor]) -> None:
-        self.key, self._words, self._pid, self._segment = key, words, pid, segment
-        self.attached = bool(words[1])
+    def __init__(self, wire: SharedWire, peer: int, key: bytes) -> None:
+        self._wire, self._peer, self.key = wire, peer, key
+        self._words = np.frombuffer(key, np.int64)
+        self.attached = bool(self._words[1])
         self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
 
     def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
         if self._parsed is None:
             words, at = self._words.tolist(), 3
+            post, address = self._wire._post, self._wire.near.addresses[self._peer]
             strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
             for _ in range(words[2]):
                 number, size, start, dims = words[at : at + 4]
                 strides.append(tuple(words[at + 4 : at + 4 + dims]))
                 starts.append(start)
                 if not self.attached:
-                    data.append(self._segment(number, size)[start:])
+                    data.append(hand.of(post, address, number, size)[start:])
                 at += 4 + dims
             self._parsed = strides, data, np.array(starts, np.int64)
         return self._parsed
@@ -337,31 +353,51 @@ class TheirTensors:
 
     def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
         """Copy ranges of bytes from offsets of tensors to addresses here."""
-        attach.read(self._pid, here, self._parse()[2][tensor] + offset, sizes)
+        with self._wire._guarded(f"reading from the memory of rank {self._peer}"):
+            attach.read(self._wire.near.processes[self._peer], here, self._parse()[2][tensor] + offset, sizes)
 
 
 class SharedStaging:
-    """The segment that this process packs into, as large as the largest turn so far needed it."""
+    """The segment that this process packs into, as large as the largest turn so far needed it.
+
+    It may be given back by another thread at any time.
+    """
 
     def __init__(self) -> None:
         self._kept: tuple[Segment, torch.Tensor] | None = None
+        self._read, self._lock = True, RLock()
 
     def take(self, size: int) -> tuple[Segment, torch.Tensor]:
         """Room for that many bytes. What was taken before is free again."""
-        if self._kept is None or self._kept[0].size < size:
-            self._kept = None  # given back before the larger one is asked for
-            segment = Segment.made(size)
-            self._kept = segment, segment.mapped()
-        return self._kept
+        with self._lock:
+            if self._kept is None or self._kept[0].size < size:
+                self.give_back()  # before the larger one is asked for
+                segment = Segment.made(size)
+                self._kept = segment, segment.mapped()
+            self._read = False
+            return self._kept
+
+    def read(self) -> None:
+        """All others have read what was packed."""
+        self._read = True
+
+    def give_back(self) -> None:
+        """The memory itself, where nobody reads it any more: others let go of it only when they hear of it."""
+        with self._lock:
+            if self._kept is not None and self._read:
+                give_back(self._kept[1])
+            self.release()
 
     @property
     def bytes(self) -> int:
         """How much is kept."""
-        return self._kept[0].size if self._kept else 0
+        kept = self._kept
+        return kept[0].size if kept else 0
 
     def release(self) -> None:
-        """Give the memory back."""
-        self._kept = None
+        """Pack into this one no more; others may still read it."""
+        with self._lock:
+            self._kept, self._read = None, True
 
 
 def _words(*words: int) -> bytes:

@@ -1,0 +1,104 @@
+"""Ranks of several hosts in one exchange: memory where they share one, messages of the group elsewhere."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks  # noqa: F401
+from wired import both, expect, part, raised, use
+
+import shardwise as sw
+from shardwise.tensor.wiring import group_wire
+
+ROWS, COLUMNS = both((96, 400), 4)
+VALUES = np.arange(96.0 * 400).reshape(96, 400)
+WORLDS = {  # what environment ranks have: which of them can share memory
+    "two and two": ([{"SHARDWISE_HOST": "ab"[rank // 2]} for rank in range(4)], [[1], [0], [3], [2]],
+                    "only ranks 0, 1; ranks 2, 3 among themselves"),
+    "every other": ([{"SHARDWISE_HOST": "ab"[rank % 2]} for rank in range(4)], [[2], [3], [0], [1]],
+                    "only ranks 0, 2; ranks 1, 3 among themselves"),
+    "one alone": ([{"SHARDWISE_HOST": "a"}] * 3 + [{"SHARDWISE_HOST": "b"}], [[1, 2], [0, 2], [0, 1], []],
+                  "only ranks 0-2; rank 3 among themselves"),
+    "one that does not want to": ([{}, {"SHARDWISE_WIRE": "group"}, {}, {}], [[2, 3], [], [0, 3], [0, 2]],
+                                  "only ranks 0, 2, 3; rank 1 among themselves"),
+    "all alone": ([{"SHARDWISE_HOST": str(rank)} for rank in range(4)], [[]] * 4,
+                  "only rank 0; rank 1; rank 2; rank 3 among themselves"),
+    "nobody wants to": ([{"SHARDWISE_WIRE": "group"}] * 4, [[]] * 4, "only rank 0; rank 1; rank 2; rank 3 among"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_hosts_are_found_and_both_wires_carry_one_exchange(ranks, world):  # noqa: F811
+    environments, near, words = WORLDS[world]
+
+    def run(rank):
+        os.environ.update(environments[rank])
+        use("staged")
+        for way in ("staged", "shared"):
+            _, share = use(way)
+            for hosts in (None, 2):
+                for _ in range(2):
+                    x = part(VALUES, ROWS, rank, shared=share)
+                    expect(sw.reshard(x, COLUMNS, hosts=hosts), VALUES, COLUMNS, rank)
+                    out = torch.empty(COLUMNS.local_shape(rank), dtype=torch.float64)
+                    expect(sw.reshard(x, COLUMNS, hosts=hosts, out=out, max_bytes=40_000), VALUES, COLUMNS, rank)
+                    whole = sw.Layout.replicated(ROWS.shape, 4)
+                    expect(sw.reshard(x, whole, hosts=hosts, verify=True), VALUES, whole, rank)
+                    terms = sw.ShardedTensor(torch.full((96, 400), rank + 0.5), "96x400/P@4")
+                    summed = sw.reshard(terms, COLUMNS, hosts=hosts)
+                    assert (summed.local_tensor() == 8).all()
+        refused = [raised(lambda: sw.reshard(x, COLUMNS, wire="shared"))[:2]]
+        state = {"w": x}
+        refused.append(raised(lambda: sw.reshard_state_dict(state, {"w": COLUMNS}, wire="shared"))[:2])
+        refused.append(raised(lambda: sw.Resharder(state, {"w": sw.empty(COLUMNS)}, wire="shared"))[:2])
+        expect(sw.reshard(x, COLUMNS, wire="group"), VALUES, COLUMNS, rank)
+        return sorted(group_wire(None).near.addresses), refused
+
+    reports = ranks(4, run)
+    assert [found for found, _ in reports] == near
+    assert len({str(refused) for _, refused in reports}) == 1
+    for kind, text in reports[0][1]:
+        assert kind == "RefusedValueError"
+        assert words in text
+        assert 'wire="auto" uses what there is' in text
+
+
+def test_a_sub_group_may_share_what_the_world_cannot(ranks):  # noqa: F811
+    def run(rank):
+        os.environ["SHARDWISE_HOST"] = "ab"[rank // 2]
+        use("staged")
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        first = rank // 2 * 2
+        source, target = (sw.Layout.chunk((96, 400), dim, owners=[first, first + 1]) for dim in (0, 1))
+        x = part(VALUES, source, rank)
+        expect(sw.reshard(x, target, group=groups[rank // 2], wire="shared"), VALUES, target, rank)
+        return raised(lambda: sw.reshard(part(VALUES, ROWS, rank), COLUMNS, wire="shared"))[0]
+
+    assert ranks(4, run) == ["RefusedValueError"] * 4
+
+
+def test_ranks_that_disagree_on_the_wire_are_told(ranks):  # noqa: F811
+    def run(rank):
+        x, wire = part(VALUES, ROWS, rank), "group" if rank == 2 else "auto"
+        report = raised(lambda: sw.reshard(x, COLUMNS, wire=wire))[:2]
+        nonsense = raised(lambda: sw.reshard(x, COLUMNS, wire="pigeons"))[:2]
+        return report, nonsense
+
+    reports = ranks(4, run)
+    assert len({str(report) for report in reports}) == 1
+    (kind, text), (_, nonsense) = reports[0]
+    assert kind == "RefusedValueError"
+    assert "the ranks disagree on the wire= of this reshard: ranks 0, 1, 3: auto; rank 2: group" in text
+    assert """wire= must be "auto", "group" or "shared", not 'pigeons'""" in nonsense
+
+
+def test_alone_every_wire_will_do(ranks):  # noqa: F811
+    def run(rank):
+        for wire in ("auto", "group", "shared"):
+            expect(sw.reshard(part(VALUES, sw.parse("96x400/R@1"), rank), "96x400/S0@1", wire=wire), VALUES,
+                   sw.parse("96x400/S0@1"), rank)  # fmt: skip
+        return True
+
+    assert ranks(1, run) == [True]

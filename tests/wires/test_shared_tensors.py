@@ -1,0 +1,48 @@
+"""Tensors in shared memory: what lies there is known by its storage, whatever becomes of it."""
+
+import mmap
+import subprocess
+import sys
+
+import torch
+from ranks import ranks  # noqa: F401
+from wired import COLUMNS, ROWS, VALUES, expect, part
+
+import shardwise as sw
+
+
+def test_other_memory_at_the_address_of_a_shared_tensor_that_was_emptied_is_not_taken_for_it(ranks):  # noqa: F811
+    def run(rank):
+        local = part(VALUES, ROWS, rank).local_tensor()
+        emptied = sw.share_(torch.full_like(local, -1.0))
+        address = emptied.data_ptr()
+        emptied.untyped_storage().resize_(0)  # as FSDP does; the tensor lives on
+        other = torch.frombuffer(mmap.mmap(-1, local.nbytes), dtype=local.dtype).view_as(local)
+        other.copy_(local)
+        expect(sw.reshard(sw.ShardedTensor(other, ROWS), COLUMNS), VALUES, COLUMNS, rank)
+        return address == other.data_ptr()
+
+    assert any(ranks(2, run))  # else this has shown nothing
+
+
+def test_storages_may_be_collected_at_any_time():
+    found = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "0 left", found.stderr
+
+
+COLLECTED = """
+import faulthandler, gc, torch, shardwise as sw
+from shardwise.wires import segments
+
+class Ring: pass
+
+faulthandler.dump_traceback_later(30, exit=True)
+for turn in range(300):
+    gc.set_threshold(1 + turn % 50)
+    ring = Ring()
+    ring.me, ring.moved = ring, sw.share_(torch.zeros(4))
+    ring.made = sw.empty("4/S0@1", shared=True)
+del ring
+gc.collect()
+print(len(segments.shared._segments), "left")
+"""
