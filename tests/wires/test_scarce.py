@@ -4,7 +4,6 @@ import ctypes
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import resource
 
@@ -14,6 +13,7 @@ from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, open_files, part, raised, use, works
 
 import shardwise as sw
+from shardwise.wires import segments
 from shardwise.wires.segments import SharedMemoryError
 
 
@@ -25,8 +25,12 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def no_room(*_, **__):
-    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+class Full:
+    """A system that maps no more."""
+
+    def mmap(self, *_):
+        ctypes.set_errno(errno.ENOMEM)
+        return segments.MAP_FAILED
 
 
 def limited():
@@ -41,7 +45,10 @@ SCARCE = {
     "full": (lambda: setattr(os, "posix_fallocate", full), "bytes of shared memory cannot be had: No space left"),
     "not sealed": (lambda: setattr(fcntl, "fcntl", denied), "bytes of shared memory cannot be had: Operation not perm"),
     "limited": (limited, "bytes of shared memory cannot be had: File too large"),
-    "not mapped": (lambda: setattr(mmap, "mmap", no_room), "bytes of shared memory cannot be mapped: Cannot allocate"),
+    "not mapped": (
+        lambda: setattr(segments, "_libc", Full()),
+        "bytes of shared memory cannot be mapped: Cannot allocate",
+    ),
 }
 
 

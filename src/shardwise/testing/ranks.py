@@ -44,6 +44,8 @@ def on_ranks(
     import torch
     import torch.distributed as dist
 
+    import shardwise.tensor  # noqa: F401  # once, and not on every rank
+
     if dist.is_initialized():
         raise RankError("on_ranks makes a process group of its own: call it where there is none, not on a rank")
     threads = torch.get_num_threads()

@@ -71,9 +71,7 @@ def _hosts(cards: Mapping[int, Card | None]) -> list[list[int]]:
 
 
 def _card() -> Card | None:
-    """None where this process can or should not meet others of its host."""
-    if os.environ.get("SHARDWISE_WIRE") == "group":
-        return None
+    """None where this process cannot meet others of its host."""
     try:
         return Card(_host(), Post.here().address, trial(), secrets.token_hex(8))
     except OSError:
@@ -84,5 +82,4 @@ def _host() -> tuple[Any, ...]:
     """Equal where processes can meet: one running system, one network namespace (addresses are its), one user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    named = os.environ.get("SHARDWISE_HOST", socket.gethostname())
-    return named, boot, os.stat("/proc/self/ns/net").st_ino, os.getuid()
+    return socket.gethostname(), boot, os.stat("/proc/self/ns/net").st_ino, os.getuid()

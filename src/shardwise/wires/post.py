@@ -28,6 +28,7 @@ MOST_FILES = 2  # in a packet: a segment, and the file of a payload
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
 FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
+PATIENCE = 60.0  # seconds that who comes to a full door waits
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
 
 
@@ -97,12 +98,19 @@ class Post:
             return _credentials(self._out[address])[0]
 
     def _connected(self, address: str) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect("\0" + address)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                sock.connect("\0" + address)
+                break
+            except BlockingIOError:  # many are at its door, as they may be at ours
+                if time.monotonic() > end:
+                    raise
+                self._turn(lambda: False, 1e-3)
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             raise PermissionError(errno.EPERM, "the address belongs to another user")
-        sock.setblocking(False)
         return sock
 
     def leave(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -32,9 +33,9 @@ class SharedMemoryError(ExchangeError):
 class Segment:
     """Memory that others may map: `file` is its descriptor, `number` tells it apart from others of this process."""
 
-    def __init__(self, file: int, size: int) -> None:
+    def __init__(self, file: int, size: int, *, own: bool = True) -> None:
         self.file, self.size, self.number = file, size, next(_numbers)
-        weakref.finalize(self, _forget, self.number, file).atexit = False
+        weakref.finalize(self, _forget, self.number, file if own else None).atexit = False
 
     @staticmethod
     def made(size: int) -> Segment:
@@ -58,21 +59,42 @@ class Segment:
         return _mapped(self.file, self.size, when_gone)
 
 
-def _forget(number: int, file: int) -> None:
-    os.close(file)
+def _forget(number: int, file: int | None) -> None:
+    if file is not None:
+        os.close(file)
     hand.dropped.append(number)
 
 
 def _mapped(file: int, size: int, when_gone: Callable[[], Any] | None = None) -> torch.Tensor:
-    """The bytes of a descriptor; `when_gone` is called once nothing uses them any more."""
-    try:
-        memory = mmap.mmap(file, size)
-    except OSError as error:
-        raise SharedMemoryError(f"{size} bytes of shared memory cannot be mapped: {error.strerror}") from error
-    if when_gone is not None:
-        weakref.finalize(memory, when_gone).atexit = False
+    """The bytes of a descriptor, which may be closed then; `when_gone` is called once nothing uses them any more.
+
+    (Python's own mmap keeps a descriptor of every mapping, and a model has many tensors.)
+    """
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address == MAP_FAILED:
+        why = os.strerror(ctypes.get_errno())
+        raise SharedMemoryError(f"{size} bytes of shared memory cannot be mapped: {why}")
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _unmap, address, size, when_gone).atexit = False
     with outside_inference():
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _unmap(address: int, size: int, when_gone: Callable[[], Any] | None) -> None:
+    if when_gone is not None:  # before other memory can come to that place
+        when_gone()
+    _libc.munmap(address, size)
+
+
+def _system() -> Any:
+    found = ctypes.CDLL(None, use_errno=True)
+    words: list[Any] = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+    found.mmap.restype, found.mmap.argtypes = ctypes.c_void_p, words
+    found.munmap.argtypes = words[:2]
+    return found
+
+
+_libc, MAP_FAILED = _system(), ctypes.c_void_p(-1).value
 
 
 class Hand:
@@ -177,7 +199,7 @@ class Shared:
                 f"make it larger (docker run --shm-size), or allocate with empty(shared=True), which does not need it"
             )
         file, size = storage._share_fd_cpu_()
-        segment = Segment(os.dup(file), size)
+        segment = Segment(file, size, own=False)  # the storage closes it
         self._keep(storage, segment)
         weakref.finalize(storage, self._remove, storage.data_ptr(), segment.number).atexit = False
 

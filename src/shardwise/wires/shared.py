@@ -46,9 +46,13 @@ class SharedWire(GroupWire):
         super().__init__(group, owners)
         self.near, self._spins = Neighbours(0, {}, {}, frozenset(), all=False, hosts=[]), False
         self.packed = SharedStaging()
-        self._post = Post.here()
         self._numbers = count()
         self._seconds = _timeout(group)
+
+    @property
+    def _post(self) -> Post:
+        """Where there are neighbours; not every system lets processes have an address."""
+        return Post.here()
 
     def meet(self) -> None:
         """Find who is on this host. Everybody on the wire calls, before anything else."""
@@ -64,7 +68,8 @@ class SharedWire(GroupWire):
         """With what is packed into."""
         kept = self.packed.bytes
         self.packed.give_back()
-        hand.tidy(self._post)
+        if self.near.addresses:
+            hand.tidy(self._post)
         return kept + super().release()
 
     def check_way(self, way: Any) -> None:
@@ -76,7 +81,7 @@ class SharedWire(GroupWire):
         together = "; ".join(map(in_words, self.near.hosts))
         return (
             f"not all ranks can share memory, but only {together} among themselves: the others are on other hosts, in "
-            f"other containers, of other users, or have SHARDWISE_WIRE=group"
+            f"other containers, or of other users"
         )
 
     def _key(self, owner: int, kind: int, tag: int) -> Key:
@@ -195,7 +200,8 @@ class SharedWire(GroupWire):
             try:
                 segment, data = self.packed.take(total)
             except SharedMemoryError as error:
-                log.warning("%s: messages of rank %s take the way over the process group", error, self.me)
+                # as text: who keeps what is logged must not keep what the error's frames have
+                log.warning("%s: messages of rank %s take the way over the process group", str(error), self.me)
         done = set[int]()
         with self._guarded("posting messages"):
             for one, letter in zip(sends, letters, strict=True):
