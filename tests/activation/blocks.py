@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
@@ -151,10 +152,19 @@ def settle():
     gc.collect()
 
 
-def alive():
-    """How many values are kept in parts."""
+def soon(found):
+    """True once it is: a thread of gloo holds tensors a moment longer than who waited for it."""
+    end = time.monotonic() + 5
     settle()
-    return sum(type(one) is Kept for one in gc.get_objects())
+    while not found() and time.monotonic() < end:
+        time.sleep(0.01)
+        settle()
+    return found()
+
+
+def kept_alive(count):
+    """True where so many values are kept in parts."""
+    return soon(lambda: sum(type(one) is Kept for one in gc.get_objects()) == count)
 
 
 def hooks_are_off():

@@ -5,10 +5,10 @@ import torch
 from blocks import (
     MLP,
     WholeMLP,
-    alive,
     compared,
     grid,
     hooks_are_off,
+    kept_alive,
     kept_in_parts,
     line,
     numbers,
@@ -189,7 +189,7 @@ def test_retained_graphs_give_the_same_again(ranks):  # noqa: F811
             found.append(grads)
         same(found[1], found[0])
         del output, account
-        assert alive() == 0
+        assert kept_alive(0)
 
     ranks(2, run)
 

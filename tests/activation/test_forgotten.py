@@ -6,7 +6,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import MLP, WholeMLP, alive, line, numbers, pull, resharded, same, settle, step
+from blocks import MLP, WholeMLP, kept_alive, line, numbers, pull, resharded, same, settle, soon, step
 from ranks import ranks  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -18,8 +18,7 @@ X = numbers(7, 12, dtype=torch.float64)
 
 
 def expired(storage):
-    settle()
-    return storage.expired()
+    return soon(storage.expired)
 
 
 def test_an_input_is_freed_between_forward_and_backward(ranks):  # noqa: F811
@@ -119,17 +118,17 @@ def test_parts_go_with_their_graph(ranks):  # noqa: F811
     def run(rank):
         module = resharded(MLP(WholeMLP()), line())
         output = module(X.clone().requires_grad_())
-        assert alive() == 1
+        assert kept_alive(1)
         output.sum().backward()
-        assert alive() == 0  # though the output lives
+        assert kept_alive(0)  # though the output lives
         output = module(X.clone().requires_grad_())
         kept = module(X.clone().requires_grad_())
         del output
-        assert alive() == 1
+        assert kept_alive(1)
         kept.sum().backward(retain_graph=True)
-        assert alive() == 1
+        assert kept_alive(1)
         del kept
-        assert alive() == 0
+        assert kept_alive(0)
 
     ranks(2, run)
 
@@ -142,7 +141,7 @@ def test_graphs_without_a_backward_leave_nothing(ranks, options):  # noqa: F811
         module = resharded(WholeMLP(), mesh, **options)
         for _ in range(100):
             module(X.clone().requires_grad_())
-        assert alive() == 0
+        assert kept_alive(0)
         same(step(module, X), plain)
 
     ranks(2, run)
@@ -155,7 +154,7 @@ def test_losses_that_are_dropped_while_others_go_back(ranks):  # noqa: F811
             dropped = module(X.clone().requires_grad_())
             same(step(module, X), plain)
             del dropped
-        assert alive() == 0
+        assert kept_alive(0)
 
     ranks(2, run)
 
@@ -169,7 +168,7 @@ def test_what_never_goes_back_may_live_longer_on_one_rank(ranks):  # noqa: F811
             del output
             same(step(module, X), plain)
             del shown
-        assert alive() == 0
+        assert kept_alive(0)
         same(step(module, X), plain)
 
     ranks(2, run, patience=5, timeout=30)
@@ -188,7 +187,7 @@ def test_garbage_of_one_rank_may_be_collected_later(ranks):  # noqa: F811
                 same(step(module, X), plain)
             gc.collect()
         gc.enable()
-        assert alive() == 0
+        assert kept_alive(0)
 
     ranks(2, run, patience=5, timeout=30)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import MLP, WholeMLP, alive, grid, hooks_are_off, line, numbers, pull, resharded, same, step
+from blocks import MLP, WholeMLP, grid, hooks_are_off, kept_alive, line, numbers, pull, resharded, same, step
 from ranks import ranks  # noqa: F401
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,7 +35,7 @@ def test_backward_may_ask_in_another_order_on_another_rank(ranks, count):  # noq
             total.backward()
             found.append([leaf.grad for leaf in leaves])
         same(found[1], found[0])
-        assert alive() == 0
+        assert kept_alive(0)
 
     ranks(count, run)
 
@@ -154,7 +154,7 @@ def test_inputs_that_differ_raise_the_same_error_on_all_ranks(ranks, check):  # 
                 found[label] = text_of(module(*args, **kwargs).backward)
             hooks_are_off()
             same(step(module, X), step(AnyProduct(), X))  # the group can be used
-        assert alive() == 0
+        assert kept_alive(0)
         return found
 
     found = ranks(3, run)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from blocks import SIZES, alive, bits, line, numbers, pull, resharded, same
+from blocks import SIZES, bits, kept_alive, line, numbers, pull, resharded, same
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import ranks  # noqa: F401
@@ -166,7 +166,7 @@ def test_inputs_of_any_kind_are_restored_bit_by_bit(count, first):
             same(found, gradients)
             assert account.gathers >= account.total.tensors
             kept += account.total.tensors
-        assert alive() == 0
+        assert kept_alive(0)
         return kept
 
     kept = on_ranks(count, run)
