@@ -56,7 +56,11 @@ class SharedWire(GroupWire):
 
     def meet(self) -> None:
         """Find who is on this host. Everybody on the wire calls, before anything else."""
-        self.near = Neighbours.met(self.me, self.owners, self.tell)
+        try:
+            self.near = Neighbours.met(self.me, self.owners, self.tell)
+        except BaseException as error:  # also an interrupt: others may take this one for their neighbour
+            self.fail(f"{type(error).__name__} while it met the others")
+            raise
         self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
 
     def ahead(self, device: torch.device, *, direct: bool) -> int:
