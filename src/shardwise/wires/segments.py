@@ -106,11 +106,12 @@ class Hand:
         self._taken = defaultdict[str, dict[int, torch.Tensor]](dict)
         self._lock = Lock()
 
-    def out(self, post: Post, address: str, segment: Segment, seconds: float) -> None:
-        """Let a process have a segment, before it is named there for the first time."""
+    def out(self, post: Post, address: str, segment: Segment, *, seconds: float, wire: int) -> None:
+        """Let a process have a segment, before it is named there for the first time, over a wire."""
         with self._lock:
             if segment.number not in self._handed[address]:
-                post.send(address, Key("", 0, HANDED, segment.number), files=[segment.file], seconds=seconds)
+                key = Key("", 0, HANDED, segment.number)
+                post.send(address, key, files=[segment.file], seconds=seconds, wire=wire)
                 self._handed[address].add(segment.number)
 
     def of(self, post: Post, address: str, number: int, size: int) -> torch.Tensor:
@@ -122,19 +123,30 @@ class Hand:
             return known[number]
 
     def tidy(self, post: Post) -> None:
-        """Tell others what is no more, and let go what they have told."""
+        """Tell others what is no more, and let go what they have told, or have left when they ended."""
         with self._lock:
-            gone, self.dropped = self.dropped, []
-            for address, numbers in self._handed.items() if gone else ():
-                listed = sorted(numbers.intersection(gone))
-                numbers.difference_update(gone)
-                if listed:
-                    post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
+            for address in filter(post.has_ended, {*self._handed, *self._taken}):
+                self._bury(post, address)
+            self._tell(post)
             for address, known in self._taken.items():
                 while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
                     for number in map(int, packet.payload.split(b",")):
                         known.pop(number, None)
                         post.discard(Key(address, 0, HANDED, number))  # what was handed, but not named since
+
+    def _bury(self, post: Post, address: str) -> None:
+        """It will not say what became of its segments: they would stay mapped here for good."""
+        self._handed.pop(address, None)
+        self._taken.pop(address, None)
+        post.discard_all(lambda key: key.sender == address)
+
+    def _tell(self, post: Post) -> None:
+        gone, self.dropped = self.dropped, []
+        for address, numbers in self._handed.items() if gone else ():
+            listed = sorted(numbers.intersection(gone))
+            numbers.difference_update(gone)
+            if listed:
+                post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
 
 
 def _taken(post: Post, address: str, number: int, size: int) -> torch.Tensor:
