@@ -114,6 +114,7 @@ def test_what_is_not_wanted_any_more_is_closed(posts):
     for tag in (1, 2, 3):
         a.send(b.address, key(a, tag), files=[0])
     (packet,) = taken(b, key(a, 3))
+    assert not os.get_inheritable(packet.files[0])  # by programs that are started meanwhile
     b.discard_all(lambda one: one.tag == 1)
     assert open_files() == before + 2  # that which was taken, and one that is still wanted
     assert b.take(key(a, 1)) is None

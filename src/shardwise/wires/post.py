@@ -302,7 +302,7 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES))
+    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES), socket.MSG_CMSG_CLOEXEC)
     files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
     if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:  # else more came than any of us would send
         close(files)
