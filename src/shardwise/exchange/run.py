@@ -69,6 +69,8 @@ class Exchange:
     ) -> None:
         self.wire, self.terms, self.moves, self.fresh = wire, terms, moves, fresh
         self.views, self.direct = views or Views(), direct
+        if views is not None:
+            wire.views.add(views)
         self.device = wire.serves(device or torch.device("cpu"))
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
