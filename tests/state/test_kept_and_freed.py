@@ -1,11 +1,15 @@
 """What a state dict keeps when it is resharded, and the memory that it gives back."""
 
+import time
+import weakref
+
 import torch
 from models import dtensor, held, lies, meshes, numbers, same
 from ranks import ranks  # noqa: F401
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
+from shardwise.tensor.wiring import group_wire
 
 WHOLE = numbers(8, 6)
 MOVED = [("kept*", None), ("*", "8x6/S1@4")]
@@ -44,6 +48,32 @@ def test_a_rank_that_has_an_empty_container_of_a_tensor_takes_part(ranks):  # no
         lies(room["w"], WHOLE, "8x6/S1@4")
 
     ranks(4, run)
+
+
+# --- release_staging -------------------------------------------------------------------------------------------------
+
+
+def test_what_a_resharder_remembers_of_messages_does_not_keep_their_memory(ranks):  # noqa: F811
+    whole = numbers(512, 256)
+
+    def run(rank):
+        given, room = {"w": held(whole, "512x256/S0@2")}, {"w": held(whole * 0, "512x256/S1@2")}
+        sync = sw.Resharder(given, room, wire="group")
+        sync.run()
+        (buffer,) = group_wire(None).staging._buffers.values()
+        memory = weakref.ref(buffer.untyped_storage())
+        del buffer
+        assert memory() is not None
+        assert sw.release_staging() > 0
+        end = time.monotonic() + 5
+        while memory() is not None and time.monotonic() < end:  # a thread of gloo holds it a moment longer
+            time.sleep(0.01)
+        assert memory() is None
+        room["w"].local_tensor().zero_()
+        sync.run()
+        lies(room["w"], whole, "512x256/S1@2")
+
+    ranks(2, run)
 
 
 # --- free=True -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from wired import both, new_group, raised, use
 
 import shardwise as sw
 import shardwise.wires.attach
+import shardwise.wires.neighbours
 import shardwise.wires.shared as sharing
 from shardwise.exchange import Views
 
@@ -153,6 +154,22 @@ def test_a_child_of_a_killed_rank_does_not_keep_it_alive(ranks):  # noqa: F811
     reports = ranks(4, lambda rank: survive("staged", rank, arm), patience=PATIENCE, dying={2})
     assert reports.pop(2) is None
     check_survivors(reports)
+
+
+def test_an_interrupt_while_ranks_meet_leaves_a_wire_that_says_so(ranks):  # noqa: F811
+    def run(rank):
+        if rank == 1:
+            shardwise.wires.neighbours.allowed = interrupt
+        calls = [raised(lambda: sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2")) for _ in range(2)]
+        return [(kind, text) for kind, text, _ in calls], calls[1][2]
+
+    reports = ranks(2, run, patience=2, dying={9})
+    assert [calls[0][0] for calls, _ in reports] == ["ExchangeError", "KeyboardInterrupt"]
+    for calls, took in reports:
+        assert calls[1][0] == "ExchangeError"
+        assert "destroy the process group and make a new one" in calls[1][1]
+        assert took < 1
+    assert "broke on rank 1 (KeyboardInterrupt while it met the others)" in reports[1][0][1][1]
 
 
 def test_one_that_does_not_call_is_waited_for_as_long_as_the_group_says(ranks):  # noqa: F811

@@ -1,5 +1,8 @@
 """Segments are handed to other processes before they are named, and given up when they are no more."""
 
+import os
+
+import torch.distributed as dist
 from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, mapped, open_files, part, raised, works
 
@@ -59,6 +62,21 @@ def test_neither_files_nor_memory_pile_up(ranks):  # noqa: F811
         assert max(files for files, _ in found[20:]) <= max(files for files, _ in found[:20]) + 2
         assert max(maps for _, maps in found[20:]) <= max(maps for _, maps in found[:20]) + 2
         assert max(maps for _, maps in found) < 16
+
+
+def test_memory_of_one_that_has_ended_is_let_go(ranks):  # noqa: F811
+    def run(rank):
+        works(rank, shared=True)
+        dist.barrier()
+        if rank == 1:
+            os._exit(0)
+        had = mapped()
+        assert raised(lambda: works(rank))[0] == "ExchangeError"
+        sw.release_staging()
+        return had, mapped()
+
+    had, left = ranks(2, run, dying={1})[0]
+    assert had > left == 0
 
 
 def test_forked_ranks_have_one_hand_of_their_own(ranks):  # noqa: F811

@@ -11,7 +11,8 @@ from wired import both, expect, part, raised, use
 
 import shardwise as sw
 from shardwise.tensor.wiring import group_wire
-from shardwise.wires.post import Post
+from shardwise.wires.neighbours import Neighbours
+from shardwise.wires.post import GoneError, Post
 
 ROWS, COLUMNS = both((96, 400), 4)
 VALUES = np.arange(96.0 * 400).reshape(96, 400)
@@ -76,6 +77,15 @@ def test_hosts_are_found_and_both_wires_carry_one_exchange(ranks, world):  # noq
         assert kind == "RefusedValueError"
         assert words in text
         assert 'wire="auto" uses what there is' in text
+
+
+def test_one_that_goes_while_it_is_met_is_no_neighbour(monkeypatch):
+    def gone(_, address):
+        raise GoneError(address)
+
+    monkeypatch.setattr(Post, "connect", gone)
+    near = Neighbours.met(0, [0, 1], lambda told: [told, told])
+    assert (near.addresses, near.all) == ({}, False)
 
 
 def test_a_sub_group_may_share_what_the_world_cannot(ranks):  # noqa: F811

@@ -11,7 +11,7 @@ import pytest
 from ranks import ranks  # noqa: F401
 from wired import in_threads, open_files, raised, works
 
-from shardwise.wires.post import HEADER, HELLO, LARGE, BrokenError, GoneError, Key, Post
+from shardwise.wires.post import FAILED, HEADER, HELLO, LARGE, BrokenError, GoneError, Key, Post, close
 
 GARBAGE = {
     "nothing": b"",
@@ -90,6 +90,48 @@ def test_a_box_that_nobody_empties_ends_in_time(posts):
 
     with pytest.raises(TimeoutError, match=r"nothing was taken within 0\.2 s"):
         write()
+
+
+@pytest.mark.parametrize("wire", [None, 5])
+def test_a_full_box_is_not_waited_at_for_a_wire_that_has_failed(posts, wire):
+    a, b = posts
+    b.send(a.address, Key("", 5, FAILED, 0), b"it broke")
+
+    def write():
+        while True:
+            a.send(b.address, Key("", 0 if wire else 5, 1, 0), b"x" * 1000, seconds=20, wire=wire)
+
+    began = time.monotonic()
+    with pytest.raises(BrokenError, match="it broke"):
+        write()
+    assert time.monotonic() - began < 10
+    a.try_to_send(b.address, key(a), b"")  # which does not mind
+
+
+def test_what_is_not_wanted_any_more_is_closed(posts):
+    a, b = posts
+    before = open_files()
+    for tag in (1, 2, 3):
+        a.send(b.address, key(a, tag), files=[0])
+    (packet,) = taken(b, key(a, 3))
+    assert not os.get_inheritable(packet.files[0])  # by programs that are started meanwhile
+    b.discard_all(lambda one: one.tag == 1)
+    assert open_files() == before + 2  # that which was taken, and one that is still wanted
+    assert b.take(key(a, 1)) is None
+    close((*packet.files, *b.take(key(a, 2)).files))
+    assert open_files() == before
+
+
+def test_one_has_ended_when_all_that_it_sent_is_taken(posts):
+    a, b = posts
+    a.send(b.address, key(a), b"last words")
+    a.leave()
+    with pytest.raises(GoneError):
+        taken(b, key(a, 1))
+    assert not b.has_ended(a.address)
+    assert b.take(key(a)) is not None
+    assert b.has_ended(a.address)
+    assert not b.has_ended(b.address)
 
 
 def test_nothing_that_comes_ends_in_time(posts):

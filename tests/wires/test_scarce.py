@@ -106,6 +106,18 @@ def test_tensors_that_cannot_be_shared_are_refused(monkeypatch, call):
         call()
 
 
+@pytest.mark.parametrize("call", [lambda: sw.empty("9/S0@1", shared=True), lambda: sw.share_(torch.zeros(9))])
+def test_more_tensors_than_files_may_be_open_are_refused_with_the_remedy(call):
+    before, kept = resource.getrlimit(resource.RLIMIT_NOFILE), [call()]
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 5
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with pytest.raises(SharedMemoryError, match=r"shared memory: .*Too many open files.*; raise `ulimit -n`"):
+            kept.extend(call() for _ in range(most))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_receiver_with_too_many_files_open_says_so(ranks):  # noqa: F811
     def run(rank):
         use("staged")

@@ -84,9 +84,9 @@ def _typed(data: torch.Tensor, dtype: torch.dtype, cut: Cut) -> torch.Tensor:
 
 
 def _runs(cells: Callable[..., Iterator[Cells]], parcel: Parcel, moves: Sequence[Move]) -> Runs:
-    """Into our tensors, where they are of the same dtype and runs are not too short; else into a message."""
-    straight = all(tensor.dtype == part.dtype for part in parcel.parts for tensor in moves[part.move].target)
-    if straight:
+    """Into our tensors, where they are memory of the same dtype and runs are not too short; else into a message."""
+    targets = [(part.dtype, tensor) for part in parcel.parts for tensor in moves[part.move].target]
+    if all(tensor.dtype == dtype and tensor.device.type == "cpu" for dtype, tensor in targets):
         found = list(cells(packed=False))
         count = sum(prod(pair.here.shape[: _outer(pair)]) for *_, pairs in found for pair in pairs)
         if parcel.bytes >= SHORT * count:

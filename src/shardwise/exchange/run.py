@@ -69,6 +69,8 @@ class Exchange:
     ) -> None:
         self.wire, self.terms, self.moves, self.fresh = wire, terms, moves, fresh
         self.views, self.direct = views or Views(), direct
+        if views is not None:
+            wire.views.add(views)
         self.device = wire.serves(device or torch.device("cpu"))
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
@@ -245,14 +247,18 @@ class Exchange:
         return self.wire.turn(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
 
     def _readable(self, turn: Turn, parcel: Parcel, source: Sequence[Tensors]) -> list[torch.Tensor]:
-        """The tensors that a peer could read a message from: not where it is terms, or is cast on the way."""
+        """The tensors that a peer could read a message from.
+
+        Not where it is terms, is cast on the way, or lies where messages do not: on a GPU that the wire cannot reach.
+        """
         found = list[torch.Tensor]()
         for part in parcel.parts:
             if turn.key[0] == 0 and self.moves[part.move].plan.reducing:
                 return []
             found += source[part.move]
-        same = all(t.dtype == part.dtype for part in parcel.parts for t in source[part.move])
-        return found if same else []
+        kind = self.device.type
+        alike = all(t.dtype == part.dtype and t.device.type == kind for part in parcel.parts for t in source[part.move])
+        return found if alike else []
 
     def _reduce(self, turn: Turn, messages: Sequence[tuple[Parcel, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""

@@ -50,11 +50,18 @@ class Views:
 
     def spare(self, size: int) -> torch.Tensor:
         """Room for a message that is unpacked at once."""
-        if self._spare is None or self._spare.numel() < size:
-            self._spare = None
+        room = self._spare
+        if room is None or room.numel() < size:
+            self._spare = room = None  # given back before the larger one is asked for
             with outside_inference():
-                self._spare = torch.empty(size, dtype=torch.uint8)
-        return self._spare[:size]
+                self._spare = room = torch.empty(size, dtype=torch.uint8)
+        return room[:size]
+
+    def release(self) -> None:
+        """Forget where messages lay, all but the small ones: to have views of memory keeps it. Another thread may."""
+        self._spare = None
+        for at in [at for at in list(self._made) if at[0] not in self._rooms]:
+            self._made.pop(at, None)
 
     def known(self, parcel: Parcel, where: Hashable, make: Callable[[], T]) -> T:
         """What was made for a message that comes from there, kept until it comes from elsewhere."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 
 from shardwise.exchange.cuts import Strides
 from shardwise.exchange.staging import Staging
+from shardwise.exchange.views import Views
 from shardwise.geometry import Ints
 
 AHEAD = 2**22  # bytes of messages that it pays to send before all have agreed, although they need staging
@@ -92,6 +94,7 @@ class End:
         self.numbers: Iterator[int] = count()  # of its exchanges, the same for everybody
         self.agreed = set[bytes]()  # the terms that all have agreed on before
         self.staging = Staging()
+        self.views = WeakSet[Views]()  # of exchanges that are repeated
         self.memory = dict[Any, Any]()  # what earlier calls left for later ones
 
     def ahead(self: Wire, device: torch.device, *, direct: bool) -> int:
@@ -148,6 +151,7 @@ class Wire(Protocol):
     numbers: Iterator[int]
     agreed: set[bytes]
     staging: Staging
+    views: WeakSet[Views]
     memory: dict[Any, Any]
     name: str  # tells wires with common owners apart
     tagged: bool  # messages with different tags never meet

@@ -46,7 +46,7 @@ def reshard(
     `group`: the ranks that call; else the group of a ShardedTensor that has one, the mesh of a DTensor that stays on
     it, or the default group. `out`: write the result there. `dtype`: cast on the way. `max_bytes`: stage no more than
     this at a time. `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle.
-    `wire`: "auto" goes through shared memory between ranks of one host, "group" over the group, and "shared" is refused
+    `wire`: "auto" goes through shared memory between ranks of one host, "group" over the group, "shared" is refused
     unless all ranks can share memory.
     """
     options = Options(dtype, max_bytes, hosts, verify, wire)

@@ -70,6 +70,8 @@ class GroupWire(End):
         """Give back the memory that is kept for the next exchange; how many bytes it was."""
         kept = self.staging.bytes
         self.staging.release()
+        for views in list(self.views):
+            views.release()
         return kept
 
     def check_way(self, way: Any) -> None:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from shardwise.wires.attach import allowed, trial
-from shardwise.wires.post import Post
+from shardwise.wires.post import GoneError, Post
 
 
 class Card(NamedTuple):
@@ -46,7 +46,7 @@ class Neighbours(NamedTuple):
             if owner != me and mine is not None and card is not None and card.host == mine.host:
                 try:
                     reached[owner] = Post.here().connect(card.address)
-                except OSError:
+                except (OSError, GoneError):
                     continue
         readable = {owner: pid for owner, pid in reached.items() if allowed(pid, *cards[owner].trial)}
         told = dict(zip(owners, tell((sorted(reached), sorted(readable))), strict=True))

@@ -128,8 +128,13 @@ class Post:
         files: Sequence[int] = (),
         *,
         seconds: float = 60.0,
+        wire: int | None = None,
     ) -> None:
-        """Leave a packet there. Where its box is full, this takes what has come here until it is not."""
+        """Leave a packet there. Where its box is full, this takes what has come here until it is not.
+
+        Or until somebody tells that the `wire` that it is sent for, that of the key unless given, has failed.
+        """
+        wire = key.wire if wire is None else wire
         end, large = time.monotonic() + seconds, len(payload) > LARGE
         if large:
             files = (*files, _file_of(payload))
@@ -143,6 +148,7 @@ class Post:
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
+                    self._check_unbroken(wire)
                     if time.monotonic() > end:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
@@ -154,7 +160,7 @@ class Post:
 
     def try_to_send(self, to: str, key: Key, payload: bytes) -> None:
         """The same, where it does not matter whether it comes."""
-        with suppress(GoneError, OSError):
+        with suppress(GoneError, BrokenError, OSError):
             self.send(to, key, payload, seconds=1.0)
 
     def _make_room(self, sock: socket.socket) -> None:
@@ -182,8 +188,7 @@ class Post:
         end, begun = time.monotonic() + seconds, time.monotonic()
         while not ready():
             now = time.monotonic()
-            if wire in self._failed:
-                raise BrokenError(self._failed[wire])
+            self._check_unbroken(wire)
             gone = next((address for address in expected() if address in self._gone), None)
             if gone is not None and not ready():
                 raise GoneError(gone)
@@ -196,11 +201,20 @@ class Post:
         while (packet := self.take(key)) is not None:
             close(packet.files)
 
-    def forget(self, wire: int) -> None:
-        """The same for all of a wire that is no more."""
-        self._failed.pop(wire, None)
-        for key in [key for key in list(self._queues) if key.wire == wire]:
+    def discard_all(self, those: Callable[[Key], bool]) -> None:
+        """The same for all of such keys."""
+        for key in filter(those, list(self._queues)):
             self.discard(key)
+
+    def has_ended(self, address: str) -> bool:
+        """True where a process has, and nothing that it sent over wires is left to be taken."""
+        if address not in self._gone:
+            return False
+        return not any(key.sender == address and key.wire for key in list(self._queues))
+
+    def _check_unbroken(self, wire: int) -> None:
+        if wire in self._failed:
+            raise BrokenError(self._failed[wire])
 
     def _turn(self, ready: Callable[[], bool], seconds: float) -> None:
         """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it."""
@@ -288,7 +302,7 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES))
+    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES), socket.MSG_CMSG_CLOEXEC)
     files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
     if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:  # else more came than any of us would send
         close(files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -44,7 +45,7 @@ class Segment:
         try:
             file = os.memfd_create("shardwise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise SharedMemoryError(f"the system gives no shared memory: {error.strerror}") from error
+            raise SharedMemoryError(f"the system gives no shared memory: {_remedied(error)}") from error
         try:
             os.fchmod(file, 0o600)
             os.posix_fallocate(file, 0, size)
@@ -106,11 +107,12 @@ class Hand:
         self._taken = defaultdict[str, dict[int, torch.Tensor]](dict)
         self._lock = Lock()
 
-    def out(self, post: Post, address: str, segment: Segment, seconds: float) -> None:
-        """Let a process have a segment, before it is named there for the first time."""
+    def out(self, post: Post, address: str, segment: Segment, *, seconds: float, wire: int) -> None:
+        """Let a process have a segment, before it is named there for the first time, over a wire."""
         with self._lock:
             if segment.number not in self._handed[address]:
-                post.send(address, Key("", 0, HANDED, segment.number), files=[segment.file], seconds=seconds)
+                key = Key("", 0, HANDED, segment.number)
+                post.send(address, key, files=[segment.file], seconds=seconds, wire=wire)
                 self._handed[address].add(segment.number)
 
     def of(self, post: Post, address: str, number: int, size: int) -> torch.Tensor:
@@ -122,19 +124,30 @@ class Hand:
             return known[number]
 
     def tidy(self, post: Post) -> None:
-        """Tell others what is no more, and let go what they have told."""
+        """Tell others what is no more, and let go what they have told, or have left when they ended."""
         with self._lock:
-            gone, self.dropped = self.dropped, []
-            for address, numbers in self._handed.items() if gone else ():
-                listed = sorted(numbers.intersection(gone))
-                numbers.difference_update(gone)
-                if listed:
-                    post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
+            for address in filter(post.has_ended, {*self._handed, *self._taken}):
+                self._bury(post, address)
+            self._tell(post)
             for address, known in self._taken.items():
                 while (packet := post.take(Key(address, 0, DROPPED, 0))) is not None:
                     for number in map(int, packet.payload.split(b",")):
                         known.pop(number, None)
                         post.discard(Key(address, 0, HANDED, number))  # what was handed, but not named since
+
+    def _bury(self, post: Post, address: str) -> None:
+        """It will not say what became of its segments: they would stay mapped here for good."""
+        self._handed.pop(address, None)
+        self._taken.pop(address, None)
+        post.discard_all(lambda key: key.sender == address)
+
+    def _tell(self, post: Post) -> None:
+        gone, self.dropped = self.dropped, []
+        for address, numbers in self._handed.items() if gone else ():
+            listed = sorted(numbers.intersection(gone))
+            numbers.difference_update(gone)
+            if listed:
+                post.try_to_send(address, Key("", 0, DROPPED, 0), ",".join(map(str, listed)).encode())
 
 
 def _taken(post: Post, address: str, number: int, size: int) -> torch.Tensor:
@@ -192,13 +205,14 @@ class Shared:
         """Move storage there, for all tensors that have it."""
         if self._of(storage) is not None or not storage.nbytes():
             return
-        free = os.statvfs(SHM)
-        if not storage.is_shared() and free.f_bavail * free.f_frsize < storage.nbytes():
+        if not storage.is_shared():
+            _check_room(storage.nbytes())
+        try:
+            file, size = storage._share_fd_cpu_()
+        except RuntimeError as error:
             raise SharedMemoryError(
-                f"{storage.nbytes()} bytes do not fit into {SHM}, which has {free.f_bavail * free.f_frsize} left: "
-                f"make it larger (docker run --shm-size), or allocate with empty(shared=True), which does not need it"
-            )
-        file, size = storage._share_fd_cpu_()
+                f"{storage.nbytes()} bytes cannot be moved to shared memory: {_remedied(error)}"
+            ) from error
         segment = Segment(file, size, own=False)  # the storage closes it
         self._keep(storage, segment)
         weakref.finalize(storage, self._remove, storage.data_ptr(), segment.number).atexit = False
@@ -211,6 +225,23 @@ class Shared:
         _, kept = self._segments.get(address, (0, None))
         if kept is not None and kept.number == number:
             del self._segments[address]
+
+
+def _check_room(size: int) -> None:
+    """Refuse what does not fit, and name what would."""
+    found = os.statvfs(SHM)
+    free = found.f_bavail * found.f_frsize
+    if free < size:
+        raise SharedMemoryError(
+            f"{size} bytes do not fit into {SHM}, which has {free} left: make it larger (docker run --shm-size), "
+            f"or allocate with empty(shared=True), which does not need it"
+        )
+
+
+def _remedied(error: OSError | RuntimeError) -> str:
+    """Why, and what to do about it where every tensor takes a file."""
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    return f"{why}; raise `ulimit -n`" if os.strerror(errno.EMFILE) in str(why) else str(why)
 
 
 shared = Shared()

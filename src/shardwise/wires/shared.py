@@ -56,7 +56,11 @@ class SharedWire(GroupWire):
 
     def meet(self) -> None:
         """Find who is on this host. Everybody on the wire calls, before anything else."""
-        self.near = Neighbours.met(self.me, self.owners, self.tell)
+        try:
+            self.near = Neighbours.met(self.me, self.owners, self.tell)
+        except BaseException as error:  # also an interrupt: others may take this one for their neighbour
+            self.fail(f"{type(error).__name__} while it met the others")
+            raise
         self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
 
     def ahead(self, device: torch.device, *, direct: bool) -> int:
@@ -93,9 +97,9 @@ class SharedWire(GroupWire):
         to, key = self.near.addresses[owner], Key("", self.near.wire, kind, tag)
         try:
             for segment in segments:
-                hand.out(self._post, to, segment, self._seconds)
+                hand.out(self._post, to, segment, seconds=self._seconds, wire=key.wire)
             self._post.send(to, key, payload, seconds=self._seconds)
-        except (GoneError, OSError) as error:
+        except (GoneError, BrokenError, OSError) as error:
             raise self._lost(error) from error
 
     def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
@@ -254,6 +258,8 @@ class SharedWire(GroupWire):
             told = f"an exchange broke on rank {self.me} ({reason})".encode()[:1000]
             for address in self.near.addresses.values():
                 self._post.try_to_send(address, Key("", self.near.wire, FAILED, 0), told)
+            if self.near.addresses:  # what has come will not be taken
+                self._post.discard_all(lambda key: key.wire == self.near.wire)
 
     def abandon(self, posted: Any) -> None:
         """Others may read what was packed for as long as they like."""
