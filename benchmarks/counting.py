@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange.views import Views
-from shardwise.wires.shared import STAGED, SharedTurn, TheirTensors
+from shardwise.wires.letters import STAGED, TheirTensors
+from shardwise.wires.shared import SharedTurn
 
 
 class Counted:

@@ -11,13 +11,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange.pages import outside_inference
+from shardwise.exchange.pages import give_back, outside_inference
 from shardwise.wires.post import Key, Post, close
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
@@ -245,6 +245,49 @@ def _remedied(error: OSError | RuntimeError) -> str:
 
 
 shared = Shared()
+
+
+class SharedStaging:
+    """The segment that this process packs into, as large as the largest turn so far needed it.
+
+    It may be given back by another thread at any time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[Segment, torch.Tensor] | None = None
+        self._read, self._lock = True, RLock()
+
+    def take(self, size: int) -> tuple[Segment, torch.Tensor]:
+        """Room for that many bytes. What was taken before is free again."""
+        with self._lock:
+            if self._kept is None or self._kept[0].size < size:
+                self.give_back()  # before the larger one is asked for
+                segment = Segment.made(size)
+                self._kept = segment, segment.mapped()
+            self._read = False
+            return self._kept
+
+    def read(self) -> None:
+        """All others have read what was packed."""
+        self._read = True
+
+    def give_back(self) -> None:
+        """The memory itself, where nobody reads it any more: others let go of it only when they hear of it."""
+        with self._lock:
+            if self._kept is not None and self._read:
+                give_back(self._kept[1])
+            self.release()
+
+    @property
+    def bytes(self) -> int:
+        """How much is kept."""
+        kept = self._kept
+        return kept[0].size if kept else 0
+
+    def release(self) -> None:
+        """Pack into this one no more; others may still read it."""
+        with self._lock:
+            self._kept, self._read = None, True
 
 
 def _forked() -> None:

@@ -12,8 +12,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,19 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange import in_words
-from shardwise.exchange.cuts import Strides
-from shardwise.exchange.pages import give_back
 from shardwise.exchange.wire import Receive, Send, Theirs, Turned
 from shardwise.geometry import Ints
-from shardwise.wires import attach
+from shardwise.wires import attach, letters
 from shardwise.wires.group import GroupSwap, GroupWire
+from shardwise.wires.letters import Letter, TheirTensors
 from shardwise.wires.neighbours import Neighbours
 from shardwise.wires.post import FAILED, BrokenError, GoneError, Key, Packet, Post
-from shardwise.wires.segments import Segment, SharedMemoryError, hand, shared
+from shardwise.wires.segments import Segment, SharedMemoryError, SharedStaging, hand, shared
 
 SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
-STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters
 WORTH, RUN = 2**20, 2**16  # bytes from which on it pays to read from another process: of a message, of a run
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 log = logging.getLogger("shardwise")
 
@@ -186,68 +186,65 @@ class SharedWire(GroupWire):
         return SharedTurn(self, tag, near, [one.peer for one in near_sends], others, far, by_group, segment)
 
     def _letters(self, sends: Sequence[Send], tag: int, align: int) -> tuple[list[GroupSwap], Segment | None]:
-        """Say where everything is, once it is there. What does not fit into shared memory goes by messages.
+        """Say where everything is, once it is there; what does not fit into shared memory goes by messages.
 
         Those, and the segment that others read.
         """
         takers = Counter(one.same for one in sends)
-        letters = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
-        staged = dict[int, int]()  # the offset of what has to be packed, by its first send
-        total = 0
-        for one, letter in zip(sends, letters, strict=True):
-            if letter is None and one.same not in staged:
-                staged[one.same] = total
-                total += -(-one.bytes // align) * align
-        by_group = list[GroupSwap]()
-        segment: Segment | None = None
-        if staged:
-            try:
-                segment, data = self.packed.take(total)
-            except SharedMemoryError as error:
-                # as text: who keeps what is logged must not keep what the error's frames have
-                log.warning("%s: messages of rank %s take the way over the process group", str(error), self.me)
-        done = set[int]()
+        unpacked = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
+        starts, total = _starts([one for one, letter in zip(sends, unpacked, strict=True) if letter is None], align)
+        segment, data = self._room(total)
+        by_group, packed = list[GroupSwap](), set[int]()
         with self._guarded("posting messages"):
-            for one, letter in zip(sends, letters, strict=True):
+            for one, letter in zip(sends, unpacked, strict=True):
                 if letter is not None:
-                    self._send(one.peer, LETTER, tag, letter[0], letter[1])
+                    self._send(one.peer, LETTER, tag, *letter)
                 elif segment is None:
-                    room = torch.empty(one.bytes, dtype=torch.uint8)
-                    one.pack(room)
-                    self._send(one.peer, LETTER, tag, _words(BY_GROUP, one.bytes))
-                    by_group.append(self.swap([], [(one.peer, room)], tag))
+                    by_group.append(self._by_group(one, tag))
                 else:
-                    start = staged[one.same]
-                    if one.same not in done:
+                    start = starts[one.same]
+                    if one.same not in packed:
                         one.pack(data[start : start + one.bytes])
-                        done.add(one.same)
-                    self._send(one.peer, LETTER, tag, _words(STAGED, segment.number, segment.size, start), [segment])
+                        packed.add(one.same)
+                    self._send(one.peer, LETTER, tag, *letters.staged(segment, start))
         return by_group, segment
 
-    def _unpacked(self, one: Send, *, alone: bool) -> tuple[bytes, Sequence[Segment]] | None:
-        """A letter for what need not be packed, and the segments that it names; None where it must be.
+    def _room(self, size: int) -> tuple[Segment | None, torch.Tensor]:
+        """To pack into; None where it cannot be had, or none is needed."""
+        try:
+            if size:
+                return self.packed.take(size)
+        except SharedMemoryError as error:
+            # as text: who keeps what is logged must not keep what the error's frames have
+            log.warning("%s: messages of rank %s take the way over the process group", str(error), self.me)
+        return None, NOTHING
+
+    def _by_group(self, one: Send, tag: int) -> GroupSwap:
+        room = torch.empty(one.bytes, dtype=torch.uint8)
+        one.pack(room)
+        self._send(one.peer, LETTER, tag, *letters.by_group())
+        return self.swap([], [(one.peer, room)], tag)
+
+    def _unpacked(self, one: Send, *, alone: bool) -> Letter | None:
+        """A letter for what need not be packed; None where it must be.
 
         To read from another process takes longer than from shared memory: what several want is packed once for all.
         """
         place = None if one.outof is None else shared.place(one.outof)
         if place is not None and not one.tensors:
-            segment, start = place
-            return _words(STAGED, segment.number, segment.size, start), [segment]
+            return letters.staged(*place)
         if not one.tensors:
             return None
-        places = [shared.place(tensor) for tensor in one.tensors]
-        attached = None in places
-        if attached and not (alone and one.peer in self.near.readers and one.bytes >= WORTH and one.run >= RUN):
-            return None
-        words, segments = [TENSORS, attached, len(places)], list[Segment]()
-        for tensor, where in zip(one.tensors, places, strict=True):
-            if attached or where is None:
-                words += (0, 0, tensor.data_ptr())
-            else:
-                words += (where.segment.number, where.segment.size, where.start)
-                segments.append(where.segment)
-            words += (tensor.dim(), *tensor.stride())
-        return _words(*words), segments
+        places = [place for tensor in one.tensors if (place := shared.place(tensor)) is not None]
+        if len(places) == len(one.tensors):
+            return letters.of_tensors(one.tensors, places)
+        worth = alone and one.peer in self.near.readers and one.bytes >= WORTH and one.run >= RUN
+        return letters.of_tensors(one.tensors, []) if worth else None
+
+    def _read(self, peer: int, here: Ints, there: Ints, sizes: Ints) -> None:
+        """Ranges of bytes from addresses of a peer to addresses here."""
+        with self._guarded(f"reading from the memory of rank {peer}"):
+            attach.read(self.near.processes[peer], here, there, sizes)
 
     def fail(self, reason: str) -> None:
         """The others on this host hear of it at once."""
@@ -297,16 +294,17 @@ class SharedTurn:
             yield self._far[at], found
 
     def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | Theirs:
-        address, words = self._wire.near.addresses[one.peer], np.frombuffer(packet.payload, np.int64)
-        if words[0] == TENSORS:
-            return TheirTensors(self._wire, one.peer, packet.payload)
-        if words[0] == BY_GROUP:
+        wire, (kind, *said) = self._wire, np.frombuffer(packet.payload, np.int64)[:4].tolist()
+        segment = partial(hand.of, wire._post, wire.near.addresses[one.peer])
+        if kind == letters.TENSORS:
+            return TheirTensors(packet.payload, segment, partial(wire._read, one.peer))
+        if kind == letters.BY_GROUP:
             room = torch.empty(one.bytes, dtype=torch.uint8)
-            for _ in self._wire.swap([(one.peer, room)], [], self._tag).arrivals():
+            for _ in wire.swap([(one.peer, room)], [], self._tag).arrivals():
                 pass
             return room
-        number, size, start = words[1:4].tolist()
-        return hand.of(self._wire._post, address, number, size)[start : start + one.bytes]
+        number, size, start = said
+        return segment(number, size)[start : start + one.bytes]
 
     def finish(self) -> None:
         """Tell the senders, and hear from those who were sent to."""
@@ -330,90 +328,14 @@ class SharedTurn:
         self._segment = None
 
 
-class TheirTensors:
-    """Tensors of another process."""
-
-    def __init__(self, wire: SharedWire, peer: int, key: bytes) -> None:
-        self._wire, self._peer, self.key = wire, peer, key
-        self._words = np.frombuffer(key, np.int64)
-        self.attached = bool(self._words[1])
-        self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
-
-    def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
-        if self._parsed is None:
-            words, at = self._words.tolist(), 3
-            post, address = self._wire._post, self._wire.near.addresses[self._peer]
-            strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
-            for _ in range(words[2]):
-                number, size, start, dims = words[at : at + 4]
-                strides.append(tuple(words[at + 4 : at + 4 + dims]))
-                starts.append(start)
-                if not self.attached:
-                    data.append(hand.of(post, address, number, size)[start:])
-                at += 4 + dims
-            self._parsed = strides, data, np.array(starts, np.int64)
-        return self._parsed
-
-    @property
-    def strides(self) -> Sequence[Strides]:
-        """Of each."""
-        return self._parse()[0]
-
-    def mapped(self) -> list[torch.Tensor]:
-        """Their bytes from the first element on."""
-        return self._parse()[1]
-
-    def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
-        """Copy ranges of bytes from offsets of tensors to addresses here."""
-        with self._wire._guarded(f"reading from the memory of rank {self._peer}"):
-            attach.read(self._wire.near.processes[self._peer], here, self._parse()[2][tensor] + offset, sizes)
-
-
-class SharedStaging:
-    """The segment that this process packs into, as large as the largest turn so far needed it.
-
-    It may be given back by another thread at any time.
-    """
-
-    def __init__(self) -> None:
-        self._kept: tuple[Segment, torch.Tensor] | None = None
-        self._read, self._lock = True, RLock()
-
-    def take(self, size: int) -> tuple[Segment, torch.Tensor]:
-        """Room for that many bytes. What was taken before is free again."""
-        with self._lock:
-            if self._kept is None or self._kept[0].size < size:
-                self.give_back()  # before the larger one is asked for
-                segment = Segment.made(size)
-                self._kept = segment, segment.mapped()
-            self._read = False
-            return self._kept
-
-    def read(self) -> None:
-        """All others have read what was packed."""
-        self._read = True
-
-    def give_back(self) -> None:
-        """The memory itself, where nobody reads it any more: others let go of it only when they hear of it."""
-        with self._lock:
-            if self._kept is not None and self._read:
-                give_back(self._kept[1])
-            self.release()
-
-    @property
-    def bytes(self) -> int:
-        """How much is kept."""
-        kept = self._kept
-        return kept[0].size if kept else 0
-
-    def release(self) -> None:
-        """Pack into this one no more; others may still read it."""
-        with self._lock:
-            self._kept, self._read = None, True
-
-
-def _words(*words: int) -> bytes:
-    return np.array(words, np.int64).tobytes()
+def _starts(sends: Sequence[Send], align: int) -> tuple[dict[int, int], int]:
+    """Where in staging each message begins, those with the same bytes at the same place; and how long it is in all."""
+    starts, total = dict[int, int](), 0
+    for one in sends:
+        if one.same not in starts:
+            starts[one.same] = total
+            total += -(-one.bytes // align) * align
+    return starts, total
 
 
 def _peers(receives: Iterable[Receive]) -> str:
