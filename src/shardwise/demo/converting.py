@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwise import checkpoint
-from shardwise.demo.figures import Figure, by_turns, check, slowest
+from shardwise.demo.figures import Figure, by_turns, check, seconds_of
 from shardwise.demo.folder import Folder
 from shardwise.demo.model import RENAME, Llama
 from shardwise.demo.stage import heading, say
@@ -39,7 +39,7 @@ def convert(console: Console, folder: Folder, llama: Llama) -> list[Figure]:
     say(console, f"{folder.hf}: {len(made)} tensors in {files} files and an index; equal, bit by bit.\n")
     with folder.aside() as aside:
         times = by_turns({"ours": _ours(folder.dcp, aside, limit), "torch": _torchs(folder.dcp, aside)})
-    ours, torchs = (slowest([times], side) for side in ("ours", "torch"))
+    ours, torchs = (seconds_of([times], side) for side in ("ours", "torch"))
     return [Figure("convert", llama.bytes, ours, "dcp_to_torch_save", torchs)]
 
 

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.bench.table import seconds
 from shardwise.demo.figures import TURNS, Figure
 from shardwise.demo.folder import Folder
-from shardwise.demo.stage import MARGIN, heading, say, seconds, show
+from shardwise.demo.stage import MARGIN, heading, say, show
 from shardwise.planning import size
 from shardwise.state.plan import ModelPlan
 
@@ -22,7 +23,10 @@ def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Fig
     """What was seen, and what is left behind."""
     heading(console, 6, "What it took, beside torch on the same machine")
     show(console, _table(figures))
-    say(console, f"Medians of {TURNS} turns, ours and torch's one after the other; the slowest rank.")
+    say(
+        console,
+        f"Medians of {TURNS} turns, ours and torch's in turn; from the first rank's start to the last one's end.",
+    )
     say(console, "Ours fills tensors that are there; redistribute (DTensor's) makes new ones.")
     say(console, "gather, broadcast: full_tensor on the trainers, sent whole, cut on servers.\n")
     page = plan.html(folder.report, title=TITLE)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
+from itertools import count
 
+from shardwise.bench.clock import Job, Span, every_repeat, together
 from shardwise.errors import ExchangeError
 from shardwise.testing import RankError, on_ranks
 
 TURNS = 5
 PATIENCE = 600.0  # seconds: a busy machine is slow, and not broken
 
-Times = dict[str, list[float]]
+Times = dict[str, list[Span]]
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,17 @@ class Figure:
 
 
 def by_turns(jobs: Mapping[str, Callable[[int], object]], meet: Callable[[], object] = lambda: None) -> Times:
-    """Seconds of every job, given the number of the turn. In turns, so that all see the same machine; the first
-    turn warms up. Ranks `meet` before each."""
-    times: Times = {name: [] for name in jobs}
-    for turn in range(TURNS + 1):
-        for name, job in jobs.items():
-            meet()
-            began = perf_counter()
-            job(turn)
-            if turn:
-                times[name].append(perf_counter() - began)
-    return times
+    """When every job ran, given the number of the turn; turn 0 warms up. Ranks `meet` before each."""
+    for job in jobs.values():
+        meet()
+        job(0)
+    timed = [Job(job, count(1).__next__, repeats=TURNS, start=meet) for job in jobs.values()]
+    return dict(zip(jobs, every_repeat(*timed)[0], strict=True))
 
 
-def slowest(reports: Sequence[Times], name: str) -> float:
-    """The median over the turns of the slowest rank."""
-    return median(map(max, zip(*(report[name] for report in reports), strict=True)))
+def seconds_of(reports: Sequence[Times], name: str) -> float:
+    """Of a job on all ranks together."""
+    return together(report[name] for report in reports)
 
 
 def ranks(count: int, work: Callable[[int], dict[str, object]]) -> list[dict[str, object]]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import checkpoint
-from shardwise.demo.figures import Figure, by_turns, check, ranks, slowest
+from shardwise.demo.figures import Figure, by_turns, check, ranks, seconds_of
 from shardwise.demo.folder import Folder
 from shardwise.demo.model import DTYPE, SERVERS, TENSOR_PARALLEL, Llama
 from shardwise.demo.stage import heading, say
@@ -46,7 +46,7 @@ def load(console: Console, folder: Folder, llama: Llama, fingerprints: Mapping[s
     for way, found in told[0]["found"].items():
         check(found == fingerprints, f"other weights were loaded than the trainers had ({way})")
     say(console, f"From {folder.hf} and from {folder.dcp}: {len(fingerprints)} fingerprints, all as on the trainers.\n")
-    hf, ours, torchs = (slowest([report["times"] for report in told], way) for way in ("hf", "dcp", "torch"))
+    hf, ours, torchs = (seconds_of([report["times"] for report in told], way) for way in ("hf", "dcp", "torch"))
     return [
         Figure("load safetensors", llama.bytes, hf),
         Figure("load DCP", llama.bytes, ours, "dcp.load", torchs),

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.bench.table import seconds
 from shardwise.demo.model import LLAMA_8B, SERVERS, TRAINERS, Llama, planned
-from shardwise.demo.stage import heading, say, seconds, show
+from shardwise.demo.stage import heading, say, show
 from shardwise.layout import Mesh
 from shardwise.planning import size
 from shardwise.report import draw

@@ -11,10 +11,11 @@ from rich.console import Console
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.bench.table import seconds
 from shardwise.demo.figures import ranks
 from shardwise.demo.folder import Folder
 from shardwise.demo.model import TRAINERS, Llama, Weights, fsdp_model
-from shardwise.demo.stage import heading, say, seconds
+from shardwise.demo.stage import heading, say
 from shardwise.planning import size
 from shardwise.tensor import fingerprint
 

@@ -27,12 +27,3 @@ def show(console: Console, table: Table) -> None:
     """A table of an act, with a line free below."""
     console.print(Padding(table, (0, 0, 0, len(MARGIN)), expand=False))
     console.print()
-
-
-def seconds(time: float) -> str:
-    """Short.
-
-    >>> seconds(0.01234), seconds(2.345)
-    ('12.3 ms', '2.35 s')
-    """
-    return f"{time:.2f} s" if time >= 1 else f"{1e3 * time:.0f} ms" if time >= 0.1 else f"{1e3 * time:.1f} ms"

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.bench.table import seconds
 from shardwise.demo.by_hand import ByHand
-from shardwise.demo.figures import TURNS, Figure, by_turns, check, ranks, slowest
+from shardwise.demo.figures import TURNS, Figure, by_turns, check, ranks, seconds_of
 from shardwise.demo.loading import tensor_parallel
 from shardwise.demo.model import (
     DTYPE,
@@ -25,7 +26,7 @@ from shardwise.demo.model import (
     fused,
     served,
 )
-from shardwise.demo.stage import heading, say, seconds
+from shardwise.demo.stage import heading, say
 from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.state import Resharder, empty
@@ -44,7 +45,7 @@ def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> l
     times = [report["times"] for report in told]
     trainers = [report["among"] for report in told[: len(TRAINING)]]
     ours, torchs, among, redistribute = (
-        slowest(where, way)
+        seconds_of(where, way)
         for where, way in ((times, "ours"), (times, "torch"), (trainers, "ours"), (trainers, "torch"))
     )
     say(console, f"A sync moves {size(plan.bytes_moved)} in {seconds(ours)}, by the plan of act 2.")
