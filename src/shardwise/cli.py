@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from shardwise.planning import plan as make_plan
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Any sharding of a tensor to any other: look at layouts, plan moves.",
     epilog="Layouts are written like 4096x1024/S0@8 or 4096x1024/S0,R@fsdp=4,tp=2.",
@@ -27,8 +29,16 @@ LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@
 Page = Annotated[Path | None, typer.Option(help="Also write a page to look at.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("shardwise"))
+        raise typer.Exit
+
+
 @app.callback()
-def shardwise() -> None:
+def shardwise(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Which it is.")] = False,
+) -> None:
     """Any sharding of a tensor to any other."""
 
 
@@ -62,14 +72,14 @@ def plan(
     made = make_plan(parse(source), parse(target), itemsize=itemsize, max_bytes=max_bytes, hosts=hosts, relabel=relabel)
     if verify:
         made.verify()
-    typer.echo(made.explain())
-    typer.echo(f"\n{report.matrix(made)}")
-    if verify:
-        typer.echo("\nverified: every target cell is written exactly once, by an owner that has it")
     if json is not None:
         json.write_text(made.to_json())
     if html is not None:
         made.html(html)
+    typer.echo(made.explain())
+    typer.echo(f"\n{report.matrix(made)}")
+    if verify:
+        typer.echo("\nverified: every target cell is written exactly once, by an owner that has it")
 
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
@@ -107,13 +117,13 @@ def inspect(
     console = Console(highlight=False)
     if not console.is_terminal:  # names are not to be cut where another program reads them
         console.width = max(console.width, 10_000)
+    if html is not None:  # before the listing, which who reads it may cut off
+        report.write(html, tables.page(found))
     if json:
         typer.echo(tables.as_json(found))
     else:
         console.print(tables.tree(found) if tree else tables.table(found), soft_wrap=True)
         console.print(f"\n{escape(tables.summary(found))}", soft_wrap=True)
-    if html is not None:
-        report.write(html, tables.page(found))
 
 
 @app.command()
@@ -124,7 +134,9 @@ def convert(
     max_shard_size: Annotated[
         str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
     ] = None,
-    rules: RulesFile = None,
+    rules: Annotated[
+        str | None, typer.Option(help="How to shard what is written: TOML, or llama, mistral, mixtral, qwen.")
+    ] = None,
     mesh: MeshSizes = None,
     source_rules: RulesFile = None,
     source_mesh: MeshSizes = None,
@@ -144,13 +156,13 @@ def convert(
     from shardwise.checkpoint import tables
     from shardwise.checkpoint.asked import changes, size_in_bytes
 
+    opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     made = checkpoints.convert(
-        source,
+        opened,
         out,
         format=format,
         max_shard_size=max_shard_size,
         rules=_rules(rules, mesh),
-        source_rules=_rules(source_rules, source_mesh),
         **changes(rename, select, cast, concat, stack, transpose),
         jobs=jobs,
         max_bytes=size_in_bytes(max_bytes),
@@ -159,6 +171,8 @@ def convert(
     )
     checked = "; read back, every cell is right" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
+    if left := [name for name in opened.objects if name not in made.objects]:
+        typer.echo(f"left out: {tables.several(len(left), 'other value')}, such as {left[0]}")
 
 
 @app.command()
@@ -197,7 +211,7 @@ def verify(
         typer.echo(f"... and {len(found) - len(listed)} more differences: --all lists them")
     if found:
         raise SystemExit(1)
-    by = " by these options" if any(changed.values()) else ""
+    by = ", by these options" if any(changed.values()) else ""
     Console(highlight=False).print(
         f"equal, bit by bit{by}: {escape(one.path)} and {escape(other.path)}", soft_wrap=True
     )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
         "B",
     ]
     assert "step        int" in table
-    assert table.endswith("saved: sharded, 3 tensors (168 B float32) in 1 file, 1 other values\n")
+    assert table.endswith("saved: sharded, 3 tensors (168 B float32) in 1 file, 1 other value\n")
     code, tree = shell("inspect", saved, "--tree")
     assert code == 0
     assert "├── layers  144 B" in tree
@@ -131,3 +132,17 @@ def test_bad_input_ends_with_two_and_one_message(shell, saved, words, said, tmp_
     assert text.startswith("error: ")
     assert said in text
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").iterdir())
+
+
+def test_values_that_a_format_does_not_hold_are_told(shell, saved):
+    code, text = shell("convert", saved, "one.safetensors", "--no-bar")
+    assert (code, text.splitlines()[-1]) == (0, "left out: 1 other value, such as step")
+    code, text = shell("convert", saved, "one.pt", "--no-bar")
+    assert code == 0
+    assert "left out" not in text
+
+
+def test_the_version_is_told(shell):
+    code, text = shell("--version")
+    assert (code, text.strip()) == (0, version("shardwise"))
+    assert shell("convert", "-h")[0] == 0

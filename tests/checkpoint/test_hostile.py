@@ -381,18 +381,18 @@ def test_inspect_shows_names_with_brackets_as_they_are(inspected, names, options
 
 def test_inspect_shows_values_with_brackets_as_they_are(inspected):
     shown = inspected({"a": numbers(2), "template": "[INST] hi [/INST]"})
-    assert "1 other values" in shown
+    assert "1 other value" in shown
     assert "template" in shown
     assert "[INST] hi [/INST]" in shown
 
 
 @pytest.mark.parametrize("names", [["a."], ["a", "a..b"], [".a"], [""]], ids=repr)
 def test_the_tree_of_inspect_takes_names_with_empty_parts(inspected, names):
-    assert f"{len(names)} tensors" in inspected({name: numbers(2) for name in names}, "--tree")
+    assert f"{len(names)} tensor" in inspected({name: numbers(2) for name in names}, "--tree")
 
 
 def test_the_tree_of_inspect_takes_very_deep_names(inspected):
-    assert "1 tensors" in inspected({"x" + ".a" * 3000: numbers(2)}, "--tree")
+    assert "1 tensor " in inspected({"x" + ".a" * 3000: numbers(2)}, "--tree")
 
 
 def test_files_at_the_top_of_a_remote_place_are_read_and_written(source):

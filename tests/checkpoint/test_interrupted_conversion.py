@@ -249,7 +249,7 @@ def test_some_files_of_an_interrupted_conversion_are_no_checkpoint(tmp_path, kin
 def test_a_conversion_that_is_whole_is_not_replaced_by_another_one(tmp_path, first, then):
     out, old, new = tmp_path / "out", model(seed=1), model(seed=2)
     checkpoint.convert(source(tmp_path, old), out, durable=False, max_shard_size=first)
-    with pytest.raises(CheckpointError, match="is of another conversion that is whole: give another path"):
+    with pytest.raises(CheckpointError, match="is there, of another conversion that is finished: give another path"):
         checkpoint.convert(source(tmp_path, new), out, durable=False, max_shard_size=then)
     assert_has(out, old)
 

@@ -37,6 +37,17 @@ def test_a_page_that_cannot_be_written_ends_with_code_2(monkeypatch, tmp_path, c
     assert "No such file" in capsys.readouterr().err
 
 
+def test_only_pages_are_replaced_by_pages(monkeypatch, tmp_path, capsys):
+    checkpoint.save({"w": torch.zeros(3)}, tmp_path / "saved")
+    page_path, other = tmp_path / "page.html", tmp_path / "saved" / "shardwise.json"
+    for _ in range(2):
+        assert shell(monkeypatch, "inspect", tmp_path / "saved", "--html", page_path) == 0
+    before = other.read_bytes()
+    assert shell(monkeypatch, "inspect", tmp_path / "saved", "--html", other) == 2
+    assert "is there, and is no page: give another path" in capsys.readouterr().err
+    assert other.read_bytes() == before
+
+
 def test_a_checkpoint_is_written_as_a_page(monkeypatch, tmp_path):
     weights = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "norm": torch.zeros(6, dtype=torch.bfloat16)}
     checkpoint.save({**weights, "step": 7}, tmp_path / "saved")

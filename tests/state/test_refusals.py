@@ -86,6 +86,10 @@ NAMES = {
         lambda rank: (source(), target(), {"rename": [("q.*", "model.q.*")]}),
         ["nothing for 'q.weight'", "nearest: 'k.weight'"],
     ),
+    "cast to a dtype": (
+        lambda rank: (source(), target(), {"cast": torch.float16}),
+        ["cast= must be True or False, not torch.float16"],
+    ),
     "stars": (lambda rank: (source(), target(), {"rename": {"q.weight": "*.x.*"}}), ["'*.x.*' has 2 stars"]),
     "nobody has a source": (lambda rank: (None, target(), {}), ["no rank has a source"]),
     "nobody has a target": (lambda rank: (source(), None, {}), ["no rank has a target"]),

@@ -275,4 +275,4 @@ class Checkpoint(Mapping[str, Entry]):
         return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.path!r}, {self.format}, {len(self)} tensors)"
+        return f"Checkpoint({self.path!r}, {self.format}, {len(self)} tensor{'s' * (len(self) != 1)})"

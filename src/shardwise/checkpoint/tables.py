@@ -25,9 +25,17 @@ def summary(checkpoint: Checkpoint) -> str:
         dtypes[_dtype(entry)] += entry.bytes
     files = len({path for entry in checkpoint.values() for path in entry.used()})
     kinds = ", ".join(f"{size(amount)} {name}" for name, amount in dtypes.most_common())
-    others = f", {len(checkpoint.objects)} other values" if checkpoint.objects else ""
-    where = f"{files} file{'s' * (files != 1)}"
-    return f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint)} tensors ({kinds}) in {where}{others}"
+    others = f", {several(len(checkpoint.objects), 'other value')}" if checkpoint.objects else ""
+    tensors, where = several(len(checkpoint), "tensor"), several(files, "file")
+    return f"{checkpoint.path}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
+
+
+def several(count: int, what: str) -> str:
+    """
+    >>> several(1, "file"), several(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def table(checkpoint: Checkpoint) -> Table:

@@ -23,10 +23,7 @@ def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Fig
     """What was seen, and what is left behind."""
     heading(console, 6, "What it took, beside torch on the same machine")
     show(console, _table(figures))
-    say(
-        console,
-        f"Medians of {TURNS} turns, ours and torch's in turn; from the first rank's start to the last one's end.",
-    )
+    say(console, f"Medians of {TURNS} turns; from the first rank's start to the last one's end.")
     say(console, "Ours fills tensors that are there; redistribute (DTensor's) makes new ones.")
     say(console, "gather, broadcast: full_tensor on the trainers, sent whole, cut on servers.\n")
     page = plan.html(folder.report, title=TITLE)

@@ -18,6 +18,7 @@ from shardwise.planning import Plan
 from shardwise.report.pictures import Limits, picture, together
 from shardwise.report.rows import Row, rows
 
+START = b"<!doctype html>"
 SCRIPTS = ("basics.js", "parts.js", "tiles.js", "cells.js", "charts.js", "map.js", "tensors.js", "page.js")
 
 
@@ -95,8 +96,10 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page, aside and renamed, so that it is there whole or not at all."""
+    """Write a page, aside and renamed, so that it is there whole or not at all. Only pages are replaced."""
     goal = Path(path)
+    if goal.is_file() and goal.read_bytes()[: len(START)].lower() != START:
+        raise FileExistsError(f"{goal} is there, and is no page: give another path")
     aside = goal.with_name(f".{goal.name}.{os.getpid()}.part")
     try:
         aside.write_text(text, encoding="utf-8")

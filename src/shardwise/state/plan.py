@@ -142,6 +142,10 @@ class ModelPlan:
             and link.source_view == link.target_view == View.whole(self.targets[link.target].shape)
         )
 
+    def __repr__(self) -> str:
+        moved, exchanges = size(self.bytes_moved), len(list(self.buckets()))
+        return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
+
     @property
     def bytes_moved(self) -> int:
         """Between ranks."""

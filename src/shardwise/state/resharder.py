@@ -74,6 +74,8 @@ class Resharder:
         def make() -> ModelPlan:
             check_progress(progress)
             self._wire.check_way(wire)
+            if not isinstance(cast, bool):
+                raise ValueError(f"cast= must be True or False, not {cast!r}: dtypes are those of the target")
             self.plan = _plan(self._wire, known, rename, remap, cast, strict, max_bytes, hosts)
             if verify:
                 check_verifiable(self.plan)
@@ -89,6 +91,9 @@ class Resharder:
         self._written, self._inference = list[torch.Tensor](), False
 
     plan: ModelPlan
+
+    def __repr__(self) -> str:
+        return f"Resharder({self.plan!r})"
 
     def run(self) -> None:
         """Move the current values. Every rank of the group calls."""

@@ -47,7 +47,7 @@ class SafetensorsWriter:
         whole = [name for name in others if name == INDEX or (name == ALONE and len(self._owners) > 1)]
         if whole:
             raise CheckpointError(
-                f"{self.folder.shown(whole[0])} is of another conversion that is whole: give another path"
+                f"{self.folder.shown(whole[0])} is there, of another conversion that is finished: give another path"
             )
         for name in others if len(self._owners) > 1 else ():
             self.folder.remove(name)
