@@ -239,7 +239,8 @@ SHARDS = 100
 def _openings(folder: str, effort: Effort) -> Iterator[Row]:
     kinds = list(islice(cycle(MODEL), COUNT))
     saved = [Layout.chunk(shape, 0, SHARDS) for shape, _ in kinds]
-    targets = [Layout.on_mesh(shape, SERVERS, ["S0", place]) for shape, place in kinds]
+    lying = {(shape, place): Layout.on_mesh(shape, SERVERS, ["S0", place]) for shape, place in MODEL}
+    targets = [lying[kind] for kind in kinds]  # those of equal DTensors are one object, too
     loads = {layout: peers.load(layout.shape, corners_of(layout), []) for layout in set(saved)}
     asked = [
         (loads[layout], target.local_shape(RANK), place)

@@ -250,7 +250,9 @@ def _rows(case: Case, effort: Effort, found: list[Measured]) -> Iterator[Row]:
         for peer in peers if number == 0 else peers[:1]:
             aim = target if peer == peers[0] else None
             both = (memory[way], memory[peer]) if memory else None
-            row = Row(name, seconds[way], seconds[peer], peer, aim, "", limit, found[0].moved, both)
+            missed = limit is not None and aim is not None and not aim.most and seconds[peer] < aim.bound * seconds[way]
+            note = f"mere copies would be {seconds[peer] / limit:.3g}x" if limit and missed else ""
+            row = Row(name, seconds[way], seconds[peer], peer, aim, note, limit, found[0].moved, both)
             yield row
             if share is not None and peer == peers[0]:
                 yield against_the_limit(row, Target(share, percent=True))
