@@ -67,7 +67,7 @@ def plan(
     if verify:
         typer.echo("\nverified: every target cell is written exactly once, by an owner that has it")
     if json is not None:
-        json.write_text(made.to_json())
+        report.write(json, made.to_json())
     if html is not None:
         made.html(html)
 
