@@ -10,6 +10,7 @@ from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, part
 
 import shardwise as sw
+from shardwise.errors import ExchangeError
 
 
 def test_other_memory_at_the_address_of_a_shared_tensor_that_was_emptied_is_not_taken_for_it(ranks):  # noqa: F811
@@ -43,6 +44,13 @@ def test_what_cannot_be_shared_is_refused_and_not_left_as_it_is(kind):
 
 def test_a_rank_that_has_nothing_to_share_may_say_so():
     assert sw.share_(None) is None
+
+
+def test_more_than_the_machine_has_is_refused_before_anybody_is_killed_for_it():
+    with pytest.raises(
+        ExchangeError, match=r"4000000000000 bytes of shared memory cannot be had: \d+ bytes .* are left"
+    ):
+        sw.empty("1000000x1000000/S0@1", shared=True)
 
 
 def test_storages_may_be_collected_at_any_time():
