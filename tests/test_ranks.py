@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_ranks_end_with_who_started_them_however_that_ends(tmp_path):
             (tmp_path / str(rank)).write_text(str(os.getpid()))
             time.sleep(60)
 
+        tempfile.tempdir = str(tmp_path)  # who is killed cannot remove what it made
         on_ranks(2, work)
 
     parent = get_context("fork").Process(target=start)
