@@ -73,7 +73,7 @@ def plan(
     if verify:
         made.verify()
     if json is not None:
-        json.write_text(made.to_json())
+        report.write(json, made.to_json())
     if html is not None:
         made.html(html)
     typer.echo(made.explain())
@@ -257,6 +257,7 @@ def main() -> None:
     """The `shardwise` command. Bad input ends with exit code 2 and one message."""
     try:
         app()
-    except (ShardwiseError, ValueError, TypeError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+    except (ShardwiseError, ValueError, TypeError, OSError, MemoryError) as error:
+        said = escape(str(error)) or "out of memory"
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {said}", soft_wrap=True)
         raise SystemExit(2) from None

@@ -364,6 +364,49 @@ def test_a_source_that_changed_uses_nothing_that_is_stale(tmp_path, kind):
     assert_same(indexed(out), new)
 
 
+def unfinished_dcp(path, out, **options):
+    """As above; returns the file with the first part and the values."""
+    checkpoint.convert(path, out, durable=False, format="dcp", **options)
+    (out / ".metadata").unlink()
+    return next(out.glob("__0_*"))
+
+
+def test_other_values_of_the_same_tensors_use_nothing_that_is_stale(tmp_path):
+    path, out = tmp_path / "in", tmp_path / "out"
+    checkpoint.save({"w": torch.ones(4), "step": 41, "seed": 7}, path, durable=False)
+    unfinished_dcp(path, out, select=["w", "seed"])
+    assert checkpoint.convert(path, out, durable=False, format="dcp").objects == {"step": 41, "seed": 7}
+    index = path / "shardwise.json"
+    index.write_text(index.read_text().replace("41", "42"))
+    assert checkpoint.convert(path, out, durable=False, format="dcp").objects == {"step": 42, "seed": 7}
+
+
+SPOILED = {
+    "its end is cut off": lambda body, text: body + text[:-1],
+    "its start is cut off": lambda body, text: body[64:] + text,
+    "it is empty": lambda body, text: b"",
+    "its end has another length": lambda body, text: body + text[:-24] + b"\xff" * 8 + text[-16:],
+    "its list is no list": lambda body, text: body + b"null" + (4).to_bytes(8, "little") + text[-16:],
+    "its list is of nothing": lambda body, text: body + b"[]" + (2).to_bytes(8, "little") + text[-16:],
+    "its list lacks something": lambda body, text: body + b"[[1]]" + (5).to_bytes(8, "little") + text[-16:],
+    "its list is no text": lambda body, text: body + b"\xff" * (len(text) - 24) + text[-24:],
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_dcp_file_that_is_not_whole_is_written_again(tmp_path, how):
+    path, out = source(tmp_path, model(2) | {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}), tmp_path / "out"
+    file = unfinished_dcp(path, out)
+    data = file.read_bytes()
+    length = 24 + int.from_bytes(data[-24:-16], "little")
+    file.write_bytes(SPOILED[how](data[:-length], data[-length:]))
+    checkpoint.convert(path, out, durable=False, verify=False, format="dcp")
+    assert file.read_bytes() == data
+    inode = file.stat().st_ino
+    checkpoint.convert(path, out, durable=False, verify=False, format="dcp")
+    assert file.stat().st_ino == inode  # what is whole stays
+
+
 # --- failing ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Pages from the shell, of checkpoints and of models that are synced."""
 
+import os
+import resource
 import sys
 
 import pytest
@@ -9,7 +11,7 @@ from ranks import ranks  # noqa: F401
 
 import shardwise as sw
 from shardwise import checkpoint, cli
-from shardwise.report import page
+from shardwise.report import page, write
 
 
 def shell(monkeypatch, *words):
@@ -34,7 +36,47 @@ def test_a_layout_is_written_as_a_page(monkeypatch, tmp_path):
 def test_a_page_that_cannot_be_written_ends_with_code_2(monkeypatch, tmp_path, capsys):
     path = tmp_path / "no" / "plan.html"
     assert shell(monkeypatch, "plan", "8x6/S0@4", "8x6/S1@3", "--html", path) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert f"No such file or directory: '{path}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_what_cannot_be_written_whole_leaves_what_was_there(monkeypatch, tmp_path, capsys, option):
+    path = tmp_path / "earlier"
+    path.write_text("as it was")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        assert shell(monkeypatch, "plan", "8x6/S0@4", "8x6/S1@3", option, path) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"File too large: '{path}'" in capsys.readouterr().err
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"earlier": "as it was"}
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(monkeypatch, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    assert shell(monkeypatch, "show", "8x6/S0@4", "--html", tmp_path / "link") == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page.html").read_text() == page(sw.parse("8x6/S0@4"))
+
+
+def test_a_pipe_stays_one_and_is_written_to(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    at = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write(tmp_path / "pipe", "a page")
+        assert os.read(at, 100) == b"a page"
+    finally:
+        os.close(at)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("path", ["folder", "."])
+def test_a_directory_is_no_place_for_a_page(monkeypatch, tmp_path, capsys, path):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert shell(monkeypatch, "show", "8x6/S0@4", "--html", path) == 2
+    assert f"Is a directory: '{path}'" in capsys.readouterr().err
 
 
 def test_only_pages_are_replaced_by_pages(monkeypatch, tmp_path, capsys):

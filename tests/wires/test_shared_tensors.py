@@ -4,11 +4,13 @@ import mmap
 import subprocess
 import sys
 
+import pytest
 import torch
 from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, part
 
 import shardwise as sw
+from shardwise.errors import ExchangeError
 
 
 def test_other_memory_at_the_address_of_a_shared_tensor_that_was_emptied_is_not_taken_for_it(ranks):  # noqa: F811
@@ -23,6 +25,32 @@ def test_other_memory_at_the_address_of_a_shared_tensor_that_was_emptied_is_not_
         return address == other.data_ptr()
 
     assert any(ranks(2, run))  # else this has shown nothing
+
+
+MODEL = torch.nn.Linear(2, 2)
+NOT_TAKEN = {
+    "generator": MODEL.parameters(),
+    "odict_values": MODEL.state_dict().values(),
+    "SGD": torch.optim.SGD(MODEL.parameters()),
+    "int": 3,
+}
+
+
+@pytest.mark.parametrize("kind", NOT_TAKEN)
+def test_what_cannot_be_shared_is_refused_and_not_left_as_it_is(kind):
+    with pytest.raises(TypeError, match=f"share_ takes a tensor, a module, or a dict or list of tensors, not a {kind}"):
+        sw.share_(NOT_TAKEN[kind])
+
+
+def test_a_rank_that_has_nothing_to_share_may_say_so():
+    assert sw.share_(None) is None
+
+
+def test_more_than_the_machine_has_is_refused_before_anybody_is_killed_for_it():
+    with pytest.raises(
+        ExchangeError, match=r"4000000000000 bytes of shared memory cannot be had: \d+ bytes .* are left"
+    ):
+        sw.empty("1000000x1000000/S0@1", shared=True)
 
 
 def test_storages_may_be_collected_at_any_time():

@@ -28,6 +28,7 @@ from shardwise.bench.moves import (
     rows_to_columns,
     silence,
 )
+from shardwise.exchange.pages import available
 from shardwise.planning import size as in_words
 from shardwise.testing import on_ranks
 
@@ -88,7 +89,7 @@ def check_asked(ranks: int, size: int) -> None:
         raise ValueError(f"--ranks {ranks}: from 2 to {most} make sense on this machine, which has {cores} cores")
     if size < ITEMSIZE * ranks**2:
         raise ValueError(f"--size {size}: {ranks} ranks share rows and columns of at least {ITEMSIZE * ranks**2} bytes")
-    needed, free = memory_needed(ranks, size), _available()
+    needed, free = memory_needed(ranks, size), available()
     if needed > free:
         raise ValueError(
             f"--size {in_words(size)} on {ranks} ranks takes about {in_words(needed)} of memory, most of it for "
@@ -103,14 +104,6 @@ def memory_needed(ranks: int, size: int) -> int:
     source twice, and what is packed.
     """
     return (4 * ranks + 4) * size
-
-
-def _available() -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    except OSError:  # not a Linux
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _shape(ranks: int, size: int) -> Shape:

@@ -16,6 +16,7 @@ from shardwise.checkpoint.comparing import check_jobs, compared, ordered
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
+from shardwise.checkpoint.formats.torch_archive import saved
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Contents, Part, Writer
 from shardwise.checkpoint.opening import open
@@ -79,7 +80,7 @@ def convert(
         kept,
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
     )
-    writer = _writer(format, folder, owners, _token(opened, streams, layouts, format), name)
+    writer = _writer(format, folder, owners, _token(opened, streams, layouts, kept, format), name)
     _check_apart(opened, folder, name)
     twice = [key for key in kept if key in streams]
     if twice:
@@ -222,8 +223,14 @@ def _check_apart(opened: Checkpoint, folder: Folder, name: str | None) -> None:
         )
 
 
-def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[str, Layout], format: str) -> str:
-    """Tells this conversion from others: of other files, or to something else."""
+def _token(
+    opened: Checkpoint,
+    streams: Mapping[str, Stream],
+    layouts: Mapping[str, Layout],
+    values: Mapping[str, Any],
+    format: str,
+) -> str:
+    """Tells this conversion from others: of other files or other values, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
     said: list[Any] = [
         format,
@@ -232,6 +239,8 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], layouts: Mapping[s
         [(path, opened.files.stamp(path)) for path in files],
     ]
     said += [(name, str(stream.dtype), stream.shape, str(layouts[name])) for name, stream in streams.items()]
+    if format == "dcp":  # whose files have values; elsewhere they are written anew
+        said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in values.items()]
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
     return blake2b(repr((said, links)).encode(), digest_size=4).hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -38,6 +39,15 @@ def give_back(shared: torch.Tensor) -> None:
 def outside_inference() -> AbstractContextManager[Any]:
     """For what is kept: it may be used again outside of that mode. (To leave a mode that is not on takes its time.)"""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def available() -> int:
+    """Bytes of memory that this machine can still give."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except OSError:  # not a Linux
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _ask_for_large_pages(address: int, size: int) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
@@ -96,14 +97,32 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page, aside and renamed, so that it is there whole or not at all. Only pages are replaced."""
+    """Write a page or another text, aside and renamed, so that it is there whole or not at all.
+
+    A page replaces pages only. What is no plain file stays what it is, and is written to: a link, a pipe, /dev/stdout.
+    """
     goal = Path(path)
-    if goal.is_file() and goal.read_bytes()[: len(START)].lower() != START:
+    if _is_page(text[:100].encode()) and goal.is_file() and not _is_page(_start(goal)):
         raise FileExistsError(f"{goal} is there, and is no page: give another path")
+    if goal.is_symlink() or (goal.exists() and not goal.is_file()):
+        goal.write_text(text, encoding="utf-8")
+        return goal
     aside = goal.with_name(f".{goal.name}.{os.getpid()}.part")
     try:
         aside.write_text(text, encoding="utf-8")
         aside.replace(goal)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(goal)) from error  # nobody asked for the one aside
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
     return goal
+
+
+def _is_page(data: bytes) -> bool:
+    return data[: len(START)].lower() == START
+
+
+def _start(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(len(START))

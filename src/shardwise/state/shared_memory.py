@@ -56,6 +56,8 @@ def share_(x: T) -> T:
     Whatever has the same storage follows: parameters, their views, what FSDP keeps of them. Every rank may call it by
     itself. Memory is taken from /dev/shm.
     """
+    if not (x is None or isinstance(x, nn.Module | Mapping | list | tuple) or is_tensor(x)):
+        raise TypeError(f"share_ takes a tensor, a module, or a dict or list of tensors, not a {type(x).__name__}")
     for tensor in _tensors(x):
         if tensor.device.type != "cpu":
             raise ExchangeError(f"share_: only tensors of the CPU can be in shared memory, not of {tensor.device}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -17,6 +20,7 @@ from typing import Any
 from shardwise.errors import ExchangeError
 
 Pipes = list[tuple[Connection, Connection]]
+PR_SET_PDEATHSIG = 1  # of Linux
 Report = tuple[float, str | None, Any]  # when, the traceback of what went wrong, what was returned
 
 
@@ -63,7 +67,7 @@ def _run(
     fork = multiprocessing.get_context("fork")
     pipes: Pipes = [fork.Pipe(duplex=False) for _ in range(count)]
     together = not dying  # else the others cannot meet at the end
-    start = [(rank, work, store, patience, pipes, together) for rank in range(count)]
+    start = [(rank, work, store, patience, pipes, together, os.getpid()) for rank in range(count)]
     processes = [fork.Process(target=_rank, args=args, daemon=True) for args in start]
     try:
         with warnings.catch_warnings():
@@ -79,10 +83,13 @@ def _run(
             process.join()
 
 
-def _rank(rank: int, work: Callable[[int], Any], store: str, patience: float, pipes: Pipes, together: bool) -> None:
+def _rank(
+    rank: int, work: Callable[[int], Any], store: str, patience: float, pipes: Pipes, together: bool, parent: int
+) -> None:
     """The life of one rank: meet, work, report, and leave together."""
     import torch.distributed as dist
 
+    _end_with(parent)
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
         end.close()  # or nobody would see that another rank died
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -99,6 +106,14 @@ def _rank(rank: int, work: Callable[[int], Any], store: str, patience: float, pi
     finally:
         pipe.close()
         os._exit(0)  # no handler of the parent runs here
+
+
+def _end_with(parent: int) -> None:
+    """Where the system can do so: be killed as soon as the parent is no more, which may have been killed, too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was faster
+            os._exit(1)
 
 
 def _results(pipes: Pipes, deadline: float, dying: Collection[int]) -> list[Any]:

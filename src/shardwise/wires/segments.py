@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange.pages import give_back, outside_inference
+from shardwise.exchange.pages import available, give_back, outside_inference
 from shardwise.wires.post import Key, Post, close
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it
 HANDED, DROPPED = range(2)  # kinds of packets of wire 0: a segment, by its number; which segments are no more
 SHM = "/dev/shm"
+LARGE = 2**26  # bytes that it takes longer to give than to ask whether they are there
 
 _numbers = count(1)
 
@@ -42,6 +43,8 @@ class Segment:
     def made(size: int) -> Segment:
         """A new one. All of it is there, so that no write into it can fail."""
         size = max(size, 1)
+        if size > LARGE and size > (most := available()):  # the system would try, and kill somebody for it
+            raise SharedMemoryError(f"{size} bytes of shared memory cannot be had: {most} bytes of memory are left")
         try:
             file = os.memfd_create("shardwise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:

@@ -10,6 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -53,15 +54,16 @@ class DcpWriter:
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
         """Its archives, one after the other, unless an earlier try at the same has written them."""
         items, at, name = list[Item](), 0, self._file(me)
+        values = contents.values if me == self._owners[0] else {}
         earlier = _listed(self.folder, name)
-        if earlier is not None:
+        if [item[:3] for item in earlier] == _asked(parts, values) and earlier:
             return earlier
         with self.folder.write(name) as file:
             for part in parts:
                 size = write_archive(file, Stored("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
                 items.append(Item(part.name, part.box.lo, part.shape, name, at, size))
                 at += size
-            for key, value in contents.values.items() if me == self._owners[0] else ():
+            for key, value in values.items():
                 data = saved(value)
                 file.write(data)
                 items.append(Item(key, None, (), name, at, len(data)))
@@ -88,13 +90,25 @@ def _list(items: Sequence[Item]) -> bytes:
     return text + END.pack(len(text), MAGIC)
 
 
-def _listed(folder: Folder, name: str) -> list[Item] | None:
-    """The items of a file; None where there is none."""
+def _listed(folder: Folder, name: str) -> list[Item]:
+    """The items of a file; none where they do not fill it, or cannot be read."""
     end = folder.tail(name, END.size)
     if len(end) < END.size or END.unpack(end)[1] != MAGIC:
-        return None
+        return []
     text = folder.tail(name, END.size + END.unpack(end)[0])[: -END.size]
-    return [Item(key, lo and tuple(lo), tuple(shape), *where) for key, lo, shape, *where in json.loads(text)]
+    with suppress(ValueError, TypeError):
+        items = [
+            Item(key, None if lo is None else tuple(lo), tuple(shape), *where)
+            for key, lo, shape, *where in json.loads(text)
+        ]
+        if folder.has(name, b"PK", sum(item.size for item in items) + len(text) + END.size):
+            return items
+    return []
+
+
+def _asked(parts: Sequence[Part], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What a file is to have, as its list begins."""
+    return [(part.name, part.box.lo, part.shape) for part in parts] + [(key, None, ()) for key in values]
 
 
 def _metadata(items: Sequence[Item], contents: Contents) -> Any:
