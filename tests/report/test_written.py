@@ -42,7 +42,7 @@ def test_a_page_that_cannot_be_written_ends_with_code_2(monkeypatch, tmp_path, c
 @pytest.mark.parametrize("option", ["--html", "--json"])
 def test_what_cannot_be_written_whole_leaves_what_was_there(monkeypatch, tmp_path, capsys, option):
     path = tmp_path / "earlier"
-    path.write_text("as it was")
+    path.write_text("<!doctype html>as it was")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -50,7 +50,7 @@ def test_what_cannot_be_written_whole_leaves_what_was_there(monkeypatch, tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"File too large: '{path}'" in capsys.readouterr().err
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"earlier": "as it was"}
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"earlier": "<!doctype html>as it was"}
 
 
 def test_a_link_stays_one_and_what_it_leads_to_is_written(monkeypatch, tmp_path):
