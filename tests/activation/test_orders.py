@@ -40,21 +40,17 @@ def test_backward_may_ask_in_another_order_on_another_rank(ranks, count):  # noq
     ranks(count, run)
 
 
-def test_passes_in_another_order_on_another_rank_are_an_error_at_most(ranks):  # noqa: F811
+def test_backward_passes_of_two_modules_may_come_in_another_order_on_another_rank(ranks):  # noqa: F811
     def run(rank):
         module, other = resharded(Product(), line()), resharded(Product(), line())
         leaves = [X.clone().requires_grad_(), (X + 1).requires_grad_()]
         outputs = [module(leaves[0]), other(leaves[1])]
         plain = [step(Product(), x)[1] for x in (X, X + 1)]
-        try:
-            for which in (0, 1) if rank == 0 else (1, 0):
-                pull(outputs[which])
-        except sw.ExchangeError as error:
-            return str(error)
+        for which in (0, 1) if rank == 0 else (1, 0):
+            pull(outputs[which])
         same([leaf.grad for leaf in leaves], plain)
-        return "waiting for nothing any more"
 
-    assert all("waiting for" in found for found in ranks(2, run, patience=8, dying=(9,)))
+    ranks(2, run)
 
 
 def test_one_module_whose_calls_go_back_in_another_order_is_an_error_on_all_ranks(ranks):  # noqa: F811

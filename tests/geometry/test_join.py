@@ -1,6 +1,7 @@
 """Boxes that meet, and cells that no box holds, against all pairs and painted arrays."""
 
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,10 +13,27 @@ from rectangles import box_lists, boxes, full_shapes, sides, tilings
 from shardwise.geometry import Box, gaps, join, spread
 
 
+JOIN = sys.modules["shardwise.geometry.join"]  # the function has the module's name
+
+
 def joined(left, right, ndim):
     """The pairs that join reports, sorted; each once or it shows."""
     found = join(as_boxes(left, ndim), as_boxes(right, ndim))
     return sorted(zip(*(side.tolist() for side in found), strict=True))
+
+
+def joined_by_cuts(left, right, ndim, leaf):
+    """The same where space is cut however few boxes there are, until at most `leaf` pairs are left in a region."""
+    with patch.multiple(JOIN, FEW=0, LEAF=leaf):
+        return joined(left, right, ndim)
+
+
+def check(left, right, ndim):
+    """Every way of joining finds the pairs that meet, each once."""
+    expected = pairs_that_meet(left, right)
+    assert joined(left, right, ndim) == expected
+    for leaf in (0, 3, JOIN.LEAF):
+        assert joined_by_cuts(left, right, ndim, leaf) == expected
 
 
 def shifted(box, by):
@@ -44,14 +62,14 @@ def scattered(draw):
 @settings(max_examples=60)
 def test_join_finds_every_pair_that_shares_a_cell_once(case):
     ndim, left, right = case
-    assert joined(left, right, ndim) == pairs_that_meet(left, right)
+    check(left, right, ndim)
 
 
 @given(scattered())
 @settings(max_examples=60)
 def test_join_works_far_out_and_for_sizes_that_differ_widely(case):
     ndim, left, right = case
-    assert joined(left, right, ndim) == pairs_that_meet(left, right)
+    check(left, right, ndim)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
@@ -60,20 +78,22 @@ def test_join_of_crowded_lists_agrees_with_trying_all_pairs(seed, ndim):
     random = np.random.default_rng(seed)
     lists = []
     for _ in range(2):
-        lo = random.integers(0, 60, (50, ndim))
-        hi = lo + random.integers(1, random.choice([3, 30], (50, 1)) + 1, (50, ndim))
+        lo = random.integers(0, 60, (70, ndim))  # 4,900 pairs: beyond FEW
+        hi = lo + random.integers(1, random.choice([3, 30], (70, 1)) + 1, (70, ndim))
         lists.append([Box(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True)])
-    assert joined(*lists, ndim) == pairs_that_meet(*lists)
+    check(*lists, ndim)
 
 
 def test_rows_meet_columns_in_every_pair():
     rows = [Box((i, 0), (i + 1, 40)) for i in range(30)]
     columns = [Box((0, i), (30, i + 1)) for i in range(40)]
-    assert joined(rows, columns, 2) == [(i, j) for i in range(30) for j in range(40)]
+    check(rows, columns, 2)
+    assert len(joined(rows, columns, 2)) == 1200
 
 
 def test_boxes_of_zero_dims_all_meet():
-    assert joined([Box((), ())] * 2, [Box((), ())] * 3, 0) == [(i, j) for i in range(2) for j in range(3)]
+    check([Box((), ())] * 2, [Box((), ())] * 3, 0)
+    assert len(joined([Box((), ())] * 2, [Box((), ())] * 3, 0)) == 6
 
 
 @pytest.mark.parametrize("ndim", [0, 1, 3])
@@ -87,7 +107,7 @@ def test_nothing_meets_nothing(ndim):
 def test_join_does_not_depend_on_where_the_origin_is(case):
     ndim, left, right = case
     far = [[shifted(box, 10**5) for box in side] for side in (left, right)]
-    assert joined(*far, ndim) == pairs_that_meet(left, right)
+    check(*far, ndim)
 
 
 # --- work, counted and not timed -------------------------------------------------------------------------------------
@@ -103,7 +123,7 @@ def work(monkeypatch):
         assert total[0] < 2_000_000, "join takes far more than linear work"
         return spread(counts)
 
-    monkeypatch.setattr(sys.modules["shardwise.geometry.join"], "spread", counting)
+    monkeypatch.setattr(JOIN, "spread", counting)
     return total
 
 
@@ -118,6 +138,13 @@ def test_tilings_are_joined_in_near_linear_work(work):
     right = [Box(b.lo, b.hi) for b in square(40)][::-1]
     assert len(joined(left, right, 2)) == 1600
     assert work[0] < 60 * 3200
+
+
+def test_tiles_are_twice_the_size_of_a_box_wherever_the_boxes_are():
+    far = as_boxes([shifted(box, 1000) for box in square(40)], 2)
+    tiles = JOIN._Buckets.tiled(far.count, far).region
+    np.testing.assert_array_equal(tiles.hi - tiles.lo, 20)
+    assert tiles.count == 400
 
 
 def test_strips_are_joined_in_near_linear_work(work):

@@ -190,6 +190,35 @@ def test_an_error_in_the_middle_breaks_the_group_for_all(ranks):  # noqa: F811
     assert max(took for _, _, took in reports) < 15
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "out"])
+@pytest.mark.parametrize("wire", ["auto", "group"])
+def test_the_error_says_whether_out_may_be_partly_written(ranks, given, wire):  # noqa: F811
+    source, target = BIG
+
+    def notes(call):
+        with pytest.raises(sw.ExchangeError) as caught:
+            call()
+        return "\n".join(caught.value.__notes__)
+
+    def run(rank):
+        x = rows(rank, source, np.ones(source.shape, dtype=np.float32))
+        out = torch.zeros(target.local_shape(rank)) if given else None
+        refused = notes(lambda: sw.reshard(x, target if rank else source, out=out, wire=wire))
+        if rank == 1:
+            from shardwise.exchange import Views
+
+            Views.pack = _out_of_luck
+            with pytest.raises(ZeroDivisionError):
+                sw.reshard(x, target, out=out, wire=wire)
+            return refused, None
+        return refused, notes(lambda: sw.reshard(x, target, out=out, wire=wire))
+
+    reports = ranks(4, run, patience=6, dying=(9,))
+    for refused, broken in reports:
+        assert "partly written" not in refused  # nothing was written: the ranks did not agree
+        assert broken is None or ("what was given as out= may be partly written" in broken) == given
+
+
 def _out_of_luck(*_, **__):
     raise ZeroDivisionError
 
