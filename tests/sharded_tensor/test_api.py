@@ -160,10 +160,10 @@ def test_a_size_of_none_is_computed_for_any_dim_and_number_of_shards(ranks):  # 
         assert tuple(ours.init_from_local_shards([rows_of], None, 7).size()) == (6, 7)
         return {
             "other": refused(ValueError, lambda: ours.init_from_local_shards(shards, 5, None)),
-            "two": refused(ValueError, lambda: ours.init_from_local_shards(shards, None, None)),
+            "widths": refused(ValueError, lambda: ours.init_from_local_shards(shards, None, None)),
         }
 
-    same_refusals(ranks(3, run), other="size (4, 7)", two="only one dim")
+    same_refusals(ranks(3, run), other="size (4, 7)", widths="exceeds tensor dim")
 
 
 def test_sizes_with_none_have_as_many_dims_as_the_shards(ranks):  # noqa: F811

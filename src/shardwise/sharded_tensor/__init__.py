@@ -1,6 +1,6 @@
 """The familiar names of torch.distributed._shard, on top of layouts and plans."""
 
-from shardwise.sharded_tensor.api import ShardedTensor
+from shardwise.sharded_tensor.api import ShardedTensor, ShardedTensorBase, _create_tensor_from_params
 from shardwise.sharded_tensor.factories import (
     _shard_tensor,
     empty,
@@ -10,6 +10,7 @@ from shardwise.sharded_tensor.factories import (
     pre_load_state_dict_hook,
     rand,
     randn,
+    shard_parameter,
     shard_tensor,
     state_dict_hook,
     zeros,
@@ -54,9 +55,11 @@ __all__ = [
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
+    "ShardedTensorBase",
     "ShardedTensorMetadata",
     "ShardingSpec",
     "TensorProperties",
+    "_create_tensor_from_params",
     "_flatten_tensor_size",
     "_infer_sharding_spec_from_shards_metadata",
     "_parse_and_validate_remote_device",
@@ -83,6 +86,7 @@ __all__ = [
     "recalc_global_sharded_tensor_metadata",
     "reshard_local_shard",
     "reshuffle_local_shard",
+    "shard_parameter",
     "shard_tensor",
     "state_dict_hook",
     "validate_non_overlapping_shards_metadata",

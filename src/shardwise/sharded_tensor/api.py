@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from operator import add
 from typing import Any
 from warnings import warn
 
@@ -14,10 +15,17 @@ import torch.distributed as dist
 import shardwise.tensor.sharded as plain
 from shardwise.dtensor import in_order, torchs_sharded
 from shardwise.errors import ExchangeError
+from shardwise.geometry import Box
 from shardwise.sharded_tensor.kind import BySpec, Group, Target, Tensors
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties, same_device
+from shardwise.sharded_tensor.metadata import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    same_device,
+)
 from shardwise.sharded_tensor.pickling import loaded, place
-from shardwise.sharded_tensor.said import concluded, refuse, said
+from shardwise.sharded_tensor.said import checked_metadata, concluded, refuse, said
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
 from shardwise.tensor.held import Held
@@ -26,7 +34,22 @@ from shardwise.tensor.together import together
 from shardwise.tensor.work import Options
 
 
-class ShardedTensor(plain.ShardedTensor):
+class ShardedTensorBase(plain.ShardedTensor):
+    """torch's base class of ShardedTensor: makes one where there is no process group."""
+
+    @staticmethod
+    def _init_from_local_shards_and_global_metadata(
+        local_shards: Sequence[Any], sharded_tensor_metadata: Any, sharding_spec: Any = None
+    ) -> ShardedTensor:
+        """From shards of any ranks and the metadata of all. No process group is asked: the shards are believed."""
+        metadata = checked_metadata(sharded_tensor_metadata)
+        spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+        kind = BySpec.by_metadata(metadata, spec, None)
+        own = tuple(ShardMetadata.of(shard.metadata) for shard in local_shards)
+        return replace(kind, own=own).holding([shard.tensor for shard in local_shards])
+
+
+class ShardedTensor(ShardedTensorBase):
     """A tensor that is sharded by a spec: `ShardedTensor(spec, 8, 6)` has shards of this rank that are not filled.
 
     It is a `shardwise.ShardedTensor` that also knows its spec and metadata, with the methods that torch's has.
@@ -116,10 +139,8 @@ class ShardedTensor(plain.ShardedTensor):
         sharding_spec: Any = None,
     ) -> ShardedTensor:
         """From this rank's shards and the metadata of all, ours or torch's. Nothing is sent: each rank is believed."""
-        metadata, me = ShardedTensorMetadata.of(sharded_tensor_metadata), dist.get_rank()
-        if not metadata.shards_metadata:
-            raise ValueError("shards_metadata must not be empty!")
-        refuse(init_rrefs, metadata.tensor_properties.layout)
+        metadata, me = checked_metadata(sharded_tensor_metadata), dist.get_rank()
+        refuse(init_rrefs)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         kind = BySpec.by_metadata(metadata, spec, process_group)
         check_owners(kind.layout, process_group)
@@ -133,7 +154,7 @@ class ShardedTensor(plain.ShardedTensor):
             check_local_tensor(tensor, shard, metadata.tensor_properties, me)
         return kind.holding(tensors)
 
-    _init_from_local_shards_and_global_metadata = init_from_local_shards_and_global_metadata
+    _init_from_local_shards_and_global_metadata = init_from_local_shards_and_global_metadata  # type: ignore[assignment]
 
     @staticmethod
     def from_torch(other: Any) -> ShardedTensor:
@@ -186,6 +207,38 @@ class ShardedTensor(plain.ShardedTensor):
         """The spec by which it is sharded."""
         return self._kind.spec
 
+    @property
+    def _metadata(self) -> ShardedTensorMetadata:
+        """Under the name that code written for torch looks for."""
+        return self.metadata()
+
+    @_metadata.setter
+    def _metadata(self, metadata: Any) -> None:
+        found = BySpec.by_metadata(ShardedTensorMetadata.of(metadata), self.sharding_spec(), self.group)
+        self._take_over(replace(found, own=self._kind.own))
+
+    @property
+    def _sharding_spec(self) -> Any:
+        """Under the name that code written for torch looks for."""
+        return self.sharding_spec()
+
+    @_sharding_spec.setter
+    def _sharding_spec(self, spec: Any) -> None:
+        found = BySpec.by(spec, self.shape, self.group, self._kind.properties)
+        self._take_over(replace(self._kind, layout=found.layout, spec=spec))
+
+    def _take_over(self, kind: BySpec) -> None:
+        """Other metadata or another spec, if they say the same of where the cells are."""
+        if kind.layout != self.layout:
+            raise ValueError(
+                f"the tensor lies as {self.layout}, but that says {kind.layout}: reshard(spec) moves it there"
+            )
+        self._become(kind, in_order(self._local_shards, kind.mine, self.shape), self._stand_in)
+
+    def remote_shards(self) -> dict[int, list[Any]]:
+        """Never there, as in torch without `init_rrefs`: `gather` and `reshard` bring what is needed."""
+        raise RuntimeError("ShardedTensor created with init_rrefs=False, no RRefs to remote shards available")
+
     def local_shards(self) -> list[Shard]:
         """This rank's shards, none on a rank that holds nothing."""
         return self._local_shards
@@ -226,7 +279,10 @@ class ShardedTensor(plain.ShardedTensor):
         call = called(Held.of(self), target, Options(), group=self.group)
         assert call is not None, "every rank of the group has a part in it"
         found, stand_in = result_of(call.run())
-        return self._become(found.kind.having(requires_grad=call.work.followed), found.shards, stand_in)
+        if resharding_spec == self.sharding_spec():  # all ranks ask for that, as is known now
+            return self
+        kind = found.kind.by_rank().having(requires_grad=call.work.followed)
+        return self._become(kind, found.shards, stand_in)
 
     def backward(self) -> None:
         """Take part in the backward pass on a rank that holds nothing since `reshard`: it has nothing to call it on.
@@ -303,15 +359,34 @@ class ShardedTensor(plain.ShardedTensor):
         mine = self._kind.device or device
         return same_device(mine, device) and all(other.type == device.type for other in self._kind.devices)
 
+    def __repr__(self) -> str:
+        """Where no process group says which rank this is: what it holds."""
+        if self._kind.own is None:
+            return super().__repr__()
+        corners = [(m.shard_offsets, m.shard_sizes) for m in self._kind.own]
+        boxes = [Box(tuple(lo), tuple(map(add, lo, size))) for lo, size in corners]
+        return f"ShardedTensor({self.layout.brief()}, {self.dtype}, this process holds {', '.join(map(str, boxes))})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """Copied shards with metadata of their own, in the same group."""
         metadata, spec = deepcopy(self.metadata(), memo), deepcopy(self.sharding_spec(), memo)
-        kind = BySpec(self.layout, metadata, spec, self.group)
+        kind = replace(self._kind, metadata=metadata, spec=spec, own=deepcopy(self._kind.own, memo))
         return kind.holding([deepcopy(shard, memo) for shard in self.shards])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled with its place in the group: it can only be loaded there, see `load_with_process_group`."""
         return loaded, (self.metadata(), self.sharding_spec(), self.shards, place(self.group))
+
+
+def _create_tensor_from_params(*size: Any, local_device: Any, tensor_properties: Any) -> torch.Tensor:
+    """A tensor that is not filled, with these properties.
+
+    >>> _create_tensor_from_params(2, 3, local_device="cpu", tensor_properties=TensorProperties(torch.int8)).dtype
+    torch.int8
+    """
+    known = tensor_properties
+    how = {"layout": known.layout, "memory_format": known.memory_format, "pin_memory": known.pin_memory}
+    return torch.empty(*size, dtype=known.dtype, device=local_device, requires_grad=known.requires_grad, **how)
 
 
 def _formatted(memory_format: torch.memory_format) -> dict[str, torch.memory_format]:

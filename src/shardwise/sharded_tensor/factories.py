@@ -13,8 +13,9 @@ import shardwise.tensor.sharded as plain
 from shardwise.dtensor import is_torch_sharded
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.api import ShardedTensor
-from shardwise.sharded_tensor.kind import Group, Target
+from shardwise.sharded_tensor.kind import BySpec, Group, Target
 from shardwise.sharded_tensor.metadata import TensorProperties
+from shardwise.sharded_tensor.sharding_spec import ShardingSpec
 from shardwise.sharded_tensor.utils import _raise_if_mismatch
 from shardwise.tensor.held import Held
 from shardwise.tensor.resharding import called, result_of
@@ -81,7 +82,8 @@ def init_from_local_shards(
     """From the shards that the ranks have. Every rank of the group calls, also one that has none.
 
     A None in the size says that the shards lie one after the other along that dim, by rank: their offsets and the size
-    are computed. What is wrong on one rank is raised on all.
+    are computed. Of several Nones the first is that dim (`None, None`: rows, as in torch), and the others are as long
+    as the shards. What is wrong on one rank is raised on all.
     """
     return ShardedTensor._init_from_local_shards(
         local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
@@ -94,16 +96,30 @@ def shard_tensor(
     """The tensor of one rank, sharded by any spec. Every rank of the group calls.
 
     `src_rank` is a rank of the group, as in torch. The other ranks give a tensor of the same size and dtype, or None.
-    The shards are leaves for autograd, followed if the tensor is.
+    The shards are leaves for autograd, followed if the tensor is. A spec that has its own way to `shard` is asked.
     """
-    source, whole = together(
-        "shard_tensor",
-        lambda: _whole(tensor, sharding_spec),
-        lambda told: _source(told, src_rank),
-        group=process_group,
-        src_rank=src_rank,
-    )
+    source, whole = _agreed(tensor, sharding_spec, src_rank, process_group)
+    if whole.sharder is None:
+        return _scattered(tensor, sharding_spec, source, whole, process_group)
+    made = sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group or dist.group.WORLD)
+    torchs = is_torch_sharded(made) and not isinstance(made, plain.ShardedTensor)
+    return ShardedTensor.from_torch(made) if torchs else made
 
+
+_shard_tensor = shard_tensor
+
+
+def shard_by_metadata(
+    tensor: torch.Tensor | None, sharding_spec: Any, src_rank: int = 0, process_group: Group = None
+) -> ShardedTensor:
+    """The same by the metadata that a spec builds: how a spec shards unless it has its own way."""
+    source, whole = _agreed(tensor, sharding_spec, src_rank, process_group)
+    return _scattered(tensor, sharding_spec, source, whole, process_group)
+
+
+def _scattered(
+    tensor: torch.Tensor | None, sharding_spec: Any, source: int, whole: Whole, process_group: Group
+) -> ShardedTensor:
     def mine() -> plain.ShardedTensor | None:
         layout = Layout.replicated(whole.size, [source])
         return (
@@ -117,7 +133,19 @@ def shard_tensor(
     return found.requires_grad_(whole.requires_grad)
 
 
-_shard_tensor = shard_tensor
+def shard_parameter(
+    module: torch.nn.Module, param_name: str, sharding_spec: Any, src_rank: int = 0, process_group: Group = None
+) -> None:
+    """Replace a parameter of a module by a ShardedTensor of it: see `shard_tensor`. Every rank of the group calls."""
+    if not hasattr(module, param_name):
+        raise AttributeError(f"{type(module).__name__} has no attribute `{param_name}`")
+    tensor = getattr(module, param_name)
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(
+            f"Expected {type(module).__name__}.{param_name} to be a Tensor, but found {type(tensor).__name__}"
+        )
+    sharded: Any = shard_tensor(tensor, sharding_spec, src_rank, process_group)
+    module.register_parameter(param_name, torch.nn.Parameter(sharded))
 
 
 class Whole(NamedTuple):
@@ -126,6 +154,27 @@ class Whole(NamedTuple):
     size: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    layout: Layout
+    sharder: str | None = None  # the class of a spec that has its own way to shard
+
+
+class Told(NamedTuple):
+    """What a rank gives, and of which one the tensor is to be taken."""
+
+    src_rank: int
+    whole: Whole | None
+
+
+def _agreed(tensor: torch.Tensor | None, spec: Any, src_rank: int, group: Group) -> tuple[int, Whole]:
+    """The global rank that has the tensor, and what it is. Ranks that give something else are told."""
+    return together("shard_tensor", lambda: Told(src_rank, _whole(tensor, spec)), _source, group=group)
+
+
+def _sharder(spec: Any) -> str | None:
+    """The class of a spec that has its own way to shard: neither ours nor torch's."""
+    shard = getattr(type(spec), "shard", None)
+    known = shard in (None, ShardingSpec.shard) or str(getattr(shard, "__module__", "")).startswith("torch.")
+    return None if known else type(spec).__qualname__
 
 
 def _whole(tensor: torch.Tensor | None, spec: Any) -> Whole | None:
@@ -137,23 +186,35 @@ def _whole(tensor: torch.Tensor | None, spec: Any) -> Whole | None:
         raise TypeError(f"only a tensor can be sharded, not {tensor!r}")
     if tensor.layout != torch.strided:
         raise ValueError(f"Only torch.strided layout is currently supported, not {tensor.layout}")
-    return Whole(tensor.size(), tensor.dtype, tensor.requires_grad)
+    return Whole(
+        tensor.size(), tensor.dtype, tensor.requires_grad, BySpec.by(spec, tensor.size()).layout, _sharder(spec)
+    )
 
 
-def _source(told: dict[int, Whole | None], src_rank: int) -> tuple[int, Whole]:
+def _source(told: dict[int, Told]) -> tuple[int, Whole]:
     """The rank that has the tensor, and what it is; others may have one only if it is the same."""
+    (first, (src_rank, _)), *_ = told.items()
+    for rank, other in told.items():
+        _raise_unless_same("src_rank", (first, src_rank), (rank, other.src_rank))
     ranks = list(told)
     if src_rank not in range(len(ranks)):
         raise ValueError(f"src_rank={src_rank} is not in the group: it has {len(ranks)} ranks")
     source = ranks[int(src_rank)]
-    whole = told[source]
+    whole = told[source].whole
     if whole is None:
         raise ValueError(f"rank {source} is the one to give the tensor (src_rank={src_rank}), but gave None")
-    for rank, other in told.items():
-        if other is not None:
-            _raise_if_mismatch(whole.size, other.size, "size", (source, rank), is_local=False)
-            _raise_if_mismatch(whole.dtype, other.dtype, "dtype", (source, rank), is_local=False)
+    for rank, (_, given) in told.items():
+        if given is not None:
+            _raise_if_mismatch(whole.size, given.size, "size", (source, rank), is_local=False)
+            _raise_if_mismatch(whole.dtype, given.dtype, "dtype", (source, rank), is_local=False)
+            _raise_unless_same("sharding_spec", (source, whole.layout), (rank, given.layout))
+            _raise_unless_same("sharding_spec", (source, whole.sharder), (rank, given.sharder))
     return source, whole
+
+
+def _raise_unless_same(what: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:
+    if one[1] != other[1]:
+        raise ValueError(f"{what}={one[1]} on rank: {one[0]} does not match with {what}={other[1]} on rank: {other[0]}")
 
 
 def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:

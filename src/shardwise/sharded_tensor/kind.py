@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import RemoteDevice, Shards, owner_of
+from shardwise.dtensor import RemoteDevice, Shards, owner_of, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 
@@ -27,6 +27,7 @@ class BySpec(Shards):
     """The kind of such ShardedTensors. The properties of the tensor are in its metadata."""
 
     everywhere: bool = False  # ranks that hold nothing get a container, too
+    own: tuple[ShardMetadata, ...] | None = None  # what this process holds, where no process group says its rank
 
     @classmethod
     def by(
@@ -59,6 +60,11 @@ class BySpec(Shards):
         return properties
 
     @cached_property
+    def mine(self) -> list[Any]:
+        """The metadata of this process's shards."""
+        return shards_of(self.metadata, dist.get_rank()) if self.own is None else list(self.own)
+
+    @cached_property
     def devices(self) -> list[torch.device]:
         """Of all shards."""
         return [shard.placement.device() for shard in self.metadata.shards_metadata]
@@ -72,10 +78,20 @@ class BySpec(Shards):
 
     def on(self, device: torch.device) -> Self:
         """The same on other devices. Of those of other ranks only the kind is known."""
-        me = dist.get_rank()
-        shards = [_placed(m, device if owner_of(m) == me else device.type) for m in self.metadata.shards_metadata]
+        here = set(map(owner_of, self.mine))
+        shards = [_placed(m, device if owner_of(m) in here else device.type) for m in self.metadata.shards_metadata]
         spec = _infer_sharding_spec_from_shards_metadata(shards)
-        return replace(self, metadata=replace(self.metadata, shards_metadata=shards), spec=spec)
+        own = None if self.own is None else tuple(_placed(m, device) for m in self.own)
+        return replace(self, metadata=replace(self.metadata, shards_metadata=shards), spec=spec, own=own)
+
+    def by_rank(self) -> Self:
+        """The same with the shards listed by rank, empty ones at the end of their dim: as torch does after a reshard.
+
+        Shards of one rank keep their order.
+        """
+        size = self.metadata.size
+        shards = [inside(m, size) for m in sorted(self.metadata.shards_metadata, key=owner_of)]
+        return replace(self, metadata=replace(self.metadata, shards_metadata=shards))
 
     def closed(self, tensors: Tensors) -> ShardedTensor | None:
         """A ShardedTensor; None on a rank that holds nothing, unless it is to be everywhere."""
@@ -104,6 +120,12 @@ def _placed(shard: ShardMetadata, device: torch.device | str) -> ShardMetadata:
     placed = copy(shard)
     placed.placement = _at(shard.placement, str(device))
     return placed
+
+
+def inside(shard: Any, size: Sequence[int]) -> ShardMetadata:
+    """The shard at the end of its dim, where it is empty and lies past that."""
+    offsets = [min(lo, most) for lo, most in zip(shard.shard_offsets, size, strict=True)]
+    return ShardMetadata(offsets, shard.shard_sizes, shard.placement)
 
 
 @lru_cache(maxsize=2**15)

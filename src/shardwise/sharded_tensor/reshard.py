@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.dtensor import owner_of
-from shardwise.sharded_tensor.kind import BySpec, Target
+from shardwise.sharded_tensor.kind import BySpec, Target, inside
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.held import Held
@@ -39,12 +39,8 @@ def build_reshard_metadata(
     Where ranks have several shards, or numbers beyond the world size (those of a sub-group), the list has all shards
     in the order of their ranks instead.
     """
-    shards = [
-        ShardMetadata(
-            [min(lo, most) for lo, most in zip(m.shard_offsets, st_size, strict=True)], m.shard_sizes, m.placement
-        )
-        for m in sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
-    ]
+    built = sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
+    shards = [inside(m, st_size) for m in built]
     ranks = [owner_of(shard) for shard in shards]
     if len(set(ranks)) < len(ranks) or max(ranks) >= world_size:
         return sorted(shards, key=owner_of), ranks

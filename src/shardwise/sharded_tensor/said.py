@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 from shardwise.sharded_tensor.kind import BySpec, Group
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
-from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
+from shardwise.sharded_tensor.sharding_spec import (
+    _infer_sharding_spec_from_shards_metadata,
+    check_tensor,
+    validate_non_overlapping_shards_metadata,
+)
 from shardwise.sharded_tensor.utils import (
     _flatten_tensor_size,
     _raise_if_mismatch,
@@ -35,8 +39,6 @@ def said(local_shards: Any, global_size: Sequence[Any], group: Group, init_rrefs
     dims = list(global_size[0] if one else global_size)
     size = _flatten_tensor_size([0 if dim is None else dim for dim in dims])
     known = tuple(None if dim is None else length for dim, length in zip(dims, size, strict=True))
-    if known.count(None) > 1:
-        raise ValueError(f"only one dim of the size can be None, to be computed from the shards, found {known}")
     for shard in shards:
         if len(shard.metadata.shard_sizes) != len(size):
             raise ValueError(f"{shard.metadata} is no shard of a tensor with {len(size)} dims: the size is {known}")
@@ -51,7 +53,7 @@ def concluded(told: dict[int, Said], group: Group) -> BySpec:
     for rank, (other, _) in told.items():
         _raise_if_mismatch(size, other, "global_size", (first, rank), is_local=False)
     gathered = [told[rank][1] if rank in told else None for rank in range(max(told) + 1)]
-    computed = size.index(None) if None in size else None
+    computed = size.index(None) if None in size else None  # further ones are as long as the shards
     _check_offsets(gathered, computed)
     metadata = build_global_metadata(gathered, computed is not None, computed or 0)
     if any(said not in (None, found) for said, found in zip(size, metadata.size, strict=True)):
@@ -68,6 +70,17 @@ def _check_offsets(gathered: Sequence[ShardedTensorMetadata | None], computed: i
             f"all {len(filled)} shards overlap at the first cell: give each its shard_offsets, or a None in the size "
             f"for the dim along which they lie one after the other"
         )
+
+
+def checked_metadata(metadata: Any) -> ShardedTensorMetadata:
+    """Metadata of all shards, ours or torch's, if they are those of a whole tensor."""
+    found = ShardedTensorMetadata.of(metadata)
+    if not found.shards_metadata:
+        raise ValueError("shards_metadata must not be empty!")
+    refuse(init_rrefs=False, layout=found.tensor_properties.layout)
+    validate_non_overlapping_shards_metadata(found.shards_metadata)
+    check_tensor(found.shards_metadata, found.size)
+    return found
 
 
 def refuse(init_rrefs: bool, layout: torch.layout = torch.strided) -> None:

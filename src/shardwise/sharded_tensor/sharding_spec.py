@@ -40,10 +40,10 @@ class ShardingSpec(ABC):
         """The shards of a tensor of that size."""
 
     def shard(self, tensor: torch.Tensor | None, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The tensor of one rank as a ShardedTensor: see `shard_tensor`."""
-        from shardwise.sharded_tensor.factories import shard_tensor  # which knows specs
+        """The tensor of one rank as a ShardedTensor: see `shard_tensor`, which asks a subclass that has its own way."""
+        from shardwise.sharded_tensor.factories import shard_by_metadata  # which knows specs
 
-        return shard_tensor(tensor, self, src_rank, process_group)
+        return shard_by_metadata(tensor, self, src_rank, process_group)
 
     def kind_for(self, shape: Sequence[int], group: Any) -> Any:
         """How a tensor of that shape lies: so a spec can be asked for in `shardwise.reshard`."""
