@@ -10,6 +10,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 LAYERS = [
+    "quoting",
     "errors",
     "geometry",
     "notation",

@@ -12,9 +12,11 @@ ShardwiseError
 
 from __future__ import annotations
 
+from shardwise.quoting import printable
+
 
 class ShardwiseError(Exception):
-    """Everything that the library raises on purpose.
+    """Everything that the library raises on purpose. Its text never has control characters, whatever names are in it.
 
     >>> import shardwise as sw
     >>> try:
@@ -23,6 +25,13 @@ class ShardwiseError(Exception):
     ...     print(error)
     no dim 2 in a tensor of shape (8, 6): dims are 0..1 (or -2..-1)
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+    def add_note(self, note: str, /) -> None:
+        """As text that a terminal may show."""
+        super().add_note(printable(note))
 
 
 class LayoutError(ShardwiseError, ValueError):

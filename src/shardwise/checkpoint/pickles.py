@@ -2,6 +2,10 @@
 
 A pickle is a small program. Before it is run, its instructions are checked against a list; what it may name is a table
 of stand-ins, so that nothing is ever imported for it; and no stand-in can be changed by it, or calls anything.
+
+A few bytes cannot ask for much work either. Tuples are the only containers that Python hashes by walking them, and a
+tuple of tuples that are used again and again takes forever. So the instructions that make tuples are followed by a call
+of ours, where they do not plainly make small ones: a tuple with much in it then comes out as one that has no hash.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from shardwise.checkpoint.standins import (
     COPIES,
     KNOWN,
     Call,
+    Frozen,
     Holder,
     Names,
     Ordered,
@@ -26,11 +31,14 @@ from shardwise.checkpoint.standins import (
     Sealed,
     Storage,
     StorageKind,
+    Wide,
+    frozen,
     sizes,
 )
 from shardwise.errors import CheckpointError
 
 DEEPEST = 100  # levels of containers
+LIGHT = 256  # values in a tuple, and in the tuples in it, that can be a key
 
 
 class _Unpickler(pickle.Unpickler):
@@ -51,8 +59,10 @@ class _Unpickler(pickle.Unpickler):
             return KNOWN[key]
         _refuse(self._where, module, name)
 
-    def persistent_load(self, pid: Any) -> Storage:
-        """What torch writes instead of the bytes of a storage."""
+    def persistent_load(self, pid: Any) -> Any:
+        """What torch writes instead of the bytes of a storage; or, in a tuple alone, what `_guarded` has us look at."""
+        if type(pid) is tuple and len(pid) == 1:
+            return _looked_at(pid[0])
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], StorageKind):
             raise pickle.UnpicklingError("a storage is not described as torch does it")
         _, kind, key, _, count = pid
@@ -66,6 +76,26 @@ class _Unpickler(pickle.Unpickler):
         if self._left < 0:
             raise pickle.UnpicklingError("it makes more copies than it has bytes")
         return args
+
+
+def _looked_at(value: Any) -> Any:
+    """A tuple, without a hash if that would take long; a list is the items of a frozenset."""
+    if type(value) is list:
+        return frozen(value)
+    if type(value) is not tuple:
+        raise pickle.UnpicklingError("a storage is not described as torch does it")
+    return value if _room(value, LIGHT) >= 0 else Wide(value)
+
+
+def _room(value: tuple[Any, ...], room: int) -> int:
+    """What is left of so much room when the items of a tuple are in it; negative where they do not fit."""
+    room -= len(value)
+    for item in value if room >= 0 else ():
+        if isinstance(item, tuple):
+            room = _room(item, room)
+            if room < 0:
+                break
+    return room
 
 
 def _refuse(where: str, module: str, name: str) -> NoReturn:
@@ -91,8 +121,7 @@ def unpickle(data: bytes, where: str, more: Names | None = None) -> Any:
     shardwise.errors.CheckpointError: here asks for 'os.system', which is no part of a checkpoint: ...
     """
     try:
-        _check_instructions(data)
-        return _Unpickler(data, where, more or {}).load()
+        return _Unpickler(_guarded(data), where, more or {}).load()
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
@@ -101,19 +130,24 @@ def unpickle(data: bytes, where: str, more: Names | None = None) -> Any:
         ) from error
 
 
-PLAIN = b"(012N\x88\x89]ael)t\x85\x86\x87}dsu\x8f\x90\x91\x94\x93Rb\x81Q"  # instructions of one byte
+PLAIN = b"012]ael)}dsu\x8f\x90\x94\x93Rb\x81Q"  # instructions of one byte
+SCALAR = rb"(?:K.|M..|J.{4}|[N\x88\x89]|G.{8}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
 COUNTED = {  # the bytes of their count
     **dict.fromkeys(b"\x8cC\x8aU", 1),
     **dict.fromkeys(b"XBT\x8b", 4),
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
 }
-FRAME, STOP = 0x95, ord(".")
+FRAME, STOP, TUPLES, FROZENSET = 0x95, ord("."), b"\x85\x86\x87t", 0x91
+LOOK = b"\x85Q"  # put what is on the stack into a tuple, and have `persistent_load` look at it
 
 
-def _check_instructions(data: bytes) -> None:
-    """Refuse what no checkpoint needs (extensions, classes made without their names being looked up), counts beyond the
-    end, and numbers in the memo beyond its length: Python would make the memo so long, and fill the memory."""
-    run, at = _harmless(len(data).bit_length()), 0
+def _guarded(data: bytes) -> bytes:
+    """The pickle with calls of ours after tuples that may be large, and in the place of frozensets.
+
+    Refuses what no checkpoint needs (extensions, classes made without their names being looked up), counts beyond the
+    end, and numbers in the memo beyond its length: Python would make the memo so long, and fill the memory.
+    """
+    run, at, done, parts = _harmless(len(data).bit_length()), 0, 0, list[bytes]()
     while True:
         found = run.match(data, at)
         at = found.end() if found else at
@@ -121,12 +155,20 @@ def _check_instructions(data: bytes) -> None:
             raise pickle.UnpicklingError("it is truncated")
         code = data[at]
         if code == STOP:
-            return
-        if code == FRAME:
-            at, stop = at + 9, at + 9 + int.from_bytes(data[at + 1 : at + 9], "little")
-        elif code in COUNTED:
+            return b"".join([*parts, data[done:]]) if parts else data
+        if code in COUNTED:
             body = at + 1 + COUNTED[code]
             at = stop = body + int.from_bytes(data[at + 1 : body], "little")
+        elif code == FRAME:
+            parts.append(data[done:at])  # frames are only hints, and would have other lengths
+            at, stop = at + 9, at + 9 + int.from_bytes(data[at + 1 : at + 9], "little")
+            done = at
+        elif code in TUPLES:
+            parts += data[done : at + 1], LOOK
+            at = done = stop = at + 1
+        elif code == FROZENSET:
+            parts += data[done:at], b"l" + LOOK
+            at = done = stop = at + 1
         else:
             raise pickle.UnpicklingError(f"instruction 0x{code:02x} at byte {at} is refused")
         if stop > len(data):
@@ -135,12 +177,19 @@ def _check_instructions(data: bytes) -> None:
 
 @lru_cache
 def _harmless(bits: int) -> re.Pattern[bytes]:
-    """A run of instructions that are short, in a pickle whose length has so many bits."""
+    """A run of instructions that are short, in a pickle whose length has so many bits.
+
+    Of those that make tuples it has such as make them of scalars (perhaps in a tuple alone), or for one call.
+    """
     top, low = divmod(max(bits, 8) - 1, 8)
     index = b".{%d}[\\x00-\\x%02x]\\x00{%d}" % (top, 2 ** (low + 1) - 1, 3 - top) if top < 4 else b".{4}"
+    plain = b"".join(b"\\x%02x" % code for code in PLAIN)
+    alone = b"(?:(?:\\x94|q.|r%b)?+\\x85)?+" % index
+    small = b"%b(?:\\x85|%b(?:[\\x85\\x86]|%b{1,62}+[\\x85-\\x87]?+)?+)?+" % (SCALAR, SCALAR, SCALAR)
     return re.compile(
-        b"(?:[%b]++|[Khq].|M..|[Jj].{4}|r%b|G.{8}|\\x80.|\\x8a\\x05.{5}|[IFLSVg][^\n]*+\n|p[0-9]{1,%d}\n|c[^\n]*+\n[^\n]*+\n)*+"
-        % (b"".join(b"\\x%02x" % code for code in PLAIN), index, len(str(2**bits))),
+        b"(?:[%b]++|[hq].|j.{4}|r%b|%b%b|\\((?:%b{0,64}+t%b)?+|[\\x85-\\x87t](?=[QR\\x81])"
+        b"|\\x80.|[IFLSVg][^\n]*+\n|p[0-9]{1,%d}\n|c[^\n]*+\n[^\n]*+\n)*+"
+        % (plain, index, small, alone, SCALAR, alone, len(str(2**bits))),
         re.DOTALL,
     )
 
@@ -166,6 +215,9 @@ def check_tree(root: Any, where: str, most: int) -> None:
         raise CheckpointError(f"{where} would have more than {most} values: it refers to the same ones again and again")
 
 
+UNHASHED: dict[type, type] = {tuple: Wide, frozenset: Frozen}
+
+
 def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any:
     """The value without stand-ins: tensors are what `tensor` makes of them. The value has passed `check_tree`."""
     seen = dict[int, Any]()
@@ -185,8 +237,9 @@ def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any
         if isinstance(value, dict):
             items = {settle(key): settle(item) for key, item in value.items()}
             return OrderedDict(items) if isinstance(value, Ordered) else items
-        if type(value) in (list, tuple, set, frozenset):
-            return type(value)(map(settle, value))
+        for kind in (list, tuple, set, frozenset):
+            if type(value) in (kind, UNHASHED.get(kind)):
+                return kind(map(settle, value))
         return value
 
     return settle(value)

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.quoting import brief
+
 MOST = 2**62  # of any number that is a size, an offset or a stride
+MOST_DIMS = 64  # as in numpy and torch
 
 
 class Sealed:
@@ -112,6 +115,26 @@ class Ordered(OrderedDict[Any, Any]):
         pass
 
 
+class Wide(tuple[Any, ...]):
+    """A tuple with too much in it to be a key: to hash it could take forever."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Frozen(frozenset[Any]):
+    """A frozenset that is no key, nor in another one: to compare such could take forever."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
+def frozen(items: Any = ()) -> frozenset[Any]:
+    """A frozenset, which can be a key where it has no containers in it."""
+    found = frozenset(items)
+    return Frozen(found) if any(isinstance(item, tuple | frozenset) for item in found) else found
+
+
 class NumpyType(Sealed):
     """A dtype of numpy; its state can only say that it is little."""
 
@@ -119,12 +142,12 @@ class NumpyType(Sealed):
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch("[biufc][0-9]{1,2}", code):
-            raise pickle.UnpicklingError(f"numpy's dtype {code!r} is not one of plain numbers")
+            raise pickle.UnpicklingError(f"numpy's dtype {brief(code)} is not one of plain numbers")
         self.dtype = np.dtype("<" + code)
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
-            raise pickle.UnpicklingError(f"numpy's byte order {state[1]!r} is not little")
+            raise pickle.UnpicklingError(f"numpy's byte order {brief(state[1])} is not little")
 
 
 class NumpyArray(Holder):
@@ -146,13 +169,13 @@ class NumpyArray(Holder):
 
 def sizes(values: Any) -> tuple[int, ...]:
     """A tuple of whole numbers, none of them negative or absurd."""
-    if type(values) is tuple:
+    if type(values) is tuple and len(values) <= MOST_DIMS:
         for value in values:
             if type(value) is not int or not 0 <= value < MOST:
                 break
         else:
             return values
-    raise pickle.UnpicklingError("sizes, offsets and strides must be tuples of whole numbers")
+    raise pickle.UnpicklingError(f"sizes, offsets and strides must be tuples of at most {MOST_DIMS} whole numbers")
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> SavedTensor:
@@ -209,7 +232,7 @@ def _latin(text: Any = b"", encoding: Any = None) -> bytes:
     if type(text) is bytes:
         return text
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"text as {encoding!r} is not how bytes are written")
+        raise pickle.UnpicklingError(f"text as {brief(encoding)} is not how bytes are written")
     return text.encode("latin1")
 
 
@@ -262,7 +285,7 @@ KNOWN: Names = {
 }
 COPIES: Names = {  # what makes a copy of something that the pickle has
     **{(module, "set"): set for module in ("builtins", "__builtin__")},
-    **{(module, "frozenset"): frozenset for module in ("builtins", "__builtin__")},
+    **{(module, "frozenset"): frozen for module in ("builtins", "__builtin__")},
     **{(module, "bytearray"): lambda *args: bytearray(_latin(*args)) for module in ("builtins", "__builtin__")},
     **{(module, "bytes"): _latin for module in ("builtins", "__builtin__")},
     ("_codecs", "encode"): _latin,

@@ -14,6 +14,7 @@ from rich.tree import Tree
 from shardwise import report
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.planning import size
+from shardwise.quoting import brief, in_line
 
 DEEPEST = 32  # parts of a name that are branches of their own
 
@@ -27,7 +28,7 @@ def summary(checkpoint: Checkpoint) -> str:
     kinds = ", ".join(f"{size(amount)} {name}" for name, amount in dtypes.most_common())
     others = f", {several(len(checkpoint.objects), 'other value')}" if checkpoint.objects else ""
     tensors, where = several(len(checkpoint), "tensor"), several(files, "file")
-    return f"{checkpoint.path}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
+    return f"{in_line(checkpoint.path)}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
 
 
 def several(count: int, what: str) -> str:
@@ -45,10 +46,10 @@ def table(checkpoint: Checkpoint) -> Table:
         column.justify = "right"
     for name, entry in checkpoint.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        texts = _shown(name), _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes)
+        texts = name, _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes)
         found.add_row(*map(_text, texts))
     for name, value in checkpoint.objects.items():
-        found.add_row(*map(_text, (_shown(name), type(value).__name__, _short(value))))
+        found.add_row(*map(_text, (name, type(value).__name__, _short(value))))
     return found
 
 
@@ -68,7 +69,7 @@ class Node:
         """Add what is below to a tree."""
         for part, node in self.below.items():
             about = f"  {_dtype(node.entry)} {list(node.entry.shape)}" if node.entry is not None else ""
-            node.grow(tree.add(_text(f"{_shown(part)}{about}  {size(node.bytes)}")))
+            node.grow(tree.add(_text(f"{part}{about}  {size(node.bytes)}")))
         return tree
 
 
@@ -129,18 +130,13 @@ def _plain(value: Any) -> Any:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return repr(value)
+        return brief(value)
     return value
 
 
 def _text(text: str) -> Text:
-    """As it is: brackets in names are no markup."""
-    return Text(text)
-
-
-def _shown(name: str) -> str:
-    """A name that any terminal takes."""
-    return name if name.isprintable() else repr(name)[1:-1]
+    """As it is: brackets in names are no markup. No terminal is steered by it."""
+    return Text(in_line(text))
 
 
 def _dtype(entry: Entry) -> str:
@@ -154,5 +150,5 @@ def _layout(entry: Entry) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = brief(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

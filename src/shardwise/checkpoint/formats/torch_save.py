@@ -21,6 +21,7 @@ from shardwise.state.traverse import OBJ_PATH, flatten_state_dict
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how files began before torch 1.6
 AGAIN = "load it with torch.load and save it again with torch.save"
+EXPANDED = 64  # the most MiB that a few bytes can be repeated to, or times that they can be
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -36,7 +37,7 @@ class Archive(NamedTuple):
     def root(self) -> Any:
         """What was saved, with stand-ins for its tensors."""
         value = unpickle(self.pickle, self.where)
-        check_tree(value, self.where, 16 * len(self.pickle) + 1_000_000)
+        check_tree(value, self.where, 8 * len(self.pickle) + 1000)
         return value
 
     def told_before(self, storage: Member) -> bool:
@@ -54,6 +55,11 @@ class Archive(NamedTuple):
             raise CheckpointError(
                 f"{self.where}: {what} (shape {tensor.shape}, strides {tensor.strides}) needs {needed} bytes of "
                 f"storage {tensor.storage.key!r}, which should have {tensor.storage.bytes} and has {member.size}"
+            )
+        if prod(tensor.shape) * size > EXPANDED * (member.size + 2**20):
+            raise CheckpointError(
+                f"{self.where}: {what} (shape {tensor.shape}, strides {tensor.strides}) repeats {member.size} bytes "
+                f"of its storage to {prod(tensor.shape) * size}. Remedy: save it after clone(), or before expand()"
             )
         return member
 
