@@ -408,8 +408,9 @@ def dressed_as(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
 
 
 def replicated_along(x: Any, mesh: DeviceMesh) -> bool:
-    """True where all ranks of a mesh with one dim have the same local tensor: it is the DTensor's, or an axis of it."""
-    return any(p.is_replicate() and _line(x.device_mesh, axis) == _ranks(mesh) for axis, p in enumerate(x.placements))
+    """True where the ranks along a mesh's first dim have the same local tensor: they are a dim of the DTensor's mesh."""
+    ranks = _line(mesh, 0)
+    return any(p.is_replicate() and _line(x.device_mesh, axis) == ranks for axis, p in enumerate(x.placements))
 
 
 @lru_cache(maxsize=256)

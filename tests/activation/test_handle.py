@@ -12,6 +12,8 @@ from blocks import MLP, WholeMLP, compared, grid, hooks_are_off, line, numbers, 
 from ranks import ranks  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel.input_reshard import input_reshard as torchs_input_reshard
 
 import shardwise as sw
 
@@ -206,12 +208,50 @@ def test_ranks_outside_of_the_mesh_are_left_alone(ranks):  # noqa: F811
     assert ranks(3, run) == [1, 0, 1]
 
 
-def test_a_mesh_of_two_dims_or_none_is_refused(ranks):  # noqa: F811
+def test_what_is_no_mesh_is_refused(ranks):  # noqa: F811
     def run(rank):
-        for bad in (grid(), None, dist.group.WORLD, "tp"):
-            with pytest.raises(sw.LayoutError, match=r"DeviceMesh of one dim, such as mesh\['tp'\]"):
+        for bad in (None, dist.group.WORLD, "tp"):
+            with pytest.raises(sw.LayoutError, match=r"needs a DeviceMesh, such as mesh\['tp'\]"):
                 sw.input_reshard(nn.Linear(2, 2), bad, 0)
         account, _ = compared(WholeMLP(), grid()["dp"], X)
         assert account.total.tensors == 2
+
+    ranks(4, run)
+
+
+def test_of_a_mesh_with_several_dims_the_first_counts_as_in_torch(ranks):  # noqa: F811
+    def run(rank):
+        mesh, unnamed = grid(), DeviceMesh("cpu", [[0, 1], [2, 3]])
+        x = X + rank % 2  # the same on the two ranks of a column
+        for one in mesh, unnamed:
+            account, _ = compared(WholeMLP(), one, x)
+            assert account.total.tensors == 2
+        torch.manual_seed(0)  # torch's keeps weights in parts, too
+        module, even = nn.Linear(8, 8, bias=False), numbers(8, 8) + rank % 2  # torch's needs sizes that divide
+        expected = step(module, even)
+        torchs_input_reshard(module, mesh, 0)
+        for mine, theirs in zip(expected, step(module, even), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        compared(WholeMLP(), DeviceMesh("cpu", [[0, 1, 2, 3]]), X + rank)  # a line of one keeps all
+        with pytest.raises(sw.ExchangeError, match=r"not the same on all ranks of the mesh.*give mesh\['tp'\]"):
+            step(resharded(WholeMLP(), mesh), X + rank // 2)  # the same along the second dim: torch mixes them up
+
+    ranks(4, run)
+
+
+def test_dtensors_that_are_replicated_along_the_first_dim_are_kept_in_parts(ranks):  # noqa: F811
+    def run(rank):
+        mesh = grid()
+        for placements, tensors in (
+            ([Replicate(), Shard(0)], 1),
+            ([Replicate(), Replicate()], 1),
+            ([Shard(0), Replicate()], 0),
+        ):
+            x = distribute_tensor(numbers(8, 6), mesh, placements)
+            weight = distribute_tensor(numbers(5, 6, seed=1), mesh, [Replicate(), Replicate()])
+            module = nn.Linear(6, 5, bias=False)
+            module.weight = nn.Parameter(weight)
+            account, _ = compared(module, mesh, x, steps=1)
+            assert account.total.tensors == tensors, placements
 
     ranks(4, run)

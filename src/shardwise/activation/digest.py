@@ -41,5 +41,6 @@ def difference(what: str, told: Mapping[int, Hashable]) -> str:
     who = "other values on " + " than on ".join(in_words(owners) for owners in groups.values())
     return (
         f"{what} is not the same on all ranks of the mesh: {who}. What differs cannot be kept in parts: is this input "
-        f"sharded, or did a rank run another program? (input_reshard(..., check=True) compares all values in forward)"
+        f"sharded, did a rank run another program, or is tensor parallelism not the first dim of the mesh "
+        f"(then give mesh['tp'])? (input_reshard(..., check=True) compares all values in forward)"
     )

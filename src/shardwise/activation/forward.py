@@ -46,7 +46,8 @@ def input_reshard(
     """Keep this rank's part of what the module saves for backward, where that is the same on all ranks of the mesh.
 
     That is: tensors that the module gets as inputs, and DTensors that are replicated on the mesh. Backward restores the
-    whole, bit by bit. `input_reshard_dim` is torch's: None for nothing at all; any number means the same here.
+    whole, bit-for-bit. `input_reshard_dim` is torch's: None for nothing at all; any number means the same here. Of a
+    mesh with several dims the first one counts, as in torch: give `mesh["tp"]` where that is another.
 
     `what="all"`: everything that is saved is known to be the same. `check=True`: compare all values in forward; False:
     compare nothing; else a sample of them before they are used. `least`: bytes of what is worth it. `name`: in errors
@@ -56,8 +57,8 @@ def input_reshard(
         return module
     if what not in ("inputs", "all"):
         raise ValueError(f"what= must be 'inputs' or 'all', not {what!r}")
-    if not is_mesh(tp_device_mesh) or tp_device_mesh.ndim != 1:
-        raise LayoutError(f"input_reshard needs a DeviceMesh of one dim, such as mesh['tp'], not {tp_device_mesh!r}")
+    if not is_mesh(tp_device_mesh):
+        raise LayoutError(f"input_reshard needs a DeviceMesh, such as mesh['tp'], not {tp_device_mesh!r}")
     known = input_reshard_handle(module)
     if known is not None:
         known.remove()
@@ -115,7 +116,7 @@ class Resharding:
         return (
             self._on
             and torch.is_grad_enabled()
-            and self.mesh.size() > 1
+            and self.mesh.size(0) > 1
             and self.mesh.get_coordinate() is not None
             and backward_task() is None
             and not transforming()
@@ -123,7 +124,7 @@ class Resharding:
         )
 
     def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        home = Home.of(group_wire(self.mesh.get_group()))
+        home = Home.of(group_wire(self.mesh.get_group(0)))
         frame = Frame(home, self.mesh, self.module, self.name, self.rule, account_of(self.name))
         frame.outermost = next((outer for outer in _frames.stack if outer.home is home), None)
         if self.rule.check:
@@ -156,7 +157,7 @@ class Resharding:
 
     def _compare(self, say: Callable[[], list[tuple[str, int]]]) -> None:
         """Raise on every rank where any of them has other values."""
-        together("input_reshard", say, _compared, group=self.mesh.get_group())
+        together("input_reshard", say, _compared, group=self.mesh.get_group(0))
 
 
 def _compared(told: dict[int, list[tuple[str, int]]]) -> None:

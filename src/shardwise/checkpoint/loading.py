@@ -48,7 +48,8 @@ def load(
     `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
     checkpoint. `cast=False` refuses other dtypes. `strict=False` leaves alone what the checkpoint lacks. `read="each"`:
     every rank reads what it needs; "once": every byte is read by one rank and sent to all who need it, the better way
-    where files are far away (the default with `group=`). All ranks of the group call; without one each is for itself.
+    where files are far away (the default with `group=`). All ranks of the group call, and none returns before all have
+    read, so that the files may be deleted then; without a group each is for itself.
     """
     callers = Callers("load", group, alone=group is None and read != "once")
     flat, paths = dict[str, Any](), dict[str, Any]()
@@ -81,13 +82,22 @@ def load(
         others.extend(_others(checkpoint, flat, strict))
         return _links(checkpoint, targets, rename, remap, cast, strict)
 
+    values = dict[str, Any]()
+
+    def finish() -> None:
+        values.update({name: checkpoint.objects[name] for name in others})
+
+    def read_all() -> None:
+        _load_each(prepare(), flat, callers, progress)
+        finish()
+
     with torch.no_grad():
         if once:
             load_once(callers, targets, flat, prepare, max_bytes, progress)
-        else:
-            callers.together(lambda: _load_each(prepare(), flat, callers, progress), lambda _: None)
-    for name in others:
-        set_element(into, paths[name], checkpoint.objects[name])
+        # nobody returns while another still reads: who returns may delete the files
+        callers.together(finish if once else read_all, lambda _: None)
+    for name, value in values.items():
+        set_element(into, paths[name], value)
 
 
 def _links(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from shardwise.state.traverse import OBJ_PATH, set_element, traverse_state_dict
 from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.sharded import ShardedTensor
 from shardwise.tensor.together import together
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -41,6 +44,7 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
 
     Shards may be sharded to any depth, by ShardedTensors (ours or torch's) and DTensors, and each rank may have any
     number of them. What is found can be gathered, resharded and saved like any other. Everything else stays as it is.
+    Without a process group, this process is the only one.
     """
     found, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
     operation = "flatten_sharded_tensors"
@@ -49,14 +53,14 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
         traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
         return [path for path in values if _is_nested(values[path])]
 
-    nested = together(operation, look, _any, group=group)
+    nested = _together(operation, look, _any, group)
     parts = dict[OBJ_PATH, list[Part]]()
 
     def say() -> dict[OBJ_PATH, Told]:
         parts.update({path: list(_parts(values[path])) for path in nested if is_sharded(values.get(path))})
         return {path: _told(values[path], parts[path]) for path in parts}
 
-    whole = together(operation, say, _whole, group=group) if nested else {}
+    whole = _together(operation, say, _whole, group) if nested else {}
     for path, value in values.items():
         set_element(found, path, _flat(whole[path], parts[path], group) if path in parts else value)
     return found
@@ -65,12 +69,28 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
 _flatten_sharded_tensors = flatten_sharded_tensors
 
 
+def _together(
+    operation: str, say: Callable[[], S], conclude: Callable[[dict[int, S]], T], group: dist.ProcessGroup | None
+) -> T:
+    """What follows from what all ranks say; without a process group this one is all there are."""
+    if group is None and not dist.is_initialized():
+        return conclude({0: say()})
+    return together(operation, say, conclude, group=group)
+
+
 def _any(told: Mapping[int, list[OBJ_PATH]]) -> list[OBJ_PATH]:
     return sorted({path for paths in told.values() for path in paths}, key=repr)
 
 
 def _is_nested(value: Any) -> bool:
-    return is_sharded(value) and _holds_shards(value) and any(map(is_sharded, _shards(value)))
+    return is_sharded(value) and _holds_shards(value) and any(map(is_sharded, _tensors(value)))
+
+
+def _tensors(value: Any) -> list[Any]:
+    """What a container holds, in any order: this is asked where there may be no process group."""
+    if isinstance(value, ShardedTensor):
+        return list(value.shards)
+    return [shard.tensor for shard in value.local_shards()]
 
 
 def _shards(value: Any) -> list[Any]:
@@ -79,7 +99,7 @@ def _shards(value: Any) -> list[Any]:
 
 def _parts(value: Any) -> Iterator[Part]:
     """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
-    kind, me = kind_of(value), dist.get_rank()
+    kind, me = kind_of(value), dist.get_rank() if dist.is_initialized() else 0
     if kind.layout.op is not None:
         raise ValueError(f"{kind.layout!r} is partial: its terms cannot be told as shards; reduce it first")
     if me not in kind.layout:
@@ -98,7 +118,7 @@ def _parts(value: Any) -> Iterator[Part]:
 
 def _holds_shards(value: Any) -> bool:
     """True for containers: their shards may be sharded. (A DTensor's local tensor is plain.)"""
-    return not isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+    return isinstance(value, ShardedTensor) or hasattr(value, "local_shards")
 
 
 def _shifted(box: Box, by: tuple[int, ...]) -> Box:
@@ -150,7 +170,7 @@ def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> Sha
     if not prod(flat.layout.shape):
         return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)
     tensors = [part.tensor for part in parts]
-    if not flat.layout.form.holders.single:
+    if not flat.layout.form.holders.single or not dist.is_initialized():
         return ShardedTensor(tensors, flat.layout, group)
     shards = [
         ShardMetadata(
