@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -151,28 +153,45 @@ def convert(
     verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
     bar: Bar = True,
 ) -> None:
-    """Write a checkpoint in another format, sharding or naming, in little memory."""
+    """Write a checkpoint in another format, sharding or naming, in little memory.
+
+    If it is interrupted, run the same command again: files that are whole are not written again.
+    """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
     from shardwise.checkpoint.asked import changes, size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    made = checkpoints.convert(
-        opened,
-        out,
-        format=format,
-        max_shard_size=max_shard_size,
-        rules=_rules(rules, mesh),
-        **changes(rename, select, cast, concat, stack, transpose),
-        jobs=jobs,
-        max_bytes=size_in_bytes(max_bytes),
-        verify=verify,
-        progress="bar" if bar else None,
-    )
+    with _continued():
+        made = checkpoints.convert(
+            opened,
+            out,
+            format=format,
+            max_shard_size=max_shard_size,
+            rules=_rules(rules, mesh),
+            **changes(rename, select, cast, concat, stack, transpose),
+            jobs=jobs,
+            max_bytes=size_in_bytes(max_bytes),
+            verify=verify,
+            progress="bar" if bar else None,
+        )
+    if made.reused:
+        again = tables.several(len(made.reused), "file")
+        typer.echo(f"reused {again} of an interrupted conversion, such as {made.reused[0]}")
     checked = "; read back, every cell is right" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
     if left := [name for name in opened.objects if name not in made.objects]:
         typer.echo(f"left out: {tables.several(len(left), 'other value')}, such as {left[0]}")
+
+
+@contextmanager
+def _continued() -> Iterator[None]:
+    """Ctrl-C ends it as a signal does, and says what to do next."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted: run the same command again to continue; files that are whole are reused", err=True)
+        raise SystemExit(130) from None
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """inspect, convert and verify from the shell: what is printed, and how it ends."""
 
 import json
+import os
 import sys
 from importlib.metadata import version
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from shardwise import checkpoint, cli
+from shardwise.checkpoint.formats.writers import claimed
+from shardwise.checkpoint.writing import Folder
 
 WEIGHTS = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "layers.0.k": torch.ones(2, 6), "norm": torch.zeros(6)}
 
@@ -146,3 +149,31 @@ def test_the_version_is_told(shell):
     code, text = shell("--version")
     assert (code, text.strip()) == (0, version("shardwise"))
     assert shell("convert", "-h")[0] == 0
+
+
+def test_ctrl_c_says_that_the_same_command_continues_and_that_command_says_what_it_reuses(shell, saved, monkeypatch):
+    command = ("convert", saved, "out", "--max-shard-size", "100", "--no-bar")
+    replace, calls = os.replace, []
+
+    def interrupt(old, new):
+        calls.append(new)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", interrupt)
+        code, text = shell(*command)
+    assert code == 130
+    assert text == "interrupted: run the same command again to continue; files that are whole are reused\n"
+    code, text = shell(*command)
+    assert code == 0
+    assert text.startswith("reused 1 file of an interrupted conversion, such as model-00001-of-00002.safetensors\n")
+
+
+def test_a_conversion_to_where_another_one_writes_says_so(shell, saved):
+    with claimed(Folder("out"), "0" * 16):
+        code, text = shell("convert", saved, "out", "--max-shard-size", "100", "--no-bar")
+    assert code == 2
+    assert "another save or conversion is writing to out (process" in text
+    assert text.endswith("wait until it ends, or give another path\n")

@@ -181,7 +181,7 @@ def test_files_of_ranks_that_were_whole_are_kept(tmp_path, kind):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert ended(started(path, out, durable=False, progress=kill, **FORMATS[kind]))
-    before = {name: one for name, one in identity(out).items() if not name.endswith(".part")}
+    before = {name: one for name, one in identity(out).items() if not name.startswith(".")}
     assert len(before) == 1  # of three; the kill was in the second
     checkpoint.convert(path, out, durable=False, **FORMATS[kind])
     assert before.items() <= identity(out).items()
@@ -278,7 +278,7 @@ def test_sharded_files_go_on_from_what_is_whole(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert ended(started(path, out, durable=False, progress=kill, **FORMATS[kind]))
-    before = {name: one for name, one in identity(out).items() if not name.endswith(".part")}
+    before = {name: one for name, one in identity(out).items() if not name.startswith(".")}
     assert before
     checkpoint.convert(path, out, durable=False, **FORMATS[kind])
     assert before.items() <= identity(out).items()

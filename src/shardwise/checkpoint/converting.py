@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
@@ -18,7 +19,7 @@ from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_archive import saved
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
-from shardwise.checkpoint.formats.writers import Contents, Part, Writer
+from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Writer, claimed, token_of
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
@@ -62,8 +63,9 @@ def convert(
     source has in parts, and take apart what it has whole. `select`: patterns of names of the source, also of values
     that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
     names, perhaps with a dtype for the rest. Rules that fit nothing are refused. At most `max_bytes` of values are in
-    memory, by `jobs` threads. Files that an interrupted try has finished are not written again. `verify`: read it back
-    and compare every cell.
+    memory, by `jobs` threads. Files that an interrupted try has finished are not written again, and listed in `reused` of
+    what is returned. While another save or conversion writes to `out`, this is refused. `verify`: read it back and
+    compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -80,19 +82,34 @@ def convert(
         kept,
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
     )
-    writer = _writer(format, folder, owners, _token(opened, streams, layouts, kept, format), name)
+    token = _token(opened, streams, layouts, kept, format)
+    writer = _writer(format, folder, owners, token, name)
     _check_apart(opened, folder, name)
     twice = [key for key in kept if key in streams]
     if twice:
         raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
-    writer.check(contents)
-    told = _written(writer, owners, streams, contents, chunk, jobs, progress)
-    for old in writer.finish(told, contents):
-        writer.folder.remove(old)
-    made = open(folder.shown(writer.main))
-    if verify:
-        _verify(streams, made, chunk, jobs, progress)
+    with claimed(folder, token, name) as claim, _resumable(claim, folder, token):
+        writer.check(contents)
+        told = _written(writer, owners, streams, contents, chunk, jobs, progress)
+        for old in writer.finish(told, contents):
+            writer.folder.remove(old)
+        made = open(folder.shown(writer.main))
+        made.reused = tuple(folder.reused)
+        if verify:
+            _verify(streams, made, chunk, jobs, progress)
     return made
+
+
+@contextmanager
+def _resumable(claim: Claim, folder: Folder, token: str) -> Iterator[None]:
+    """What fails leaves files that are whole, to go on from; who writes something else there has to know of them."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note("run the same conversion again to continue: files that are whole are reused")
+        with suppress(CheckpointError):
+            claim.unfinished = any(token_of(name) == token for name in folder.names())
+        raise
 
 
 def _written(
@@ -107,8 +124,16 @@ def _written(
     """Write all files; what the writer says of each."""
     total = sum(stream.size for stream in streams.values())
     with shown(progress, total, "convert", here=True) as tell:
-        parts = _parts(streams, contents, chunk, _Count(tell, total))
-        return dict(ordered(owners, lambda owner: writer.write(owner, parts[owner], contents), jobs))
+        count = _Count(tell, total)
+        parts = _parts(streams, contents, chunk, count)
+
+        def write(owner: int) -> Any:
+            told = writer.write(owner, parts[owner], contents)
+            if writer.file(owner) in writer.folder.reused:
+                count.add(sum(part.bytes for part in parts[owner]))
+            return told
+
+        return dict(ordered(owners, write, jobs))
 
 
 class _Count:
@@ -242,7 +267,7 @@ def _token(
     if format == "dcp":  # whose files have values; elsewhere they are written anew
         said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in values.items()]
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
-    return blake2b(repr((said, links)).encode(), digest_size=4).hexdigest()
+    return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
 
 
 def _verify(streams: Mapping[str, Stream], made: Checkpoint, chunk: int, jobs: int, progress: Progress) -> None:

@@ -250,6 +250,7 @@ class Checkpoint(Mapping[str, Entry]):
         self.path = files.root  # where it is; the file, where it is one
         self.paths = paths or {}  # of names in nested state dicts, where they are known
         self.metadata = metadata or {}
+        self.reused: tuple[str, ...] = ()  # by `convert`: the files of an interrupted try that were whole
         self._objects = objects
 
     @cached_property

@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import dcp, ranks, safetensors, sharded, torch_save
+from shardwise.checkpoint.formats.writers import LOCK, token_of
 from shardwise.checkpoint.places import files_at
 from shardwise.checkpoint.writing import ASIDE
 from shardwise.errors import CheckpointError
@@ -55,7 +56,8 @@ def _open_directory(files: Files) -> Checkpoint:
     for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # before a large directory is listed
         if files.has(index):
             return _open_file(files, index)
-    here = files.names()
+    there = files.names()
+    here = [name for name in there if name != LOCK and not ASIDE.fullmatch(name)]
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
     if len(indexes) == 1:
         return _open_file(files, indexes[0])
@@ -66,7 +68,7 @@ def _open_directory(files: Files) -> Checkpoint:
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
-    if any(name.endswith(ASIDE) for name in here):
+    if len(here) < len(there):
         raise CheckpointError(f"{files.root} is unfinished: a save or a conversion to it was interrupted, or goes on")
     found = f"it has {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "there are no files in it"
     raise CheckpointError(f"{files.root} is no checkpoint that is known here ({KNOWN}): {found}")
@@ -74,7 +76,7 @@ def _open_directory(files: Files) -> Checkpoint:
 
 def _check_whole(files: Files, names: list[str]) -> None:
     """Refuse what is only a part of a checkpoint: what an interrupted save or conversion left."""
-    unfinished = [name for name in names if sharded.OURS.fullmatch(name)]
+    unfinished = [name for name in names if token_of(name)]
     if unfinished:
         raise CheckpointError(f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: its save did not end")
     numbered = [found for name in names if (found := NUMBERED.fullmatch(name))]

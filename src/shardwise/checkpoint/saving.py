@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Contents, Part, Saver, names_token
+from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Saver, claimed, names_token
 from shardwise.checkpoint.replicas import marks, unlike
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded, refuse_modules
@@ -27,6 +29,7 @@ from shardwise.state.plan import Tensor
 from shardwise.state.traverse import flatten_state_dict, is_step
 
 T = TypeVar("T")
+REMOVING = 8  # files of an earlier checkpoint that are removed at a time
 WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
 
 
@@ -42,19 +45,18 @@ def save(
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
     Replicas are written once, in equal shares. A checkpoint that was at the path stays whole until the new one is, and
-    is removed then. Values that are no tensors are those of the first rank; so are plain tensors that differ between
+    is removed then; while another save or conversion writes there, this one is refused on all ranks. Values that are no tensors are those of the first rank; so are plain tensors that differ between
     ranks, with a warning. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
     flat, paths, tensors, differing = _heard(callers, state_dict, format, path)
-    token = callers.together(lambda: token_hex(4) if callers.first else "", _first)
     opened, contents = list[Saver](), list[Contents]()
 
     def write() -> Any:
         layouts = _layouts(tensors, differing)
         others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
         contents.append(Contents(layouts, others, paths))
-        opened.append(_writer(format, Folder(path, durable=durable), callers, token, contents[0]))
+        opened.append(_writer(format, Folder(path, durable=durable, run=token), callers, token, contents[0]))
         parts = [
             p for name, tensor in tensors.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)
         ]
@@ -66,26 +68,44 @@ def save(
     def committed() -> bool:
         return names_token(opened[0].folder, opened[0].main, token)
 
-    try:
-        told = callers.together(write, dict)
-    except BaseException as error:
-        # what all know of ends it for all; else others may go on, and write an index that names what we wrote
-        known = isinstance(error, Exception) and not callers.broken
-        if opened and (known or callers.alone):
-            opened[0].undo(callers.me)
-        raise
-    try:
-        old = callers.together(lambda: finish(told), _first)
-    except Exception:
-        # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
-        if not callers.broken and not callers.together(lambda: callers.first and committed(), _first):
-            opened[0].undo(callers.me)
-        raise
-    # everybody some of them, by name: others may be writing the next checkpoint by now
-    for name in old[callers.owners.index(callers.me) :: len(callers.owners)]:
-        opened[0].folder.remove(name)
+    def undo() -> None:
+        for writer in opened:
+            writer.undo(callers.me)
+        claim.unfinished = False
+
+    with ExitStack() as stack:
+        token, claim = _claimed(callers, Folder(path, durable=durable, run=token_hex(8)), stack)
+        try:
+            told = callers.together(write, dict)
+        except BaseException as error:
+            # what all know of ends it for all; else others may go on, and write an index that names what we wrote
+            if callers.alone or (isinstance(error, Exception) and not callers.broken):
+                undo()
+            raise
+        try:
+            old = callers.together(lambda: finish(told), _first)
+        except Exception:
+            # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
+            if not callers.broken and not callers.together(lambda: callers.first and committed(), _first):
+                undo()
+            raise
+        if callers.first and old:  # who has the lock, so that what it leaves if it dies is on record
+            with ThreadPoolExecutor(REMOVING) as pool:
+                list(pool.map(opened[0].folder.remove, old))
     if differing and callers.first:
         warnings.warn(_unlike(differing), stacklevel=2)
+
+
+def _claimed(callers: Callers, folder: Folder, stack: ExitStack) -> tuple[str, Claim]:
+    """The token of this save, and the right to write there, which the first rank has for all until the stack ends."""
+    claims = [] if callers.first else [Claim()]
+
+    def claim() -> str:
+        if callers.first:
+            claims.append(stack.enter_context(claimed(folder, folder.run)))
+        return folder.run
+
+    return callers.together(claim, _first), claims[0]
 
 
 def _first(told: Mapping[int, T]) -> T:

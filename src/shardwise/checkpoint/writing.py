@@ -1,4 +1,7 @@
-"""Files that appear whole or not at all: written aside, flushed to the disk, renamed."""
+"""Files that appear whole or not at all: written aside, flushed to the disk, renamed.
+
+What is aside has a random name that nobody can foresee, and is made anew: links and pipes are never written to.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any
 
 import torch
@@ -22,15 +28,33 @@ from shardwise.exchange.pages import bytes_at
 CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other
 PIPE = 2**20  # bytes that are copied from file to file at a time
 ELSEWHERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)  # then it has to be done here
-ASIDE = ".part"  # what ends so is of a write that is under way, or was interrupted
+ASIDE = re.compile(r"\..+\.([0-9a-f]{16})\.part", re.DOTALL)  # of a write that is under way, or was interrupted
+LONGEST = 200  # bytes of a file's name that are part of the one aside: systems allow 255
+
+
+def hidden(name: str, ending: str) -> str:
+    """The name of a file that belongs to another one, beside it.
+
+    >>> hidden("m.safetensors", "0123456789abcdef.part")
+    '.m.safetensors.0123456789abcdef.part'
+    """
+    known = name if len(os.fsencode(name)) <= LONGEST else blake2b(os.fsencode(name), digest_size=16).hexdigest()
+    return f".{known}.{ending}"
 
 
 class Folder:
-    """A directory that is written to, here or where fsspec reaches."""
+    """A directory that is written to, here or where fsspec reaches. `run` tells what one writer has aside."""
 
-    def __init__(self, path: Any, *, durable: bool = True) -> None:
+    def __init__(self, path: Any, *, durable: bool = True, run: str | None = None) -> None:
         (self._system, self._place), self._durable = place_of(path), durable
         self.path = self._place if self._system is None else self._system.unstrip_protocol(self._place)
+        self.run = run or token_hex(8)
+        self.reused = list[str]()  # files of an earlier try that were whole
+
+    @property
+    def local(self) -> Path | None:
+        """Where it is on this machine."""
+        return Path(self._place) if self._system is None else None
 
     def shown(self, name: str) -> str:
         """A file, as people know it."""
@@ -39,6 +63,16 @@ class Folder:
     def _at(self, name: str) -> str:
         """A file, as the system knows it."""
         return below(self._place, name)
+
+    def make(self) -> list[Path]:
+        """The directory, and those above it; returns the new ones, the innermost first."""
+        here = Path(self._place)
+        with writable(self.path):
+            made = [folder for folder in (here, *here.parents) if not folder.exists()]
+            here.mkdir(parents=True, exist_ok=True)
+            for folder in made:
+                self._sync(folder.parent)
+        return made
 
     @contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:
@@ -49,12 +83,13 @@ class Folder:
             with writable(target), own.transaction, own.open(self._at(name), "wb") as file:
                 yield file
             return
-        aside = Path(f"{target}{ASIDE}")
+        self.make()
+        aside = Path(self._place, hidden(name, f"{self.run}.part"))
+        with writable(target):
+            number = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             with writable(target):
-                made = [folder for folder in (aside.parent, *aside.parent.parents) if not folder.exists()]
-                aside.parent.mkdir(parents=True, exist_ok=True)
-                with aside.open("wb", buffering=0) as raw:
+                with open(number, "wb", buffering=0) as raw:
                     yield Appended(raw)  # type: ignore[misc]
                     if self._durable:
                         os.fsync(raw.fileno())
@@ -63,23 +98,22 @@ class Folder:
             with suppress(OSError):
                 aside.unlink()
             raise
-        for folder in (aside.parent, *(folder.parent for folder in made)):
-            self._flush(folder)
+        try:
+            self._sync(aside.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"{aside.parent} was written, but the disk may lose it: {error.strerror or error}"
+            ) from error
 
-    def _flush(self, folder: Path) -> None:
+    def _sync(self, folder: Path) -> None:
         """The names in a directory reach the disk, too."""
         if not self._durable:
             return
+        at = os.open(folder, os.O_RDONLY)
         try:
-            at = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(at)
-            finally:
-                os.close(at)
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder} was written, but the disk may lose it: {error.strerror or error}"
-            ) from error
+            os.fsync(at)
+        finally:
+            os.close(at)
 
     def has(self, name: str, start: bytes, size: int) -> bool:
         """True for a file that begins so and has that size: it was written before, and files appear only when whole."""
@@ -87,12 +121,22 @@ class Folder:
             self._system.invalidate_cache(self._place)
             known = self._system.exists(self._at(name)) and self._system.size(self._at(name)) == size
             return bool(known) and self._system.cat_file(self._at(name), 0, len(start)) == start
-        path = Path(self.shown(name))
-        with readable(self.path):
-            if not path.is_file() or path.stat().st_size != size:
-                return False
-            with path.open("rb") as file:
-                return file.read(len(start)) == start
+        with readable(self.path), self._plain(name) as file:
+            return file is not None and os.fstat(file).st_size == size and os.pread(file, len(start), 0) == start
+
+    @contextmanager
+    def _plain(self, name: str) -> Iterator[int | None]:
+        """A file that only its own name leads to, open; None for links, pipes and all else, and for none at all."""
+        try:
+            file = os.open(Path(self._place, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            yield None
+            return
+        try:
+            status = os.fstat(file)
+            yield file if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else None
+        finally:
+            os.close(file)
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """A small file, or the start of one."""
@@ -107,9 +151,9 @@ class Folder:
         with readable(self.shown(name)), suppress(FileNotFoundError, NotADirectoryError):
             if self._system is not None:
                 return bytes(self._system.cat_file(self._at(name), start=-count))
-            with Path(self.shown(name)).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - count))
-                return file.read()
+            with self._plain(name) as file:
+                size = 0 if file is None else os.fstat(file).st_size
+                return b"" if file is None else os.pread(file, min(count, size), max(0, size - count))
         return b""
 
     def names(self) -> list[str]:
@@ -127,12 +171,6 @@ class Folder:
             return sorted(set(files) - set(self.names()))
         return []
 
-    def others(self, named: re.Pattern[str], kept: Collection[str]) -> list[str]:
-        """Files of such names that are not needed any more, as far as that can be told."""
-        with suppress(CheckpointError):
-            return [name for name in self.names() if named.fullmatch(name) and name not in kept]
-        return []
-
     def remove(self, name: str) -> None:
         """A file that is not needed any more, if it is there."""
         with suppress(OSError):
@@ -140,6 +178,13 @@ class Folder:
                 os.unlink(self.shown(name))
             else:
                 self._system.rm_file(self._at(name))
+
+    def discard(self, name: str, owner: int) -> None:
+        """A plain file of that user, if it is there."""
+        with suppress(OSError):
+            status = os.lstat(self.shown(name))
+            if stat.S_ISREG(status.st_mode) and status.st_uid == owner:
+                os.unlink(self.shown(name))
 
 
 class Appended:

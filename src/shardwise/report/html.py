@@ -12,6 +12,7 @@ from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from shardwise.layout import Layout
@@ -107,9 +108,10 @@ def write(path: str | os.PathLike[str], text: str) -> Path:
     if goal.is_symlink() or (goal.exists() and not goal.is_file()):
         goal.write_text(text, encoding="utf-8")
         return goal
-    aside = goal.with_name(f".{goal.name}.{os.getpid()}.part")
+    aside = goal.with_name(f".{goal.name}.{token_hex(8)}.part")
     try:
-        aside.write_text(text, encoding="utf-8")
+        with aside.open("x", encoding="utf-8") as file:  # never what somebody else has put there
+            file.write(text)
         aside.replace(goal)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(goal)) from error  # nobody asked for the one aside

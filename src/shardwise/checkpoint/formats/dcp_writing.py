@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
@@ -19,10 +18,9 @@ import torch
 from shardwise.checkpoint.formats.dcp import METADATA
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
-from shardwise.checkpoint.writing import ASIDE, Folder
+from shardwise.checkpoint.writing import Folder
 
 END, MAGIC = Struct("<Q16s"), b"shardwise items\n"
-OURS = re.compile(rf"__\d+_[0-9a-f]{{8}}\.distcp({re.escape(ASIDE)})?")
 
 
 class Item(NamedTuple):
@@ -48,15 +46,17 @@ class DcpWriter:
         """An earlier one stays whole until this one is."""
         check_alone(self.folder, METADATA)
 
-    def _file(self, owner: int) -> str:
+    def file(self, owner: int) -> str:
+        """The name of the file of an owner."""
         return f"__{self._numbers[owner]}_{self._token}.distcp"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
         """Its archives, one after the other, unless an earlier try at the same has written them."""
-        items, at, name = list[Item](), 0, self._file(me)
+        items, at, name = list[Item](), 0, self.file(me)
         values = contents.values if me == self._owners[0] else {}
         earlier = _listed(self.folder, name)
         if [item[:3] for item in earlier] == _asked(parts, values) and earlier:
+            self.folder.reused.append(name)
             return earlier
         with self.folder.write(name) as file:
             for part in parts:
@@ -72,16 +72,16 @@ class DcpWriter:
         return items
 
     def finish(self, told: Mapping[int, list[Item]], contents: Contents) -> list[str]:
-        """The metadata; then files of earlier checkpoints at this place, and of interrupted ones, may go."""
+        """The metadata; then files of the checkpoint that it replaces may go."""
         items = [item for listed in told.values() for item in listed]
         text = io.BytesIO()
         pickle.dump(_metadata(items, contents), text)
-        files = {self._file(owner) for owner in self._owners}
-        return commit(self.folder, METADATA, text.getvalue(), files, OURS)
+        files = {self.file(owner) for owner in self._owners}
+        return commit(self.folder, METADATA, text.getvalue(), files)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
-        self.folder.remove(self._file(me))
+        self.folder.remove(self.file(me))
 
 
 def _list(items: Sequence[Item]) -> bytes:

@@ -8,7 +8,6 @@ layouts, whose owners are numbers of files; beside them values that are no tenso
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from shardwise.checkpoint.formats.safetensors import (
 )
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit, write_parts
 from shardwise.checkpoint.values import decoded, encoded
-from shardwise.checkpoint.writing import ASIDE, Folder
+from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
 from shardwise.layout import Grid, parse
@@ -34,7 +33,6 @@ from shardwise.state.traverse import Key, is_step
 
 INDEX = "shardwise.json"
 VERSION = 1
-OURS = re.compile(rf"shard-\d+-of-\d+-[0-9a-f]+\.safetensors({re.escape(ASIDE)})?")
 
 
 def key_of(name: str, lo: Sequence[int]) -> str:
@@ -62,22 +60,23 @@ class ShardedWriter:
         for name, value in contents.values.items():
             encoded(value, name)
 
-    def _file(self, owner: int) -> str:
+    def file(self, owner: int) -> str:
+        """The name of the file of an owner."""
         return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """The file of an owner, also where it has nothing: the index names one for each."""
         stored = {key_of(part.name, part.box.lo): part for part in parts}
-        write_parts(self.folder, self._file(me), stored, self._token)
+        write_parts(self.folder, self.file(me), stored, self._token)
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
-        """The index; then files of earlier checkpoints at this place, and of interrupted ones, may go."""
-        files = [self._file(owner) for owner in self._owners]
-        return commit(self.folder, INDEX, index_bytes(files, contents, self._numbers), files, OURS)
+        """The index; then files of the checkpoint that it replaces may go."""
+        files = [self.file(owner) for owner in self._owners]
+        return commit(self.folder, INDEX, index_bytes(files, contents, self._numbers), files)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
-        self.folder.remove(self._file(me))
+        self.folder.remove(self.file(me))
 
 
 def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int]) -> bytes:

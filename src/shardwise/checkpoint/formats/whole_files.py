@@ -11,12 +11,12 @@ from typing import Any
 from shardwise.checkpoint.formats.safetensors import INDEX, check_storable
 from shardwise.checkpoint.formats.torch_archive import Records, Stored, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, write_parts
-from shardwise.checkpoint.writing import ASIDE, Folder
+from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
 
 ALONE = "model.safetensors"
-NAMED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors({re.escape(ASIDE)})?")
+NAMED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 class SafetensorsWriter:
@@ -25,6 +25,7 @@ class SafetensorsWriter:
     def __init__(self, folder: Folder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         self.folder, self._owners, self._token, self._name = folder, list(owners), token, name
         self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
+        self._unfinished = list[str]()  # files of another conversion, which was interrupted
 
     def check(self, contents: Contents) -> None:
         """Files of whole tensors have fixed names: only this conversion, or an unfinished one, may be there.
@@ -49,7 +50,10 @@ class SafetensorsWriter:
             raise CheckpointError(
                 f"{self.folder.shown(whole[0])} is there, of another conversion that is finished: give another path"
             )
-        for name in others if len(self._owners) > 1 else ():
+        if len(self._owners) == 1:
+            self._unfinished = [name for name in others if name != ALONE]
+            return
+        for name in others:
             self.folder.remove(name)
 
     def file(self, owner: int) -> str:
@@ -68,9 +72,7 @@ class SafetensorsWriter:
         if len(self._owners) > 1:
             with self.folder.write(INDEX) as file:
                 file.write(self._index_of(contents))
-        if self._name is not None:
-            return []
-        return self.folder.others(NAMED, {self.file(owner) for owner in self._owners})
+        return self._unfinished
 
     def _index_of(self, contents: Contents) -> bytes:
         where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
@@ -94,6 +96,10 @@ class TorchSaveWriter:
             around = next((paths[path[:end]] for end in range(1, len(path)) if path[:end] in paths), None)
             if around is not None:
                 raise CheckpointError(f"{name!r} would lie inside of {around!r}: rename= gives it another name")
+
+    def file(self, owner: int) -> str:
+        """There is only one."""
+        return self.main
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """All of it."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from os import geteuid
+from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
 from shardwise.checkpoint.formats.safetensors import header_bytes
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.locking import DAY, Lock, Record
+from shardwise.checkpoint.writing import ASIDE, Folder, hidden, writable
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
@@ -43,6 +47,19 @@ class Contents(NamedTuple):
 
 
 INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+NAMES = r"(?:shard-[0-9]+-of-[0-9]+-([0-9a-f]{16})\.safetensors|__[0-9]+_([0-9a-f]{16})\.distcp)"
+OURS, OURS_IN_BYTES = re.compile(NAMES), re.compile(NAMES.encode())
+LOCK = ".shardwise.lock"
+
+
+def token_of(name: str) -> str | None:
+    """The token in the name of a file of ours; None for those of others.
+
+    >>> token_of("__0_0123456789abcdef.distcp"), token_of("__0_0.distcp")
+    ('0123456789abcdef', None)
+    """
+    found = OURS.fullmatch(name)
+    return found and (found[1] or found[2])
 
 
 def check_alone(folder: Folder, index: str) -> None:
@@ -54,13 +71,85 @@ def check_alone(folder: Folder, index: str) -> None:
         )
 
 
-def commit(folder: Folder, index: str, data: bytes, files: Collection[str], named: re.Pattern[str]) -> list[str]:
-    """Write the index of these files; returns others of such names, which are not needed any more."""
+def commit(folder: Folder, index: str, data: bytes, files: Collection[str]) -> list[str]:
+    """Write the index of these files; returns those that the index before it named, which are not needed any more."""
     _check_there(folder, files)
+    old = _named(folder, [index])
     with folder.write(index) as file:
         file.write(data)
     _check_there(folder, files)
-    return folder.others(named, files)
+    return sorted(old - set(files))
+
+
+def _named(folder: Folder, indexes: Collection[str]) -> set[str]:
+    """The files of ours that indexes in a directory name."""
+    found = set[str]()
+    for index in set(indexes) & set(folder.names()):
+        found |= {match[0].decode() for match in OURS_IN_BYTES.finditer(folder.read(index))}
+    return found
+
+
+class Claim:
+    """The right to write to a directory, or to one file. `unfinished`: the next writer must know what this one left."""
+
+    unfinished = False
+
+
+@contextmanager
+def claimed(folder: Folder, token: str, name: str | None = None) -> Iterator[Claim]:
+    """No other save or conversion writes to the directory, or to the file of that name, until this ends.
+
+    What one that died has left aside goes, and so do its other files, unless they are of this `token` and can be used
+    again. Object stores have no locks: there nobody is kept out.
+    """
+    claim = Claim()
+    if folder.local is None:
+        yield claim
+        return
+    lock, made = _lock(folder, folder.local, LOCK if name is None else hidden(name, "lock"))
+    others = lock.records
+    try:
+        others = _cleared(folder, lock, token)
+        old = sorted(_named(folder, INDEXES[:2])) if name is None else []
+        lock.write([*others, Record.mine(folder.run, token, old)])
+        claim.unfinished = True
+        yield claim
+        claim.unfinished, made = False, []
+    finally:
+        if others and not claim.unfinished:
+            lock.write(others)
+        lock.release(keep=claim.unfinished or bool(others))
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+
+
+def _lock(folder: Folder, path: Path, name: str) -> tuple[Lock, list[Path]]:
+    """And the directories that were made for it."""
+    made = list[Path]()
+    while True:
+        made += folder.make()
+        with writable(folder.shown(name)), suppress(FileNotFoundError):  # another writer failed, and took back all
+            lock = Lock(path / name, folder.path if name == LOCK else folder.shown(name[1 : -len(".lock")]))
+            if lock.current:
+                return lock, made
+            lock.release(keep=True)
+
+
+def _cleared(folder: Folder, lock: Lock, token: str) -> list[Record]:
+    """Remove what writers that died have left; returns the records of those that may live on another host."""
+    mine = Record.mine(folder.run, token, [])
+    dead = [one for one in lock.records if one.host == mine.host or mine.since - one.since > DAY]
+    dead = dead if lock.owner == geteuid() else []
+    runs, tokens = {one.run for one in dead}, {one.token for one in dead} - {token}
+    old = {name for one in dead for name in one.old}
+    needed = _named(folder, INDEXES[:2]) if dead else set[str]()
+    for name in folder.names() if dead else ():
+        aside, mark = ASIDE.fullmatch(name), token_of(name)
+        unneeded = mark is not None and name not in needed and (mark in tokens or name in old)
+        if unneeded or (aside and aside[1] in runs):
+            folder.discard(name, lock.owner)
+    return [one for one in lock.records if one not in dead]
 
 
 def _check_there(folder: Folder, files: Iterable[str]) -> None:
@@ -87,6 +176,7 @@ def write_parts(folder: Folder, file: str, parts: Mapping[str, Part], token: str
         {key: (part.dtype, part.shape) for key, part in parts.items()}, {"format": "pt", "shardwise": token}
     )
     if folder.has(file, header, len(header) + sum(part.bytes for part in parts.values())):
+        folder.reused.append(file)
         return
     with folder.write(file) as opened:
         opened.write(header)
@@ -108,6 +198,10 @@ class Writer(Protocol):
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> Any:
         """Write the parts of an owner; returns what the one who writes the index has to know of it."""
+        ...
+
+    def file(self, owner: int) -> str:
+        """The name of the file of an owner."""
         ...
 
     def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
