@@ -63,9 +63,9 @@ def convert(
     source has in parts, and take apart what it has whole. `select`: patterns of names of the source, also of values
     that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
     names, perhaps with a dtype for the rest. Rules that fit nothing are refused. At most `max_bytes` of values are in
-    memory, by `jobs` threads. Files that an interrupted try has finished are not written again, and listed in `reused` of
-    what is returned. While another save or conversion writes to `out`, this is refused. `verify`: read it back and
-    compare every cell.
+    memory, by `jobs` threads. Files that an interrupted try has finished are not written again; `reused` of
+    the result lists them. While another save or conversion writes to `out`, this one is refused. `verify`: read it
+    back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)

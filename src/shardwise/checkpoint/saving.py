@@ -45,8 +45,9 @@ def save(
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
     Replicas are written once, in equal shares. A checkpoint that was at the path stays whole until the new one is, and
-    is removed then; while another save or conversion writes there, this one is refused on all ranks. Values that are no tensors are those of the first rank; so are plain tensors that differ between
-    ranks, with a warning. `durable`: wait until the disk has it.
+    is removed then. While another save or conversion writes there, this one is refused. Values that are no tensors are
+    those of the first rank; so are plain tensors that differ between ranks, with a warning. `durable`: wait until the
+    disk has it.
     """
     callers = Callers("save", group)
     flat, paths, tensors, differing = _heard(callers, state_dict, format, path)
