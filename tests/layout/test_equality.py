@@ -168,3 +168,26 @@ def test_placements_are_values():
     assert Shard(0) == Shard(0) != Shard(1)
     assert Partial() == Partial("sum") != Partial("max")
     assert len({Replicate(), Replicate(), StridedShard(0, 2), StridedShard(0, 2)}) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["8x6/S0@2", "8x6/S0@2:1,0", "8x6/S1@3", "7x5/S0,S1@2x2", "8x6/S0,S1@4x2:7,6,5,4,3,2,1,0"]
+)
+def test_boxes_that_are_the_chunks_of_some_dims_have_a_shorter_name(name):
+    chunks = parse(name)
+    boxes = [(owner, piece.box.lo, piece.box.hi) for owner in chunks.owners() for piece in chunks.pieces(owner)]
+    assert str(Layout.boxes(chunks.shape, boxes).shortest()) == name
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [(0, (0, 0), (4, 6)), (0, (6, 0), (8, 6)), (1, (4, 0), (6, 6))],  # one owner has two
+        [(0, (0, 0), (3, 6)), (1, (3, 0), (8, 6))],  # not where torch.chunk cuts
+        [(0, (0, 0), (8, 3)), (1, (0, 3), (4, 6)), (2, (4, 3), (8, 6))],  # no grid
+        [(0, (0, 0), (8, 6)), (1, (8, 0), (8, 6))],  # one has nothing
+    ],
+)
+def test_other_boxes_keep_their_name(boxes):
+    layout = Layout.boxes((8, 6), boxes)
+    assert layout.shortest() is layout
