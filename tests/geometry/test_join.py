@@ -12,7 +12,6 @@ from rectangles import box_lists, boxes, full_shapes, sides, tilings
 
 from shardwise.geometry import Box, gaps, join, spread
 
-
 JOIN = sys.modules["shardwise.geometry.join"]  # the function has the module's name
 
 
