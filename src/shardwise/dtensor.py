@@ -408,7 +408,7 @@ def dressed_as(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
 
 
 def replicated_along(x: Any, mesh: DeviceMesh) -> bool:
-    """True where the ranks along a mesh's first dim have the same local tensor: they are a dim of the DTensor's mesh."""
+    """True where the ranks along a mesh's first dim have the same local tensor: a dim of the DTensor's mesh."""
     ranks = _line(mesh, 0)
     return any(p.is_replicate() and _line(x.device_mesh, axis) == ranks for axis, p in enumerate(x.placements))
 
