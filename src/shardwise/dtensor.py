@@ -391,6 +391,47 @@ def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(at, size) for at, size in zip(corner, shape, strict=True))
 
 
+# --- chunks that only their own rank knows, and tensors without memory -----------------------------------------------
+
+
+def is_chunked(x: Any) -> bool:
+    """True for what lists its chunks as distributed checkpoints ask for them: LocalShardsWrapper, also in a DTensor."""
+    inner = x._local_tensor if isinstance(x, DTensor) else x
+    return hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
+
+
+def chunks_in(x: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """The chunks of this rank that have cells: where each begins in the whole, and its memory; by that place."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    found = list[tuple[tuple[int, ...], torch.Tensor]]()
+    inner: Any = x._local_tensor if isinstance(x, DTensor) else x
+    for number, chunk in enumerate(inner.__create_chunk_list__()):
+        if 0 not in chunk.sizes:
+            tensor = inner.__get_tensor_shard__(MetadataIndex("", torch.Size(chunk.offsets), number))
+            if tuple(tensor.shape) != tuple(chunk.sizes):
+                raise ValueError(
+                    f"the chunk at {tuple(chunk.offsets)} should have {tuple(chunk.sizes)} cells, but "
+                    f"__get_tensor_shard__ gives a tensor of shape {tuple(tensor.shape)}"
+                )
+            found.append((tuple(chunk.offsets), tensor))
+    return sorted(found, key=lambda one: one[0])
+
+
+def is_meta(x: Any) -> bool:
+    """True for a plain tensor or DTensor on the meta device: it has a shape, and no memory."""
+    return (type(x) is torch.Tensor or isinstance(x, DTensor | torch.nn.Parameter)) and x.device.type == "meta"
+
+
+def with_memory(x: torch.Tensor) -> torch.Tensor:
+    """The same as a tensor on the meta device, with memory that is not filled: where torch's dcp.load puts it."""
+    local, spec = (x._local_tensor, x._spec) if isinstance(x, DTensor) else (x, None)
+    if spec is not None:
+        return dressed_as(spec, torch.empty_like(local, device=spec.mesh.device_type, requires_grad=False))
+    device = dist.distributed_c10d._get_pg_default_device() if dist.is_initialized() else "cpu"
+    return torch.empty_like(local, device=device, requires_grad=False)
+
+
 # --- what autograd saves ---------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.values import refuse_modules
+from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.errors import CheckpointError
 from shardwise.exchange.cuts import Cut
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
@@ -23,7 +24,7 @@ from shardwise.state.names import Rename, missing
 from shardwise.state.plan import Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import flatten_state_dict, set_element
-from shardwise.tensor.casting import travels_as
+from shardwise.tensor.casting import check_cast
 from shardwise.tensor.output import check_written
 
 Read = Literal["each", "once"]
@@ -45,6 +46,9 @@ def load(
 ) -> None:
     """Fill the tensors of a state dict from a checkpoint, in place, whatever the shardings. Other values are set.
 
+    Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
+    that list their chunks for DCP (LocalShardsWrapper) are filled as well.
+
     `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
     checkpoint. `cast=False` refuses other dtypes. `strict=False` leaves alone what the checkpoint lacks. `read="each"`:
     every rank reads what it needs; "once": every byte is read by one rank and sent to all who need it, the better way
@@ -53,6 +57,7 @@ def load(
     """
     callers = Callers("load", group, alone=group is None and read != "once")
     flat, paths = dict[str, Any](), dict[str, Any]()
+    replaced, linked = dict[str, torch.Tensor](), set[str]()
     found = list[Checkpoint]()
 
     def say() -> Said:
@@ -62,7 +67,8 @@ def load(
         found.append(path if isinstance(path, Checkpoint) else open(path, rules=rules))
         names = flatten_state_dict(into)
         refuse_modules(names[0])
-        flat.update(names[0])
+        replaced.update(replacements(names[0]))
+        flat.update(names[0] | replaced)
         paths.update(names[1])
         return said(flat)
 
@@ -80,7 +86,9 @@ def load(
 
     def prepare() -> list[tuple[Link, Entry, Tensor]]:
         others.extend(_others(checkpoint, flat, strict))
-        return _links(checkpoint, targets, rename, remap, cast, strict)
+        listed = _links(checkpoint, targets, rename, remap, cast, strict)
+        linked.update(link.target for link, _, _ in listed)
+        return listed
 
     values = dict[str, Any]()
 
@@ -96,7 +104,7 @@ def load(
             load_once(callers, targets, flat, prepare, max_bytes, progress)
         # nobody returns while another still reads: who returns may delete the files
         callers.together(finish if once else read_all, lambda _: None)
-    for name, value in values.items():
+    for name, value in {**values, **filled(replaced, linked)}.items():
         set_element(into, paths[name], value)
 
 
@@ -122,7 +130,7 @@ def _links(
     for link, entry, tensor in listed:
         if tensor.layout.op is not None:
             raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-        travels_as(tensor.layout, tensor.layout, entry.dtype, tensor.dtype)
+        check_cast(entry.dtype, tensor.dtype)
         if entry.dtype != tensor.dtype and not cast:
             raise CheckpointError(
                 f"{link.source!r} is {entry.dtype}, but {link.target!r} is {tensor.dtype}: cast=True casts"

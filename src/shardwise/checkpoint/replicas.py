@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.exchange.pages import bytes_at
-from shardwise.state.leaves import is_tensor
+from shardwise.state.leaves import is_tensor, lists_chunks
 from shardwise.tensor.kinds import is_sharded
 
 SAMPLE = 1024  # elements that are compared, of every tensor
@@ -22,7 +22,7 @@ def marks(flat: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _is_plain(value: Any) -> bool:
-    if is_sharded(value) or value.layout != torch.strided or value.is_meta or value.is_quantized:
+    if is_sharded(value) or lists_chunks(value) or value.layout != torch.strided or value.is_meta or value.is_quantized:
         return False
     return not (value.is_conj() or value.is_neg())
 

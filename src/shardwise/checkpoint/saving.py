@@ -143,10 +143,21 @@ def _heard(
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
         tensors = tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
         callers.check(tensors)
+        _check_whole(tensors)
         return tensors
 
     tensors = callers.together(say, conclude, format=format, path=str(path))
     return flat, paths, tensors, unlike(tensors, marked, callers.highest)
+
+
+def _check_whole(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors with cells that no rank holds: each rank may know its own chunks alone."""
+    for layout in {tensor.layout for tensor in tensors.values()}:
+        try:
+            layout.validate()
+        except ValueError as error:
+            name = next(name for name, tensor in tensors.items() if tensor.layout == layout)
+            raise ValueError(f"{name!r} of the state dict: {error}") from error
 
 
 def _layouts(tensors: Mapping[str, Tensor], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from shardwise.dtensor import chunks_in, is_chunked
 from shardwise.layout import Layout
 from shardwise.state.plan import Tensor
 from shardwise.tensor.kinds import is_sharded, kind_of
-from shardwise.tensor.sharded import Own
+from shardwise.tensor.sharded import Own, ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,33 @@ Said = Mapping[str, Known | None]
 
 def is_tensor(value: Any) -> bool:
     """True for what can be moved."""
-    return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested)
+    return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
 
 
-def known_of(value: Any) -> Known:
-    """What a rank knows of one of its tensors."""
+def lists_chunks(value: Any) -> bool:
+    """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what is like it."""
+    return not isinstance(value, ShardedTensor) and is_chunked(value)
+
+
+def known_of(value: Any) -> Known | None:
+    """What a rank knows of one of its tensors; None where it has nothing of it."""
+    if lists_chunks(value):
+        return _known_chunks(tuple(value.shape), chunks_in(value))
     if not is_sharded(value):
         return Known(tuple(value.shape), value.dtype, None, value.device.type)
     kind = kind_of(value)
     tensors = kind.taken(value)
     device = tensors[0].device if tensors else kind.device
     return Known(kind.layout.shape, value.dtype, kind.layout, None if device is None else device.type)
+
+
+def _known_chunks(shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> Known | None:
+    if not chunks:
+        return None
+    me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    pieces = [(me, lo, tuple(map(add, lo, tensor.shape))) for lo, tensor in chunks]
+    first = chunks[0][1]
+    return Known(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
 
 
 def said(flat: Mapping[str, Any]) -> Said:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import local_of
+from shardwise.dtensor import chunks_in, local_of
 from shardwise.exchange import Exchange, Move, Terms, Views
 from shardwise.exchange.pages import fresh
+from shardwise.state.leaves import lists_chunks
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.view import View, seen
 from shardwise.tensor.kinds import kind_of
@@ -26,7 +27,9 @@ def memory_of(value: Any, *, apart: bool = True) -> Tensors:
     """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
     if value is None:
         return []
-    if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+    if lists_chunks(value):
+        found = [tensor for _, tensor in chunks_in(value)]
+    elif isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         local, spec = local_of(value)
         found = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
     else:

@@ -23,7 +23,8 @@ class Place(int):
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards") or hasattr(value, "shards")
+    containers = "local_shards", "shards", "__create_chunk_list__"
+    return isinstance(value, torch.Tensor) or any(hasattr(value, name) for name in containers)
 
 
 def traverse_state_dict(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
+from shardwise.dtensor import OnMesh, Shards, is_chunked, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, parse
 from shardwise.tensor.sharded import Own, ShardedTensor
@@ -74,6 +74,12 @@ def kind_of(x: Any) -> Kind:
     if isinstance(x, ShardedTensor):
         return x.kind
     if is_dtensor(x):
+        if is_chunked(x):
+            raise LayoutError(
+                f"a DTensor of {type(x._local_tensor).__name__} knows the chunks of its own rank alone, wherever "
+                f"{x.placements} says they are: checkpoint.save and load take it; to move it, make a ShardedTensor "
+                f"of it (sharded_tensor.init_from_local_shards)"
+            )
         return OnMesh.of(x)
     if is_torch_sharded(x):
         return Shards.of(x)

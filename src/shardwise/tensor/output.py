@@ -94,7 +94,8 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
         raise ExchangeError(f"{what} is a sharded tensor inside of another: flatten_sharded_tensors makes one of them")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else tensor.layout
-        raise ExchangeError(f"{what} has no memory to read or write: it is {kind} on {tensor.device}")
+        remedy = "; module.to_empty(device=...) gives it some" if tensor.is_meta else ""
+        raise ExchangeError(f"{what} has no memory to read or write: it is {kind} on {tensor.device}{remedy}")
     if tensor.numel() and _range(tensor)[1] - tensor.data_ptr() > _bytes_from(tensor):
         raise ExchangeError(f"the memory of {what} was given back (its storage is too short for {tuple(tensor.shape)})")
 
