@@ -161,10 +161,10 @@ def test_values_that_hold_tensors_are_read_with_them(tmp_path):
 
 
 def test_a_value_that_cannot_be_read_does_not_hide_the_others(tmp_path):
-    judge.save({"a": 1, "odd": range(3), "b": [2]}, checkpoint_id=tmp_path / "c")
+    judge.save({"a": 1, "odd": slice(3), "b": [2]}, checkpoint_id=tmp_path / "c")
     found = opened(tmp_path / "c").objects
     assert (found["a"], found["b"], sorted(found)) == (1, [2], ["a", "b", "odd"])
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp, bytes .* asks for '.*range'"):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp, bytes .* asks for '.*slice'"):
         found["odd"]
     with pytest.raises(KeyError):
         found["missing"]

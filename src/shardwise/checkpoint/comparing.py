@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
 from shardwise.checkpoint.streams import Cast, Select, chosen, stream_of, streams_of
+from shardwise.checkpoint.structure import differing_step
+from shardwise.checkpoint.values import same_value
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
@@ -65,7 +66,14 @@ def verify(
         found += _absent(other, streams, one.path)
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
     found += compared(pairs, jobs=jobs, progress=progress)
+    found += _structure(one, other, [*pairs, *(name for name in one.objects if chosen(name, select))])
     return found + _values(one, other, select)
+
+
+def _structure(one: Checkpoint, other: Checkpoint, names: Iterable[str]) -> list[Difference]:
+    """What differs in the containers of leaves that both have: dict, list or tuple, and the types of keys."""
+    steps = {name: differing_step(one.path_of(name), other.path_of(name)) for name in names}
+    return [Difference(name, what) for name, what in steps.items() if what is not None]
 
 
 def _absent(names: Iterable[str], there: Iterable[str], path: str) -> list[Difference]:
@@ -86,27 +94,6 @@ def _values(one: Checkpoint, other: Checkpoint, select: Select) -> list[Differen
         if name in other.objects and not same_value(mine[name], other.objects[name]):
             found.append(Difference(name, f"{mine[name]!r:.60} and {other.objects[name]!r:.60}"))
     return found
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """True for equal values of one type, whatever they have in them; a NaN is equal to itself.
-
-    >>> same_value({"a": [1.0, float("nan")]}, {"a": [1.0, float("nan")]}), same_value([1], [True])
-    (True, False)
-    """
-    if isinstance(a, Mapping) and isinstance(b, Mapping):  # of whatever kind: not every format keeps it
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(same_value, a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same_value, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and not len(differing(a.flatten(), b.flatten()))
-    if isinstance(a, np.ndarray | np.generic):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    return bool(a == b) or (isinstance(a, float) and a != a and b != b)
 
 
 def check_jobs(jobs: int) -> None:

@@ -88,6 +88,7 @@ def convert(
     twice = [key for key in kept if key in streams]
     if twice:
         raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
+    writer.fits(contents)
     with claimed(folder, token, name) as claim, _resumable(claim, folder, token):
         writer.check(contents)
         told = _written(writer, owners, streams, contents, chunk, jobs, progress)

@@ -13,24 +13,28 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from shardwise.checkpoint.standins import (
     COPIES,
+    FACTORIES,
     KNOWN,
     Call,
+    Default,
     Frozen,
     Holder,
     Names,
+    NumpyType,
     Ordered,
     Record,
     SavedTensor,
     Sealed,
     Storage,
     StorageKind,
+    Tally,
     Wide,
     frozen,
     sizes,
@@ -200,7 +204,7 @@ def check_tree(root: Any, where: str, most: int) -> None:
 
     def measured(value: Any, depth: int) -> tuple[int, int]:
         """How many values it has, and how deep they lie in it."""
-        if not isinstance(value, dict | list | tuple | set | frozenset):
+        if not isinstance(value, dict | list | tuple | set | frozenset | deque):
             return 1, 0
         if id(value) not in known:
             items = [*value, *value.values()] if isinstance(value, dict) else value
@@ -216,6 +220,7 @@ def check_tree(root: Any, where: str, most: int) -> None:
 
 
 UNHASHED: dict[type, type] = {tuple: Wide, frozenset: Frozen}
+DICTS: dict[type, Callable[[Any], Any]] = {Ordered: OrderedDict, Tally: Counter}
 
 
 def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any:
@@ -232,11 +237,17 @@ def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any
             return tensor(value)
         if isinstance(value, Holder):
             return value.value
-        if isinstance(value, Sealed | Record):
+        if isinstance(value, Sealed | Record) and not isinstance(value, NumpyType):
             raise CheckpointError(f"{where} has a {type(value).__name__} that is part of no tensor")
         if isinstance(value, dict):
             items = {settle(key): settle(item) for key, item in value.items()}
-            return OrderedDict(items) if isinstance(value, Ordered) else items
+            if isinstance(value, Default):
+                return defaultdict(FACTORIES[value.factory], items)
+            return next((kind(items) for stand_in, kind in DICTS.items() if isinstance(value, stand_in)), items)
+        if isinstance(value, deque):
+            return deque(map(settle, value), value.maxlen)
+        if isinstance(value, NumpyType):
+            return value.dtype
         for kind in (list, tuple, set, frozenset):
             if type(value) in (kind, UNHASHED.get(kind)):
                 return kind(map(settle, value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache, partial
@@ -51,20 +51,19 @@ def save(
     """
     callers = Callers("save", group)
     flat, paths, tensors, differing = _heard(callers, state_dict, format, path)
-    opened, contents = list[Saver](), list[Contents]()
+    opened, layouts = list[Saver](), _layouts(tensors, differing)
+    others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
+    contents = Contents(layouts, others, paths)
 
     def write() -> Any:
-        layouts = _layouts(tensors, differing)
-        others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
-        contents.append(Contents(layouts, others, paths))
-        opened.append(_writer(format, Folder(path, durable=durable, run=token), callers, token, contents[0]))
+        opened.append(_writer(format, Folder(path, durable=durable, run=token), callers, token, contents))
         parts = [
             p for name, tensor in tensors.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)
         ]
-        return opened[0].write(callers.me, parts, contents[0])
+        return opened[0].write(callers.me, parts, contents)
 
     def finish(told: Mapping[int, Any]) -> list[str]:
-        return opened[0].finish(told, contents[0]) if callers.first else []
+        return opened[0].finish(told, contents) if callers.first else []
 
     def committed() -> bool:
         return names_token(opened[0].folder, opened[0].main, token)
@@ -75,7 +74,8 @@ def save(
         claim.unfinished = False
 
     with ExitStack() as stack:
-        token, claim = _claimed(callers, Folder(path, durable=durable, run=token_hex(8)), stack)
+        fits = partial(WRITERS[format].fits, contents)
+        token, claim = _claimed(callers, Folder(path, durable=durable, run=token_hex(8)), fits, stack)
         try:
             told = callers.together(write, dict)
         except BaseException as error:
@@ -97,11 +97,15 @@ def save(
         warnings.warn(_unlike(differing), stacklevel=2)
 
 
-def _claimed(callers: Callers, folder: Folder, stack: ExitStack) -> tuple[str, Claim]:
-    """The token of this save, and the right to write there, which the first rank has for all until the stack ends."""
+def _claimed(callers: Callers, folder: Folder, fits: Callable[[], None], stack: ExitStack) -> tuple[str, Claim]:
+    """The token of this save, and the right to write there, which the first rank has for all until the stack ends.
+
+    What the format cannot hold is refused before anything is written.
+    """
     claims = [] if callers.first else [Claim()]
 
     def claim() -> str:
+        fits()
         if callers.first:
             claims.append(stack.enter_context(claimed(folder, folder.run)))
         return folder.run
@@ -130,7 +134,7 @@ def _heard(
             if not all(map(is_step, path)):
                 raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {path}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
-        for name, value in others.items() if format == "safetensors" else ():
+        for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
         marked.update({} if callers.alone else marks(flat))
         return said(flat), list(others)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta, timezone
 from math import prod
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
 from shardwise.quoting import brief
 
+FACTORIES: dict[str | None, Callable[[], Any] | None] = {  # of defaultdicts
+    None: None,
+    **{kind.__name__: kind for kind in (dict, list, tuple, set, int, float, bool, str)},
+}
 MOST = 2**62  # of any number that is a size, an offset or a stride
 MOST_DIMS = 64  # as in numpy and torch
 
@@ -135,15 +141,73 @@ def frozen(items: Any = ()) -> frozenset[Any]:
     return Frozen(found) if any(isinstance(item, tuple | frozenset) for item in found) else found
 
 
+class Tally(Counter[Any]):
+    """A Counter without attributes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a Counter has no state")
+
+
+class Default(defaultdict[Any, Any]):
+    """A defaultdict that makes nothing yet."""
+
+    __slots__ = ("factory",)
+
+    def __init__(self, factory: Any = None) -> None:
+        self.factory = getattr(factory, "name", None)
+        if (factory is not None and not isinstance(factory, Name)) or self.factory not in FACTORIES:
+            raise pickle.UnpicklingError("a defaultdict makes something else than empty values")
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a defaultdict has no state")
+
+
+class Window(deque[Any]):
+    """A deque without attributes."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a deque has no state")
+
+
+class Unique(Holder):
+    """A UUID."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Unique:
+        made = super().__new__(cls)
+        made.value = None
+        return made
+
+    def __init__(self) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.value = UUID(int=state["int"])
+
+
+def numpy_dtype(code: Any) -> np.dtype[Any]:
+    """A dtype of plain numbers.
+
+    >>> numpy_dtype("f4")
+    dtype('float32')
+    """
+    if not isinstance(code, str) or not re.fullmatch("[biufc][0-9]{1,2}", code):
+        raise pickle.UnpicklingError(f"numpy's dtype {brief(code)} is not one of plain numbers")
+    return np.dtype("<" + code)
+
+
 class NumpyType(Sealed):
     """A dtype of numpy; its state can only say that it is little."""
 
     __slots__ = ("dtype",)
 
     def __init__(self, code: Any, *_: Any) -> None:
-        if not isinstance(code, str) or not re.fullmatch("[biufc][0-9]{1,2}", code):
-            raise pickle.UnpicklingError(f"numpy's dtype {brief(code)} is not one of plain numbers")
-        self.dtype = np.dtype("<" + code)
+        self.dtype = numpy_dtype(code)
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
@@ -151,7 +215,7 @@ class NumpyType(Sealed):
 
 
 class NumpyArray(Holder):
-    """An array of numpy, not to be written."""
+    """An array of numpy."""
 
     __slots__ = ()
 
@@ -164,7 +228,7 @@ class NumpyArray(Holder):
             raise pickle.UnpicklingError("an array of numpy is not one of plain numbers")
         if len(data) != prod(sizes(shape)) * kind.dtype.itemsize:
             raise pickle.UnpicklingError(f"an array of shape {shape} has {len(data)} bytes")
-        self.value = np.frombuffer(data, kind.dtype).reshape(shape, order="F" if fortran else "C")
+        self.value = np.frombuffer(bytearray(data), kind.dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def sizes(values: Any) -> tuple[int, ...]:
@@ -216,7 +280,39 @@ def _scalar(kind: Any, data: Any) -> Any:
 
 
 def _path(*parts: Any) -> Holder:
+    return Holder(Path(*parts) if issubclass(type(Path()), PurePosixPath) else PurePosixPath(*parts))
+
+
+def _pure_path(*parts: Any) -> Holder:
     return Holder(PurePosixPath(*parts))
+
+
+def _moment(kind: Any, size: int) -> Call:
+    """A date or a time, as pickles have it: its bytes, and perhaps its zone."""
+
+    def made(data: Any, *zone: Any) -> Any:
+        if type(data) is not bytes or len(data) != size or not all(type(one) is timezone for one in zone):
+            raise pickle.UnpicklingError(f"a {kind.__name__} is not described as Python does it")
+        return kind(data, *zone)
+
+    return Call(made)
+
+
+def _whole_numbers(kind: Any) -> Call:
+    """What is made of whole numbers."""
+
+    def made(*args: Any) -> Any:
+        if not all(type(arg) is int for arg in args):
+            raise pickle.UnpicklingError(f"a {kind.__name__} is not made of whole numbers")
+        return kind(*args)
+
+    return Call(made)
+
+
+def _zone(*args: Any) -> timezone:
+    if [type(arg) for arg in args] not in ([timedelta], [timedelta, str]):
+        raise pickle.UnpicklingError("a timezone is not described as Python does it")
+    return timezone(*args)
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
@@ -266,7 +362,15 @@ KNOWN: Names = {
     ("torch.nn.parameter", "Parameter"): Name("torch.nn.Parameter"),
     ("torch", "device"): Call(_device),
     ("torch.serialization", "_get_layout"): Call(Name),
-    ("collections", "defaultdict"): Call(lambda *_: {}),
+    ("collections", "defaultdict"): Call(Default),
+    ("datetime", "datetime"): _moment(datetime, 10),
+    ("datetime", "date"): _moment(date, 4),
+    ("datetime", "time"): _moment(time, 6),
+    ("datetime", "timedelta"): _whole_numbers(timedelta),
+    ("datetime", "timezone"): Call(_zone),
+    ("uuid", "UUID"): Unique,
+    ("builtins", "range"): _whole_numbers(range),
+    ("__builtin__", "xrange"): _whole_numbers(range),
     ("numpy", "dtype"): Call(NumpyType),
     ("numpy", "ndarray"): Name("numpy.ndarray"),
     **{
@@ -275,12 +379,14 @@ KNOWN: Names = {
         for name, make in (("scalar", _scalar), ("_reconstruct", NumpyArray))
     },
     **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},
-    **{(module, "PurePosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},
+    **{(module, "PurePosixPath"): Call(_pure_path) for module in ("pathlib", "pathlib._local")},
     **{(module, "complex"): Call(_complex) for module in ("builtins", "__builtin__")},
+    ("__builtin__", "long"): Name("int"),  # as old protocols call them
+    ("__builtin__", "unicode"): Name("str"),
     **{
         (module, name): Name(name)
         for module in ("builtins", "__builtin__")
-        for name in ("dict", "list", "tuple", "int", "float", "bool", "str")
+        for name in ("dict", "list", "tuple", "set", "int", "float", "bool", "str")
     },
 }
 COPIES: Names = {  # what makes a copy of something that the pickle has
@@ -290,6 +396,7 @@ COPIES: Names = {  # what makes a copy of something that the pickle has
     **{(module, "bytes"): _latin for module in ("builtins", "__builtin__")},
     ("_codecs", "encode"): _latin,
     ("collections", "OrderedDict"): Ordered,
-    ("collections", "Counter"): dict,
+    ("collections", "Counter"): Tally,
+    ("collections", "deque"): Window,
     ("torch", "Size"): torch.Size,
 }

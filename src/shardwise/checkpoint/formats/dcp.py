@@ -17,16 +17,18 @@ import torch
 
 from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, Span, inside
+from shardwise.checkpoint.formats.dcp_nesting import step_of
 from shardwise.checkpoint.formats.moulds import Moulds
 from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
-from shardwise.checkpoint.pickles import settled, unpickle
+from shardwise.checkpoint.pickles import DEEPEST, settled, unpickle
 from shardwise.checkpoint.standins import MOST, Call, Name, Record, sizes
 from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
-from shardwise.state.traverse import Key
+from shardwise.state.traverse import Key, get_element
 
 METADATA = ".metadata"
+LOST = object()
 
 
 class Metadata(Record):
@@ -125,7 +127,7 @@ def open_dcp(files: Files) -> Checkpoint:
     """The tensors and values that `.metadata` lists."""
     where = files.shown(METADATA)
     said = unpickle(files.read(METADATA), where, NAMES)
-    described, stored, nested = _parts(where, said)
+    described, stored, paths = _parts(where, said)
     with _sound(where, "its storage_data"):
         table = _table(files, stored)
     entries, values, moulds = dict[str, Entry](), dict[str, int](), Moulds(files)
@@ -135,9 +137,14 @@ def open_dcp(files: Files) -> Checkpoint:
                 entries[name] = _entry(files, name, kind, table, moulds)
             elif isinstance(kind, BytesMetadata):
                 values[name] = table.rows[name, None]
+            elif isinstance(kind, dict):
+                continue  # a skeleton, for torch
             else:
                 raise TypeError("it is neither a tensor nor a value")
-    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: Values(files, table, values))
+    inner = _inner(paths, values)
+    whole = values.keys() - {leaf.outer for leaf in inner.values()}
+    nested = {name: path for name, path in paths.items() if name in entries or name in inner or name in whole}
+    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: Values(files, table, values, inner))
 
 
 def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[str, tuple[Any, ...]]]:
@@ -147,15 +154,27 @@ def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[
     if not isinstance(described, dict) or not isinstance(stored, dict) or not all(type(n) is str for n in described):
         raise CheckpointError(f"{where} does not describe a checkpoint of torch.distributed in files")
     nested = nested if isinstance(nested, dict) else {}  # which planners of others write is theirs
-    paths = {name: path for name, path in nested.items() if name in described and isinstance(path, tuple) and path}
-    if not all(type(key) in (str, int) for path in paths.values() for key in path):
+    paths = {name: path for name, path in nested.items() if type(name) is str and isinstance(path, tuple) and path}
+    steps = {name: tuple(map(step_of, path)) for name, path in paths.items()}
+    if any(key is None for path in steps.values() for key in path):
         raise CheckpointError(f"{where}: its planner_data has paths of other things than names and numbers")
-    return described, stored, {name: _steps(path, len(described)) for name, path in paths.items()}
+    return described, stored, {name: _in_lists(path, max(len(described), len(steps))) for name, path in steps.items()}
 
 
-def _steps(path: tuple[Any, ...], names: int) -> tuple[Any, ...]:
+def _in_lists(path: tuple[Any, ...], names: int) -> tuple[Any, ...]:
     """Numbers are places in lists. Those that no list of so few names can have are keys."""
     return tuple(Key(key) if type(key) is int and not 0 <= key < names else key for key in path)
+
+
+def _inner(paths: Mapping[str, tuple[Any, ...]], values: Mapping[str, int]) -> dict[str, Inner]:
+    """The leaves that lie inside of values."""
+    outer, found = {paths[name]: name for name in values if name in paths}, dict[str, Inner]()
+    for name, path in paths.items():
+        ends = range(1, min(len(path), DEEPEST))
+        around = next((path[:end] for end in ends if path[:end] in outer), None) if name not in values else None
+        if around is not None:
+            found[name] = Inner(outer[around], path[len(around) :])
+    return found
 
 
 @contextmanager
@@ -242,12 +261,27 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Alike:
     return Alike(boxes)
 
 
+class Inner(NamedTuple):
+    """A leaf inside of a value."""
+
+    outer: str
+    path: tuple[Any, ...]
+
+
 class Values(Mapping[str, Any]):
     """What is no tensor: all of it is fetched together, and each value is made when it is asked for."""
 
-    def __init__(self, files: Files, table: Table, rows: Mapping[str, int]) -> None:
-        self._files, self._table, self._rows = files, table, rows
+    def __init__(self, files: Files, table: Table, rows: Mapping[str, int], inner: Mapping[str, Inner]) -> None:
+        self._files, self._table, self._rows, self._inner = files, table, rows, inner
         self._made = dict[str, Any]()
+
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        """With the leaves of values in their place."""
+        leaves = dict[str, list[str]]()
+        for name, (outer, _) in self._inner.items():
+            leaves.setdefault(outer, []).append(name)
+        return dict.fromkeys(leaf for name in self._rows for leaf in leaves.get(name, [name]))
 
     @cached_property
     def _archives(self) -> dict[str, Archive]:
@@ -256,6 +290,15 @@ class Values(Mapping[str, Any]):
         return dict(zip(names, read_archives(self._files, spans), strict=True))
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._inner:
+            return self._value(name)
+        outer, path = self._inner[name]
+        value = get_element({outer: self._value(outer)}, (outer, *path), LOST)
+        if value is LOST:
+            raise CheckpointError(f"{self._files.shown(METADATA)}: {name!r} should lie in the value {outer!r}")
+        return value
+
+    def _value(self, name: str) -> Any:
         if name in self._rows and name not in self._made:
             archive = self._archives[name]
             what, tensor = f"{name!r} in {archive.where}", reader(self._files, archive, name)
@@ -263,7 +306,7 @@ class Values(Mapping[str, Any]):
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._names)

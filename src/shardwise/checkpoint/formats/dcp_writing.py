@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.checkpoint.formats.dcp import METADATA
+from shardwise.checkpoint.formats.dcp_nesting import nesting
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
+from shardwise.checkpoint.structure import check_inside, check_steps
+from shardwise.checkpoint.values import EVERY, encoded
 from shardwise.checkpoint.writing import Folder
 
 END, MAGIC = Struct("<Q16s"), b"shardwise items\n"
@@ -42,6 +45,15 @@ class DcpWriter:
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = METADATA
 
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """What torch's own reader rebuilds as it was."""
+        check_inside(contents)
+        check_steps(contents)
+        nesting(contents)
+        for name, value in contents.values.items():
+            encoded(value, name, EVERY)
+
     def check(self, contents: Contents) -> None:
         """An earlier one stays whole until this one is."""
         check_alone(self.folder, METADATA)
@@ -53,7 +65,7 @@ class DcpWriter:
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
         """Its archives, one after the other, unless an earlier try at the same has written them."""
         items, at, name = list[Item](), 0, self.file(me)
-        values = contents.values if me == self._owners[0] else {}
+        values = nesting(contents).values if me == self._owners[0] else {}
         earlier = _listed(self.folder, name)
         if [item[:3] for item in earlier] == _asked(parts, values) and earlier:
             self.folder.reused.append(name)
@@ -127,11 +139,8 @@ def _metadata(items: Sequence[Item], contents: Contents) -> Any:
     for name, (dtype, layout) in contents.tensors.items():
         properties = torchs.TensorProperties(dtype=dtype)
         listed[name] = torchs.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
-    plain = {name: tuple(_plain(key) for key in path) for name, path in contents.paths.items()}
+    nested = nesting(contents)
     version = getattr(torchs, "CURRENT_DCP_VERSION", None)
-    return torchs.Metadata(listed, plain, places, **({"version": version} if version else {}))
-
-
-def _plain(key: Any) -> Any:
-    """Keys of a path as torch has them."""
-    return int(key) if isinstance(key, int) else key
+    return torchs.Metadata(
+        {**nested.skeletons, **listed}, dict(nested.paths), places, **({"version": version} if version else {})
+    )

@@ -24,6 +24,7 @@ from shardwise.checkpoint.formats.safetensors import (
     read_header,
 )
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit, write_parts
+from shardwise.checkpoint.structure import check_steps
 from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
@@ -52,13 +53,18 @@ class ShardedWriter:
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = INDEX
 
-    def check(self, contents: Contents) -> None:
-        """An earlier one stays whole until this one is."""
-        check_alone(self.folder, INDEX)
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Any tensor of a known dtype, and any value that JSON can spell."""
+        check_steps(contents)
         for name, (dtype, _) in contents.tensors.items():
             name_of(dtype, name)
         for name, value in contents.values.items():
             encoded(value, name)
+
+    def check(self, contents: Contents) -> None:
+        """An earlier one stays whole until this one is."""
+        check_alone(self.folder, INDEX)
 
     def file(self, owner: int) -> str:
         """The name of the file of an owner."""

@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.checkpoint.formats.safetensors import INDEX, check_storable
 from shardwise.checkpoint.formats.torch_archive import Records, Stored, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, write_parts
+from shardwise.checkpoint.structure import check_inside
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
@@ -27,13 +28,17 @@ class SafetensorsWriter:
         self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
         self._unfinished = list[str]()  # files of another conversion, which was interrupted
 
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Tensors of the dtypes that safetensors has a name for."""
+        for name, (dtype, _) in contents.tensors.items():
+            check_storable(name, dtype)
+
     def check(self, contents: Contents) -> None:
         """Files of whole tensors have fixed names: only this conversion, or an unfinished one, may be there.
 
         What an unfinished one left goes, so that it is never taken for a part of this.
         """
-        for name, (dtype, _) in contents.tensors.items():
-            check_storable(name, dtype)
         if self._name is not None:
             return  # one file, which is replaced when the new one is whole
         check_alone(self.folder, INDEX)
@@ -89,13 +94,13 @@ class TorchSaveWriter:
             raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
         self.folder, self.main = folder, name or "model.pt"
 
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Whatever does not lie in one another."""
+        check_inside(contents)
+
     def check(self, contents: Contents) -> None:
         """A file of that name is replaced when the new one is whole."""
-        paths = {contents.paths.get(name, (name,)): name for name in (*contents.tensors, *contents.values)}
-        for path, name in paths.items():
-            around = next((paths[path[:end]] for end in range(1, len(path)) if path[:end] in paths), None)
-            if around is not None:
-                raise CheckpointError(f"{name!r} would lie inside of {around!r}: rename= gives it another name")
 
     def file(self, owner: int) -> str:
         """There is only one."""

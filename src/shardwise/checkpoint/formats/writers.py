@@ -192,8 +192,13 @@ class Writer(Protocol):
 
     def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None: ...
 
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Refuse what the format cannot hold. It looks at no file: every rank finds the same."""
+        ...
+
     def check(self, contents: Contents) -> None:
-        """Refuse a directory that it must not write to, and what it cannot write."""
+        """Refuse a directory that it must not write to."""
         ...
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> Any:

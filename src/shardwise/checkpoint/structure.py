@@ -1,0 +1,56 @@
+"""How the names of a checkpoint lie in each other: dicts, lists and tuples, by the paths of its leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.checkpoint.formats.writers import Contents
+from shardwise.errors import CheckpointError
+from shardwise.state.traverse import OBJ_PATH, Key, Place
+
+STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # into what they lead
+
+
+def check_inside(contents: Contents) -> None:
+    """Refuse what would lie inside of another leaf."""
+    names = {path_of(name, contents): name for name in (*contents.tensors, *contents.values)}
+    for path, name in names.items():
+        around = next((names[path[:end]] for end in range(1, len(path)) if path[:end] in names), None)
+        if around is not None:
+            raise CheckpointError(f"{name!r} would lie inside of {around!r}: rename= gives it another name")
+
+
+def check_steps(contents: Contents) -> None:
+    """Refuse keys of other types than str and int: no index can tell them from their texts."""
+    for name in (*contents.tensors, *contents.values):
+        for key in path_of(name, contents):
+            if type(key) not in STEPS:
+                raise CheckpointError(
+                    f"{name!r} has the key {_text(key)}: keys must be texts or whole numbers. "
+                    f"Remedy: give it another key, or convert to format='torch.save'"
+                )
+
+
+def path_of(name: str, contents: Contents) -> OBJ_PATH:
+    """Where a leaf lies; names without a path are keys of the outermost dict."""
+    return contents.paths.get(name, (name,))
+
+
+def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:
+    """What differs between two paths of one name: the type of a key, or of a container. None: not known.
+
+    >>> differing_step(("state", Key(0)), ("state", 0)), differing_step(("a", "b"), ("a", "b"))
+    ('lies at state[0] (dict, int) and at state[0] (list)', None)
+    """
+    if a is None or b is None or (a == b and list(map(type, a)) == list(map(type, b))):
+        return None
+    return f"lies at {_shown(a)} and at {_shown(b)}"
+
+
+def _shown(path: OBJ_PATH) -> str:
+    into = "; ".join(STEPS.get(type(key), type(key).__name__) for key in path[1:])
+    return f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}" + (f" ({into})" if into else "")
+
+
+def _text(key: Any) -> str:
+    return f"{key!r:.80} ({type(key).__name__})"
