@@ -392,6 +392,6 @@ def _create_tensor_from_params(*size: Any, local_device: Any, tensor_properties:
 def _formatted(memory_format: torch.memory_format) -> dict[str, torch.memory_format]:
     if memory_format not in (torch.preserve_format, torch.contiguous_format):
         raise RuntimeError(
-            f"Only `torch.contiguous_format` or `torch.preserve_format` is supported, not {memory_format}"
+            f"Only `torch.contiguous_format` or `torch.preserve_format` is supported! Found {memory_format}"
         )
     return {} if memory_format == torch.preserve_format else {"memory_format": memory_format}

@@ -34,8 +34,8 @@ class ShardMetadata:
     def __init__(
         self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: str | RemoteDevice | None = None
     ) -> None:
-        self.shard_offsets = _numbers(shard_offsets, "shard_offsets")
-        self.shard_sizes = _numbers(shard_sizes, "shard_sizes")
+        self.shard_offsets = _numbers(shard_offsets, "shard_offsets", "shard_offsets should be >=0")  # torch's texts
+        self.shard_sizes = _numbers(shard_sizes, "shard_sizes", "shard_sizes should be >= 0")
         self.placement = remote_device(placement)
         if len(self.shard_offsets) != len(self.shard_sizes):
             raise ValueError(
@@ -151,13 +151,13 @@ def same_device(said: torch.device, found: torch.device) -> bool:
     return said == found or said.type == found.type == "cpu"
 
 
-def _numbers(values: Any, what: str) -> list[int]:
+def _numbers(values: Any, what: str, bound: str) -> list[int]:
     try:
         found = [index(value) for value in values]
     except TypeError:
         raise TypeError(f"{what} should be a sequence of ints, found {values!r}") from None
     if min(found, default=0) < 0:
-        raise ValueError(f"{what} should be >= 0, found {found}")
+        raise ValueError(f"{bound}, found {found}")
     if max(found, default=0) >= 2**62:
         raise ValueError(f"{what} should be below 2**62, found {found}")
     return found

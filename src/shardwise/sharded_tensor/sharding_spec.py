@@ -66,7 +66,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, str):
-            raise NotImplementedError(f"ChunkShardingSpec does not support named dimensions: {self.dim!r}")
+            raise NotImplementedError(f"ChunkShardingSpec does not support named dimension yet! Found {self.dim!r}")
         try:
             self.dim = index(self.dim)
         except TypeError:
