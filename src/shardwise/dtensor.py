@@ -27,6 +27,7 @@ import shardwise.layout.mesh as ours
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
+from shardwise.wires.members import owner_here
 
 Tensors = Sequence[torch.Tensor]
 RemoteDevice = _remote_device  # "rank:1/cpu": torch's own, so that they are equal and print alike
@@ -201,7 +202,7 @@ class Shards:
     @cached_property
     def mine(self) -> list[Any]:
         """The metadata of this rank's shards."""
-        return shards_of(self.metadata, dist.get_rank())
+        return shards_of(self.metadata, owner_here(self.group))
 
 
 def default_group() -> dist.ProcessGroup:

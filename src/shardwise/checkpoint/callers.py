@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwise.state.plan import Tensor
 from shardwise.tensor.together import together
 from shardwise.tensor.wiring import group_wire
+from shardwise.wires.members import job_rank
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -20,16 +21,16 @@ class Callers:
     """Everybody who calls an operation together."""
 
     def __init__(self, operation: str, group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
-        ranks = dist.is_available() and dist.is_initialized()
         self.operation, self.group = operation, group
-        self.alone = alone or (group is None and not ranks)
-        self.me = dist.get_rank() if ranks else 0
-        self.owners: tuple[int, ...] = (self.me,) if self.alone else group_wire(group).owners
+        self.alone = alone or (group is None and not (dist.is_available() and dist.is_initialized()))
+        self.wire = None if self.alone else group_wire(group)
+        self.me = job_rank() if self.wire is None else self.wire.me
+        self.owners: tuple[int, ...] = (self.me,) if self.wire is None else self.wire.owners
 
     @property
     def broken(self) -> bool:
         """True where others may have gone on, and cannot be asked."""
-        return not self.alone and group_wire(self.group).broken
+        return self.wire is not None and self.wire.broken
 
     @property
     def first(self) -> bool:
@@ -38,7 +39,7 @@ class Callers:
 
     def highest(self, numbers: torch.Tensor) -> torch.Tensor:
         """The highest of what all have, number by number."""
-        return numbers if self.alone else group_wire(self.group).reduced(numbers, "max")()
+        return numbers if self.wire is None else self.wire.reduced(numbers, "max")()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors of which others than the callers hold a part."""

@@ -70,7 +70,7 @@ def load(
         replaced.update(replacements(names[0]))
         flat.update(names[0] | replaced)
         paths.update(names[1])
-        return said(flat)
+        return said(flat, callers.wire)
 
     def conclude(told: Mapping[int, Said]) -> dict[str, Tensor]:
         tensors = tensors_of(told, "state dict")

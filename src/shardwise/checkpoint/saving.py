@@ -137,7 +137,7 @@ def _heard(
         for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
         marked.update({} if callers.alone else marks(flat))
-        return said(flat), list(others)
+        return said(flat, callers.wire), list(others)
 
     def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
         (first, (_, names)), *others = told.items()

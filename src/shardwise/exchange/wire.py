@@ -88,14 +88,17 @@ class End:
     """One owner's end of a wire: who is on it, and what exchanges leave for later ones."""
 
     def __init__(self, me: int, owners: Sequence[int]) -> None:
-        self.me = me
-        self.owners = tuple(owners)  # everybody on this wire, and so everybody who takes part in its exchanges
-        self.rows = {owner: row for row, owner in enumerate(self.owners)}
+        self.number(me, owners)
         self.numbers: Iterator[int] = count()  # of its exchanges, the same for everybody
         self.agreed = set[bytes]()  # the terms that all have agreed on before
         self.staging = Staging()
         self.views = WeakSet[Views]()  # of exchanges that are repeated
         self.memory = dict[Any, Any]()  # what earlier calls left for later ones
+
+    def number(self, me: int, owners: Sequence[int]) -> None:
+        """Everybody on this wire, and so everybody who takes part in its exchanges."""
+        self.me, self.owners = me, tuple(owners)
+        self.rows = {owner: row for row, owner in enumerate(self.owners)}
 
     def ahead(self: Wire, device: torch.device, *, direct: bool) -> int:
         """None where messages cannot be told apart."""

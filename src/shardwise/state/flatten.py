@@ -18,6 +18,7 @@ from shardwise.state.traverse import OBJ_PATH, set_element, traverse_state_dict
 from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.sharded import ShardedTensor
 from shardwise.tensor.together import together
+from shardwise.wires.members import owner_here
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -99,7 +100,8 @@ def _shards(value: Any) -> list[Any]:
 
 def _parts(value: Any) -> Iterator[Part]:
     """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
-    kind, me = kind_of(value), dist.get_rank() if dist.is_initialized() else 0
+    kind = kind_of(value)
+    me = owner_here(kind.group)
     if kind.layout.op is not None:
         raise ValueError(f"{kind.layout!r} is partial: its terms cannot be told as shards; reduce it first")
     if me not in kind.layout:

@@ -9,13 +9,14 @@ from operator import add
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from shardwise.dtensor import chunks_in, is_chunked
 from shardwise.layout import Layout
 from shardwise.state.plan import Tensor
-from shardwise.tensor.kinds import is_sharded, kind_of
+from shardwise.tensor.kinds import is_sharded, kind_of, on_wire
 from shardwise.tensor.sharded import Own, ShardedTensor
+from shardwise.wires import GroupWire
+from shardwise.wires.members import job_rank
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,34 @@ def lists_chunks(value: Any) -> bool:
     return not isinstance(value, ShardedTensor) and is_chunked(value)
 
 
-def known_of(value: Any) -> Known | None:
-    """What a rank knows of one of its tensors; None where it has nothing of it."""
+def known_of(value: Any, wire: GroupWire | None) -> Known | None:
+    """What a rank knows of one of its tensors, with the owners of a wire; None where it has nothing of it."""
     if lists_chunks(value):
-        return _known_chunks(tuple(value.shape), chunks_in(value))
+        return _known_chunks(tuple(value.shape), chunks_in(value), job_rank() if wire is None else wire.me)
     if not is_sharded(value):
         return Known(tuple(value.shape), value.dtype, None, value.device.type)
-    kind = kind_of(value)
+    kind = on_wire(kind_of(value), wire)
     tensors = kind.taken(value)
     device = tensors[0].device if tensors else kind.device
     return Known(kind.layout.shape, value.dtype, kind.layout, None if device is None else device.type)
 
 
-def _known_chunks(shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> Known | None:
+def _known_chunks(
+    shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]], me: int
+) -> Known | None:
     if not chunks:
         return None
-    me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     pieces = [(me, lo, tuple(map(add, lo, tensor.shape))) for lo, tensor in chunks]
     first = chunks[0][1]
     return Known(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
 
 
-def said(flat: Mapping[str, Any]) -> Said:
-    """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing."""
-    return {name: None if v is None else known_of(v) for name, v in flat.items() if v is None or is_tensor(v)}
+def said(flat: Mapping[str, Any], wire: GroupWire | None) -> Said:
+    """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing.
+
+    Owners are those of the wire of all who call; without one, ranks of this process's job.
+    """
+    return {name: None if v is None else known_of(v, wire) for name, v in flat.items() if v is None or is_tensor(v)}
 
 
 def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def reshard_state_dict(
     def make() -> ModelPlan:
         check_progress(progress)
         over.check_way(wire)
-        kinds.update(kinds_for(sources, to, mesh, group, over.owners))
+        kinds.update(kinds_for(sources, to, mesh, over, group))
         made = _plan(over, sources, kinds, dtype, max_bytes, hosts)
         if verify:
             check_verifiable(made)
@@ -102,7 +102,7 @@ def _heard(
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
         paths.update(found[1])
-        return said(flat)
+        return said(flat, group_wire(group))
 
     def sides(told: Mapping[int, Said | None]) -> tuple[dict[str, Tensor], int, bool]:
         holder = next((rank for rank, one in told.items() if one is not None), -1)

@@ -61,7 +61,7 @@ class Resharder:
             for tensors, given in (self._source, source), (self._target, target):
                 tensors.update({} if given is None else _tensors(given))
             return tuple(
-                None if given is None else said(tensors)
+                None if given is None else said(tensors, self._wire)
                 for tensors, given in ((self._source, source), (self._target, target))
             )  # type: ignore[return-value]
 

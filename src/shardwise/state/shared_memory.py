@@ -17,6 +17,7 @@ from shardwise.state.leaves import is_tensor
 from shardwise.state.moving import memory_of
 from shardwise.tensor.kinds import target_kind
 from shardwise.tensor.output import local_shapes
+from shardwise.wires.members import owner_here
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def empty(
     found, at = dtype or torch.get_default_dtype(), torch.device(device)
     if shared and at.type != "cpu":
         raise ExchangeError(f"shared=True: only tensors of the CPU can be in shared memory, not of {at}")
-    shapes = local_shapes(kind.layout, dist.get_rank() if dist.is_initialized() else 0)
+    shapes = local_shapes(kind.layout, owner_here(kind.group))
     local = [_shared(one, found) if shared else fresh(one, found, at) for one in shapes]
     return kind.closed(kind.dressed(local))
 

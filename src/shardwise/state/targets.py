@@ -13,7 +13,8 @@ from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
 from shardwise.state.leaves import Plain, is_tensor
 from shardwise.state.names import matched, missing
 from shardwise.state.plan import Tensor
-from shardwise.tensor.kinds import Kind, is_sharded, target_kind
+from shardwise.tensor.kinds import Kind, is_sharded, on_wire, target_kind
+from shardwise.wires import GroupWire
 
 Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
 
@@ -22,8 +23,8 @@ def kinds_for(
     sources: Mapping[str, Tensor],
     to: Targets,
     mesh: Any,
+    wire: GroupWire,
     group: dist.ProcessGroup | None,
-    owners: Sequence[int],
 ) -> dict[str, Kind]:
     """How every tensor is to lie; those that stay as they are, are left out."""
     asked, found = _asked(to, list(sources)), dict[str, Kind]()
@@ -31,7 +32,7 @@ def kinds_for(
         try:
             target = asked(name)
             if target is not None:
-                found[name] = _kind(_on(mesh, target), source.shape, group, owners)
+                found[name] = _kind(_on(mesh, target), source.shape, wire, group)
         except Exception as error:
             said = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the target of {name!r}: {said}") from error
@@ -48,11 +49,11 @@ def _on(mesh: Any, target: Any) -> Any:
     return mesh, [target] * mesh.ndim if everywhere else target
 
 
-def _kind(target: Any, shape: tuple[int, ...], group: dist.ProcessGroup | None, owners: Sequence[int]) -> Kind:
+def _kind(target: Any, shape: tuple[int, ...], wire: GroupWire, group: dist.ProcessGroup | None) -> Kind:
     if isinstance(target, torch.Tensor) and not is_sharded(target):
-        kind: Kind = Plain(Layout.replicated(target.shape, owners), on=target.device)
+        kind: Kind = Plain(Layout.replicated(target.shape, wire.owners), group, on=target.device)
     else:
-        kind = target_kind(target, shape, group)
+        kind = on_wire(target_kind(target, shape, group), wire)
     if kind.layout.shape != shape:
         raise ValueError(f"it has shape {shape}, but {kind.layout.shape} is asked for")
     return kind

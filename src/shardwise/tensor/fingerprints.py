@@ -33,6 +33,7 @@ def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str | None
     wire = wire_for(group, held, x)
     if wire is None:
         return None
+    held = held.on(wire)
     known = {name: held.known().get(name, "unknown") for name in ("shape", "dtype", "source", "device")}
     guessed = frozenset(known).difference(held.known())
     exchange = Exchange(wire, Terms({"operation": "fingerprint", **known}, guessed, held.error)).start()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.layout import Layout
-from shardwise.tensor.kinds import Kind, kind_of
+from shardwise.tensor.kinds import Kind, kind_of, on_wire
+from shardwise.wires import GroupWire
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,14 @@ class Held:
         return Held(
             kind, tensors, tensors[0].dtype if tensors else dtype, gradient if torch.is_grad_enabled() else False
         )
+
+    def on(self, wire: GroupWire) -> Held:
+        """With the owners of a wire. What goes wrong is told to all."""
+        try:
+            kind = self.kind and on_wire(self.kind, wire)
+            return self if kind is self.kind else replace(self, kind=kind)
+        except Exception as error:
+            return Held(error=error)
 
     def known(self) -> dict[str, Any]:
         """The facts that it knows, by name."""

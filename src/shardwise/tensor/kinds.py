@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.dtensor import OnMesh, Shards, is_chunked, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
 from shardwise.tensor.sharded import Own, ShardedTensor
+from shardwise.wires import GroupWire
+from shardwise.wires.members import Members, of_job
 
 Tensors = Sequence[torch.Tensor]
 
@@ -62,6 +66,70 @@ class Kind(Protocol):
     def gradient_of(self, grads: Tensors) -> Kind | None:
         """How the gradients that came lie; None where only ranks that hold some of them know."""
         ...
+
+
+@dataclass(frozen=True)
+class Renumbered:
+    """A kind over ranks of this process's job, seen in a group over several jobs: owners are ranks of the group."""
+
+    kind: Kind
+    members: Members
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Over ranks of the group."""
+        return self.members.renumbered(self.kind.layout)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of its job."""
+        return self.kind.group
+
+    @property
+    def device(self) -> torch.device | None:
+        """As in its job."""
+        return self.kind.device
+
+    def taken(self, x: Any) -> list[torch.Tensor]:
+        """As in its job."""
+        return self.kind.taken(x)
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """As in its job."""
+        return self.kind.local(tensors)
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """As in its job."""
+        return self.kind.dressed(local)
+
+    def closed(self, tensors: Tensors) -> Any:
+        """The container of its job."""
+        return self.kind.closed(tensors)
+
+    def gradient(self) -> Kind:
+        """As in its job."""
+        return Renumbered(self.kind.gradient(), self.members)
+
+    def gradient_of(self, grads: Tensors) -> Kind | None:
+        """As in its job."""
+        kind = self.kind.gradient_of(grads)
+        return kind and Renumbered(kind, self.members)
+
+
+def on_wire(kind: Kind, wire: GroupWire | None) -> Kind:
+    """A kind with the owners of a wire; without a wire, with the ranks of this process's job."""
+    if kind.group is not None and wire is not None and kind.group is wire.group:
+        return kind
+    if not of_job(kind.group):
+        raise RefusedValueError(
+            f"{kind.layout!r} belongs to a group whose owners are ranks of the group, and not of a job: "
+            f"give that group as group="
+        )
+    if wire is None or not wire.members.joined:
+        return kind
+    found = Renumbered(kind, wire.members)
+    found.layout  # noqa: B018  # refused here, where errors are told to all
+    return found
 
 
 def is_sharded(x: Any) -> bool:

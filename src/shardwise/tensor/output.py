@@ -11,13 +11,14 @@ import torch
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange.pages import fresh
 from shardwise.layout import Layout
-from shardwise.tensor.kinds import Kind, is_sharded, kind_of
+from shardwise.tensor.kinds import Kind, is_sharded, kind_of, on_wire
+from shardwise.wires import GroupWire
 
 
 def room(
     out: Any,
     target: Kind,
-    me: int,
+    wire: GroupWire,
     dtype: torch.dtype,
     *,
     device: torch.device,
@@ -25,7 +26,7 @@ def room(
     followed: bool,
 ) -> list[torch.Tensor]:
     """This rank's local tensors of the target, to be written."""
-    shapes = local_shapes(target.layout, me)
+    me, shapes = wire.me, local_shapes(target.layout, wire.me)
     if out is None:
         return [fresh(shape, dtype, device) for shape in shapes]
     if followed:
@@ -33,7 +34,7 @@ def room(
             "out= cannot be written while autograd follows the source: on the ranks that hold it, "
             "call under torch.no_grad() or pass x.detach()"
         )
-    given = _given(out, target)
+    given = _given(out, target, wire)
     found = [(tuple(t.shape), t.dtype) for t in given]
     if given and not shapes:
         raise ExchangeError(f"rank {me} holds nothing of the target: pass out=None there")
@@ -51,9 +52,9 @@ def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
     return layout.local_shapes(owner) if owner in layout else ()
 
 
-def _given(out: Any, target: Kind) -> list[torch.Tensor]:
+def _given(out: Any, target: Kind, wire: GroupWire) -> list[torch.Tensor]:
     if is_sharded(out):
-        kind = kind_of(out)
+        kind = on_wire(kind_of(out), wire)
         if kind.layout != target.layout:
             raise ExchangeError(f"out= lies as {kind.layout!r}, but the target is {target.layout!r}")
         taken = kind.taken(out)

@@ -16,7 +16,7 @@ from shardwise.layout import Layout, Mesh
 from shardwise.tensor.call import Call
 from shardwise.tensor.gradient import linked
 from shardwise.tensor.held import Held
-from shardwise.tensor.kinds import Kind, is_sharded, target_kind
+from shardwise.tensor.kinds import Kind, is_sharded, on_wire, target_kind
 from shardwise.tensor.output import check_whole
 from shardwise.tensor.sharded import Own, ShardedTensor
 from shardwise.tensor.wiring import group_wire, wire_for
@@ -63,12 +63,13 @@ def called(
     wire = wire_for(group, held, asked)
     if wire is None:
         return None
+    home = wire.group if wire.members.joined else group  # whose ranks the owners of a layout are
 
     @cache
     def target(shape: tuple[int, ...]) -> Kind:
-        return target_kind(asked, shape, group)
+        return on_wire(target_kind(asked, shape, home), wire)
 
-    return Call(wire, held, target, options, out=out, key=_key(asked)).start(alone=alone)
+    return Call(wire, held.on(wire), target, options, out=out, key=_key(asked)).start(alone=alone)
 
 
 def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
@@ -129,7 +130,7 @@ def gather(
         layout = Layout.replicated(shape, wire.owners if dst is None else [dst])
         if out is not None:
             check_whole(out, shape, dtype or x.dtype, here=wire.me in layout)
-        return Own(layout)
+        return Own(layout, x.group)
 
     held = Held.made(x.detach) if apart else Held.of(x)
     room = out if fits else None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwise import report
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, parse
+from shardwise.wires.members import owner_here
 
 if TYPE_CHECKING:
     from shardwise.tensor.kinds import Kind
@@ -46,7 +47,7 @@ class Own:
 
     def closed(self, tensors: Tensors) -> ShardedTensor | None:
         """A ShardedTensor, on the ranks that the layout knows."""
-        return ShardedTensor(tensors, self.layout, self.group) if _rank() in self.layout else None
+        return ShardedTensor(tensors, self.layout, self.group) if owner_here(self.group) in self.layout else None
 
     def gradient(self) -> Own:
         """Whole where the value was partial: every term has the gradient of the value."""
@@ -66,8 +67,9 @@ class ShardedTensor:
     >>> x.local_tensor().shape
     torch.Size([2, 6])
 
-    Owners of the layout are global ranks. `group` is the process group whose ranks call together; the default group
-    unless given. Shards may be views, of any strides; nothing is copied.
+    Owners of the layout are global ranks; in a group that joins several jobs, or that torch's registry does not know,
+    they are ranks of the group. `group` is the process group whose ranks call together; the default group unless given.
+    Shards may be views, of any strides; nothing is copied.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class ShardedTensor:
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
         self._shards = (shards,) if isinstance(shards, torch.Tensor | ShardedTensor) else tuple(shards)
         self._kind: Kind = Own(layout, group)
-        _check(self.shards, layout)
+        _check(self.shards, layout, owner_here(group))
 
     @property
     def shards(self) -> tuple[torch.Tensor, ...]:
@@ -207,7 +209,7 @@ class ShardedTensor:
         return ShardedTensor, (self.shards, self.layout)
 
     def __repr__(self) -> str:
-        me = _rank()
+        me = owner_here(self.group)
         boxes = [str(piece.box) for piece in self.layout.pieces(me)] if me in self.layout else []
         shown = ", ".join(boxes[:4]) + f" and {len(boxes) - 4} more" * (len(boxes) > 4)
         dtype = self.dtype or "no shards"
@@ -218,9 +220,8 @@ class ShardedTensor:
         return report.glance(self.layout, repr(self))
 
 
-def _check(shards: tuple[Any, ...], layout: Layout) -> None:
+def _check(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
     """Refuse shards that are not what the layout gives this rank."""
-    me = _rank()
     expected = list(layout.local_shapes(me)) if me in layout else []
     strange = [shard for shard in shards if not isinstance(shard, torch.Tensor | ShardedTensor)]
     if strange:
@@ -231,7 +232,3 @@ def _check(shards: tuple[Any, ...], layout: Layout) -> None:
     if len({(shard.dtype, shard.device) for shard in shards}) > 1:
         kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
         raise LayoutError(f"the shards of a rank must have one dtype and device, not {', '.join(kinds)}")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

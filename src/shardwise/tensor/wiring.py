@@ -13,6 +13,7 @@ from shardwise.dtensor import OnMesh, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError
 from shardwise.tensor.held import Held
 from shardwise.wires import GroupWire
+from shardwise.wires.members import job_rank
 
 _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]]()
 
@@ -23,40 +24,54 @@ def wire_for(group: dist.ProcessGroup | None, held: Held, to: Any) -> GroupWire 
     the group that was given; else that of a ShardedTensor that has one; else, for a DTensor that stays on its mesh (or
     what was meant to be one), the ranks of that mesh (None on others: they have no part in it); else the default group.
     """
-    _check_initialized()
     if group is not None:
         return _wire(group)
     mesh = mesh_of(to)
     if mesh is not None and (held.error or (isinstance(held.kind, OnMesh) and held.kind.mesh == mesh)):
+        _check_initialized()
         home, ranks = home_of(mesh)
-        return _wire(home, ranks) if dist.get_rank() in ranks else None
-    return _wire((held.kind and held.kind.group) or default_group())
+        return _mesh_wire(home, ranks) if dist.get_rank() in ranks else None
+    return group_wire(held.kind.group if held.kind else None)
 
 
 def group_wire(group: dist.ProcessGroup | None) -> GroupWire:
     """The wire of a group, the default one unless given."""
-    _check_initialized()
+    if group is None:
+        _check_initialized()
     return _wire(group or default_group())
 
 
 def _check_initialized() -> None:
     if not (dist.is_available() and dist.is_initialized()):
-        raise ExchangeError("there is no process group: call torch.distributed.init_process_group first")
+        raise ExchangeError(
+            "there is no process group: call torch.distributed.init_process_group first, or give group="
+        )
+
+
+def _mesh_wire(group: dist.ProcessGroup, ranks: Sequence[int]) -> GroupWire:
+    wire = _wire(group, ranks)
+    if wire.members.joined:
+        raise ExchangeError(
+            "a DTensor cannot lie on a mesh over several jobs: torch numbers the ranks of a mesh by one job. "
+            "Give every job a mesh of its own, and group= to this call"
+        )
+    return wire
 
 
 def _wire(group: Any, owners: Sequence[int] | None = None) -> GroupWire:
+    """Made at first use, which is a call of all its ranks. `owners`, of some, are ranks of the group's only job."""
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ExchangeError(f"rank {dist.get_rank()} is not in the group: only ranks of the group may call")
+        raise ExchangeError(f"rank {job_rank()} is not in the group: only ranks of the group may call")
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError(f"group= must be a process group of torch.distributed, not {group!r}")
     known = _wires.setdefault(group, {})
     key = () if owners is None else tuple(owners)
     if key not in known:
         wire = _new(group, owners)
-        if wire.owners not in known:
-            known[wire.owners] = wire
+        same = next((one for one in known.values() if one.ranks == wire.ranks), None)
+        known[key] = same or wire
+        if same is None:
             wire.meet()
-        known[key] = known[wire.owners]
     return known[key]
 
 

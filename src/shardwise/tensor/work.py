@@ -58,7 +58,7 @@ class Work:
         source = _local(held, facts, wire.me)
         followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
         device = target.device or (source[0].device if source else torch.device(facts.device))
-        tensors = room(out, target, wire.me, becomes, source=source, device=device, followed=followed)
+        tensors = room(out, target, wire, becomes, source=source, device=device, followed=followed)
         return Work(facts, target, Move.of(made, wire.me, source, tensors, travels), becomes, followed)
 
 

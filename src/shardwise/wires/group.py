@@ -19,6 +19,7 @@ from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import Message, in_words
 from shardwise.exchange.wire import End, combined
 from shardwise.layout import Layout
+from shardwise.wires.members import Member, Members, registered_ranks, remember
 
 Way = Literal["auto", "group", "shared"]  # through shared memory where it can be, never, or not without
 MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
@@ -29,22 +30,32 @@ HINT = (
 
 
 class GroupWire(End):
-    """A process group, or some ranks of one. Owners are global ranks."""
+    """A process group, or some ranks of one. Messages are addressed by ranks in the group.
+
+    Owners are ranks in the job, where the group is of one job; else they are ranks in the group (see `members`).
+    """
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
-        everybody = dist.get_process_group_ranks(group)
-        self._whole = owners is None or set(owners) == set(everybody)
-        super().__init__(dist.get_rank(), everybody if owners is None or self._whole else owners)
+        everybody = tuple(range(group.size()))
+        self.ranks = everybody if owners is None else _ranks_of(group, owners)  # in the group, row by row
+        self._whole = set(self.ranks) == set(everybody)
         self._group = ref(group)  # the wire is kept by its group, and must not keep it
-        # "cpu:gloo,cuda:nccl": what the group has for every kind of device
-        self._backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        members = Members(everybody if owners is None else tuple(owners))  # until they have met
+        super().__init__(members.owners[self.ranks.index(group.rank())], members.owners)
+        self._number(members)
+        self._backends = _backends(group)
         self.tagged = set(self._backends.values()) <= {"gloo", "mpi"}  # others may know only the order of messages
-        self.name = str(crc32(str(self.owners).encode()))
-        others = [owner for owner in self.owners if owner != self.me]
-        self._meeting = f"waiting for {in_words(others) if others else 'itself'} to call too"
+        self.name = str(crc32(str(self.ranks).encode()))
         self._broken: str | None = None
         self._abandoned = list[Any]()
         self._lacking = dict[Layout, tuple[int, ...]]()
+
+    def _number(self, members: Members) -> None:
+        """Give everybody on the wire a number."""
+        self.members = members
+        self.number(members.owners[self.ranks.index(self.group.rank())], members.owners)
+        others = [owner for owner in self.owners if owner != self.me]
+        self._meeting = f"waiting for {in_words(others) if others else 'itself'} to call too"
 
     def _tag(self, what: str, number: int | None = None) -> int:
         """Of messages outside of turns: they meet only those of the same ranks, of the same kind."""
@@ -64,7 +75,10 @@ class GroupWire(End):
         return group
 
     def meet(self) -> None:
-        """Everybody on the wire calls, before anything else."""
+        """Everybody on the wire calls, before anything else: find out whether the group is of one job."""
+        if self._whole:
+            self._number(Members.of(self.tell(Member.here(self.group)), self.group.rank()))
+            remember(self.group, self.members)
 
     def release(self) -> int:
         """Give back the memory that is kept for the next exchange; how many bytes it was."""
@@ -118,7 +132,7 @@ class GroupWire(End):
         if not self._whole or apart is not None:
             return self._slots_by_messages(mine, theirs, self._tag("slots", apart))
         with self._guarded("starting to agree"):
-            work = dist.all_to_all_single(theirs, mine, group=self.group, async_op=True)
+            work = self.group.alltoall_base(theirs, mine, [], [], _async(dist.AllToAllOptions()))
         return self._awaited(work, theirs, mine)
 
     def _slots_by_messages(self, mine: torch.Tensor, theirs: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
@@ -142,8 +156,9 @@ class GroupWire(End):
         if not self._whole or apart is not None:
             return lambda: self._reduced_by_messages(found, op, self._tag("reduced", apart))
         with self._guarded("starting to agree"):
-            how = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-            work = dist.all_reduce(found, how, group=self.group, async_op=True)
+            options = _async(dist.AllreduceOptions())
+            options.reduceOp = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+            work = self.group.allreduce([found], options)
         return self._awaited(work, found)
 
     def _reduced_by_messages(self, mine: torch.Tensor, op: str, tag: int) -> torch.Tensor:
@@ -191,14 +206,27 @@ class GroupWire(End):
     def swap(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> GroupSwap:
         """Receives first. Where the backend runs messages in the order of one queue, all are posted as one batch."""
         with self._guarded("posting messages"):
-            if not self.tagged:
-                ops = [dist.P2POp(dist.irecv, room, peer, self.group, tag) for peer, room in receives]
-                ops += [dist.P2POp(dist.isend, message, peer, self.group, tag) for peer, message in sends]
-                batch = dist.batch_isend_irecv(ops) if ops else []
-                return GroupSwap(self, receives, batch * (len(ops) // max(len(batch), 1)))  # it may be one for all
-            works: list[Any] = [dist.irecv(room, peer, group=self.group, tag=tag) for peer, room in receives]
-            works += [dist.isend(message, peer, group=self.group, tag=tag) for peer, message in sends]
+            works = (
+                self._posted(receives, sends, tag) if self.tagged else self._posted_as_one(receives, list(sends), tag)
+            )
         return GroupSwap(self, receives, works)
+
+    def _posted(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> list[Any]:
+        works: list[Any] = [self.group.recv([room], self._rank_of(peer), tag) for peer, room in receives]
+        return works + [self.group.send([message], self._rank_of(peer), tag) for peer, message in sends]
+
+    def _posted_as_one(self, receives: Sequence[Message], sends: Sequence[Message], tag: int) -> list[Any]:
+        """The work of the batch stands for each of its messages."""
+        device = next((tensor.device for _, tensor in (*receives, *sends)), None)
+        if device is None or not _coalesces(self.group, device):
+            return self._posted(receives, sends, tag)
+        self.group._start_coalescing(device)
+        works = self._posted(receives, sends, tag)
+        return [self.group._end_coalescing(device)] * len(works)
+
+    def _rank_of(self, owner: int) -> int:
+        """In the group."""
+        return self.ranks[self.rows[owner]]
 
     def tell(self, value: Any) -> list[Any]:
         """As messages, apart from the collective calls of others. Not to be changed: equal values are one object.
@@ -267,6 +295,32 @@ class GroupSwap:
         with self._wire._guarded("waiting for its messages to be taken"):
             for work in self._works[len(self._receives) :]:
                 work.wait()
+
+
+def _ranks_of(group: dist.ProcessGroup, owners: Sequence[int]) -> tuple[int, ...]:
+    """The ranks in a group of some ranks of its job."""
+    known = {rank: at for at, rank in enumerate(registered_ranks(group) or ())}
+    strange = [owner for owner in owners if owner not in known]
+    if strange:
+        raise ExchangeError(f"{in_words(strange)} cannot be reached: the group has {in_words(list(known))} of this job")
+    return tuple(known[owner] for owner in owners)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The name of the backend that a group has for every kind of device, as in {"cpu": "gloo", "cuda": "nccl"}."""
+    found = {device.type: group._get_backend(device).name() for device in group._device_types}
+    return found or {"cpu": group.name()}
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
+
+
+def _async(options: Any) -> Any:
+    """Options of a collective call that is waited for later, as torch's own functions make them."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
 
 
 def _first_line(error: Exception) -> str:

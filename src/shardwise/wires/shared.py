@@ -57,6 +57,7 @@ class SharedWire(GroupWire):
     def meet(self) -> None:
         """Find who is on this host. Everybody on the wire calls, before anything else."""
         try:
+            super().meet()
             self.near = Neighbours.met(self.me, self.owners, self.tell)
         except BaseException as error:  # also an interrupt: others may take this one for their neighbour
             self.fail(f"{type(error).__name__} while it met the others")
