@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwise.dtensor import RemoteDevice, Shards, owner_of, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
+from shardwise.wires.members import owner_here
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor
@@ -62,7 +63,7 @@ class BySpec(Shards):
     @cached_property
     def mine(self) -> list[Any]:
         """The metadata of this process's shards."""
-        return shards_of(self.metadata, dist.get_rank()) if self.own is None else list(self.own)
+        return shards_of(self.metadata, owner_here(self.group)) if self.own is None else list(self.own)
 
     @cached_property
     def devices(self) -> list[torch.device]:
