@@ -3,7 +3,15 @@
 import importlib
 import typing
 
-from shardwise.errors import CheckpointError, ExchangeError, LayoutError, NotationError, PlanError, ShardwiseError
+from shardwise.errors import (
+    CheckpointError,
+    ExchangeError,
+    LayoutError,
+    NotationError,
+    PlanError,
+    ShardwiseError,
+    UnsupportedError,
+)
 from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
 from shardwise.planning import Copies, Copy, Part, Plan, plan
@@ -51,6 +59,7 @@ __all__ = [
     "Stack",
     "StridedShard",
     "Transposed",
+    "UnsupportedError",
     "empty",
     "fingerprint",
     "flatten_sharded_tensors",

@@ -421,7 +421,8 @@ def chunks_in(x: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 def is_meta(x: Any) -> bool:
     """True for a plain tensor or DTensor on the meta device: it has a shape, and no memory."""
-    return (type(x) is torch.Tensor or isinstance(x, DTensor | torch.nn.Parameter)) and x.device.type == "meta"
+    plain = (type(x) is torch.Tensor or isinstance(x, torch.nn.Parameter)) and not is_chunked(x)
+    return (plain or isinstance(x, DTensor)) and x.device.type == "meta"
 
 
 def with_memory(x: torch.Tensor) -> torch.Tensor:

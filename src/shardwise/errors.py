@@ -7,6 +7,7 @@ ShardwiseError
 ├── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a wire that broke
 │   ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
 │   └── RefusedTypeError (also TypeError)    the same, of a type
+├── UnsupportedError (also NotImplementedError, and so RuntimeError)  an operation that sharded tensors do not have
 └── CheckpointError (also RuntimeError)      files that are no checkpoint, are damaged, or cannot be read or written
 """
 
@@ -72,6 +73,10 @@ class RefusedValueError(ExchangeError, ValueError):
 
 class RefusedTypeError(ExchangeError, TypeError):
     """A rank cannot take part because of the type of what it was given. Every rank of the group raises it."""
+
+
+class UnsupportedError(ShardwiseError, NotImplementedError):
+    """An operation that sharded tensors do not have. Says what to use instead."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

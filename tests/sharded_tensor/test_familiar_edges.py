@@ -116,15 +116,6 @@ def test_gradients_go_through_reshards_in_a_row_also_where_a_rank_held_nothing_i
     ranks(3, run)
 
 
-def test_modules_are_not_given_what_they_would_not_know(ranks):  # noqa: F811
-    def run(rank):
-        with pytest.raises(TypeError, match="keep it as an attribute"):
-            torch.nn.Parameter(ours.ones(rows(0), 4))
-        return True
-
-    assert ranks(1, run) == [True]
-
-
 @pytest.mark.parametrize("given", ["shard", "tensor"])
 def test_a_rank_that_forgot_the_list_is_told_to_all(ranks, given):  # noqa: F811
     def run(rank):

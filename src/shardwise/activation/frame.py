@@ -13,6 +13,7 @@ from shardwise.activation.digest import digest
 from shardwise.activation.kept import Home, Kept
 from shardwise.activation.saved import Cells, Saved, has_memory
 from shardwise.dtensor import is_dtensor, local_of, random_state, replicated_along, storage_of, watched_storage
+from shardwise.tensor.kinds import is_sharded
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Frame:
         """These are the module's inputs."""
         self._chance = random_state(self.mesh.device_type)
         for label, leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter) and not is_dtensor(leaf):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter) and not is_sharded(leaf):
                 tensor, _ = local_of(leaf)
                 if has_memory(tensor) and not tensor.is_inference():
                     self._inputs.setdefault(storage_of(tensor), []).append((tensor, tensor._version, label))

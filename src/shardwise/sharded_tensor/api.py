@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from operator import add
-from typing import Any
+from typing import Any, Self
 from warnings import warn
 
 import torch
@@ -16,6 +16,8 @@ import shardwise.tensor.sharded as plain
 from shardwise.dtensor import in_order, torchs_sharded
 from shardwise.errors import ExchangeError
 from shardwise.geometry import Box
+from shardwise.layout import Layout
+from shardwise.sharded_tensor.instances import FamiliarTensor
 from shardwise.sharded_tensor.kind import BySpec, Group, Target, Tensors
 from shardwise.sharded_tensor.metadata import (
     Shard,
@@ -34,7 +36,7 @@ from shardwise.tensor.together import together
 from shardwise.tensor.work import Options
 
 
-class ShardedTensorBase(plain.ShardedTensor):
+class ShardedTensorBase(plain.ShardedTensor, metaclass=FamiliarTensor):
     """torch's base class of ShardedTensor: makes one where there is no process group."""
 
     @staticmethod
@@ -59,8 +61,8 @@ class ShardedTensor(ShardedTensorBase):
     _local_shards: list[Shard]
     _stand_in: torch.Tensor | None
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         sharding_spec: Any,
         *size: Any,
         dtype: torch.dtype | None = None,
@@ -70,7 +72,7 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.contiguous_format,
         process_group: Group = None,
         init_rrefs: bool = False,
-    ) -> None:
+    ) -> Self:
         refuse(init_rrefs, layout)
         if memory_format != torch.contiguous_format:
             raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, not {memory_format}")
@@ -78,9 +80,16 @@ class ShardedTensor(ShardedTensorBase):
         how["dtype"] = dtype or torch.get_default_dtype()
         kind = BySpec.by(sharding_spec, _flatten_tensor_size(size), process_group, TensorProperties(**how))
         check_owners(kind.layout, process_group)
-        self._become(kind, [torch.empty(m.shard_sizes, device=m.placement.device(), **how) for m in kind.mine])
+        return cls.holding(kind, [torch.empty(m.shard_sizes, device=m.placement.device(), **how) for m in kind.mine])
 
-    def _become(self, kind: BySpec, tensors: Tensors, stand_in: torch.Tensor | None = None) -> ShardedTensor:
+    @classmethod
+    def holding(cls, kind: BySpec, tensors: Tensors) -> Self:
+        """One of that kind with these tensors of this rank."""
+        first = tensors[0] if tensors else None
+        dtype = kind.properties.dtype if first is None else first.dtype
+        return cls._wrapper(kind.layout.shape, dtype, None if first is None else first.device)._become(kind, tensors)
+
+    def _become(self, kind: BySpec, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
         """Take over what another is."""
         found = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
         self._kind, self._stand_in = replace(kind.having(**found), everywhere=False), stand_in
@@ -174,16 +183,25 @@ class ShardedTensor(ShardedTensorBase):
         return tuple(shard.tensor for shard in self._local_shards)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Of the tensor, known on every rank."""
         return self._kind.properties.dtype
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Of the shards; on a rank that has none, the kind of device that others have."""
+        return self.shards[0].device if self.shards else torch.device(self._kind.devices[0].type)
+
+    @property
     def requires_grad(self) -> bool:
         """True where autograd follows it, known on every rank."""
-        return super().requires_grad or self._kind.properties.requires_grad
+        return any(shard.requires_grad for shard in self.shards) or self._kind.properties.requires_grad
 
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Let autograd follow the shards, in place."""
         if requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
             raise RuntimeError(
@@ -252,19 +270,7 @@ class ShardedTensor(ShardedTensorBase):
             )
         return self._local_shards[0].tensor
 
-    def size(self, dim: int | None = None) -> Any:
-        """Of the whole tensor, or of one of its dims."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """How many dims."""
-        return self.ndim
-
-    def numel(self) -> int:
-        """How many elements all shards have."""
-        return self.shape.numel()
-
-    def is_pinned(self) -> bool:
+    def is_pinned(self) -> bool:  # type: ignore[override]
         """True where the shards are in pinned memory."""
         return self._kind.properties.pin_memory
 
@@ -284,7 +290,7 @@ class ShardedTensor(ShardedTensorBase):
         kind = found.kind.by_rank().having(requires_grad=call.work.followed)
         return self._become(kind, found.shards, stand_in)
 
-    def backward(self) -> None:
+    def backward(self) -> None:  # type: ignore[override]
         """Take part in the backward pass on a rank that holds nothing since `reshard`: it has nothing to call it on.
 
         The others call backward on what they computed from their shards; this rank calls this instead.
@@ -296,7 +302,7 @@ class ShardedTensor(ShardedTensorBase):
             )
         torch.autograd.backward(self._stand_in, torch.empty_like(self._stand_in))
 
-    def gather(
+    def gather(  # type: ignore[override]
         self,
         dst: int | None = 0,
         out: torch.Tensor | None = None,
@@ -359,15 +365,24 @@ class ShardedTensor(ShardedTensorBase):
         mine = self._kind.device or device
         return same_device(mine, device) and all(other.type == device.type for other in self._kind.devices)
 
-    def __repr__(self) -> str:
+    def _part(self) -> tuple[Layout, int]:
+        """Where no process group says which rank this is: what it holds, as the only owner."""
+        if self._kind.own is None:
+            return super()._part()
+        return Layout.boxes(self.layout.shape, [(0, box.lo, box.hi) for box in self._own_boxes()]), 0
+
+    def _own_boxes(self) -> list[Box]:
+        corners = [(tuple(m.shard_offsets), m.shard_sizes) for m in self._kind.mine]
+        return [Box(lo, tuple(map(add, lo, size))) for lo, size in corners]
+
+    def __repr__(self) -> str:  # type: ignore[override]
         """Where no process group says which rank this is: what it holds."""
         if self._kind.own is None:
             return super().__repr__()
-        corners = [(m.shard_offsets, m.shard_sizes) for m in self._kind.own]
-        boxes = [Box(tuple(lo), tuple(map(add, lo, size))) for lo, size in corners]
-        return f"ShardedTensor({self.layout.brief()}, {self.dtype}, this process holds {', '.join(map(str, boxes))})"
+        boxes = ", ".join(map(str, self._own_boxes()))
+        return f"ShardedTensor({self.layout.brief()}, {self.dtype}, this process holds {boxes})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+    def _deepcopied(self, memo: dict[int, Any]) -> ShardedTensor:
         """Copied shards with metadata of their own, in the same group."""
         metadata, spec = deepcopy(self.metadata(), memo), deepcopy(self.sharding_spec(), memo)
         kind = replace(self._kind, metadata=metadata, spec=spec, own=deepcopy(self._kind.own, memo))

@@ -28,7 +28,7 @@ Factory = TypeVar("Factory", bound=Callable[..., ShardedTensor])
 def _factory(make: Factory) -> Factory:
     """Shows the options of ShardedTensor where the function has `how`."""
     own = [p for p in signature(make).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    options = [p for p in signature(ShardedTensor.__init__).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+    options = [p for p in signature(ShardedTensor.__new__).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
     make.__signature__ = signature(make).replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return make
 
@@ -182,8 +182,8 @@ def _whole(tensor: torch.Tensor | None, spec: Any) -> Whole | None:
         raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
     if tensor is None:
         return None
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"only a tensor can be sharded, not {tensor!r}")
+    if isinstance(tensor, plain.ShardedTensor) or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"only a plain tensor can be sharded, not {tensor!r}")
     if tensor.layout != torch.strided:
         raise ValueError(f"Only torch.strided layout is currently supported, not {tensor.layout}")
     return Whole(

@@ -98,11 +98,15 @@ class BySpec(Shards):
         """A ShardedTensor; None on a rank that holds nothing, unless it is to be everywhere."""
         return self.holding(tensors) if tensors or self.everywhere else None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: it is frozen, and a process group cannot be copied."""
+        return self
+
     def holding(self, tensors: Tensors) -> ShardedTensor:
         """A ShardedTensor, also on a rank that holds nothing."""
         from shardwise.sharded_tensor.api import ShardedTensor  # which knows its kind
 
-        return ShardedTensor.__new__(ShardedTensor)._become(self, tensors)
+        return ShardedTensor.holding(self, tensors)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor import RemoteDevice, torchs_metadata
+from shardwise.sharded_tensor.instances import Familiar
 
 FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -20,7 +21,7 @@ FORMATS = {
 
 
 @dataclass(slots=True)
-class ShardMetadata:
+class ShardMetadata(metaclass=Familiar):
     """Where one shard lies in its tensor, and where it lives: `placement` is "rank:1/cpu", "worker3/cpu" or None.
 
     >>> ShardMetadata([0, 4], [8, 4], "rank:1/cpu")
@@ -46,7 +47,7 @@ class ShardMetadata:
     @staticmethod
     def of(other: Any) -> ShardMetadata:
         """From one of torch's, or as it is."""
-        if isinstance(other, ShardMetadata):
+        if issubclass(type(other), ShardMetadata):
             return other
         return ShardMetadata(other.shard_offsets, other.shard_sizes, other.placement)
 
@@ -55,7 +56,7 @@ class ShardMetadata:
 
 
 @dataclass
-class TensorProperties:
+class TensorProperties(metaclass=Familiar):
     """What a tensor is beside its shape. The dtype is the default one of when it is made."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -67,14 +68,14 @@ class TensorProperties:
     @staticmethod
     def create_from_tensor(tensor: Any) -> TensorProperties:
         """Those of a tensor, or of a sharded tensor inside of another."""
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor.layout, torch.layout):
             return TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
     @staticmethod
     def of(other: Any) -> TensorProperties:
         """From torch's, or as they are."""
-        if isinstance(other, TensorProperties):
+        if issubclass(type(other), TensorProperties):
             return other
         return TensorProperties(other.dtype, other.layout, other.requires_grad, other.memory_format, other.pin_memory)
 
@@ -88,7 +89,7 @@ class TensorProperties:
 
 
 @dataclass
-class ShardedTensorMetadata:
+class ShardedTensorMetadata(metaclass=Familiar):
     """All shards of a tensor, its size and its properties."""
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
@@ -98,7 +99,7 @@ class ShardedTensorMetadata:
     @staticmethod
     def of(other: Any) -> ShardedTensorMetadata:
         """From one of torch's, or as it is."""
-        if isinstance(other, ShardedTensorMetadata):
+        if issubclass(type(other), ShardedTensorMetadata):
             return other
         shards = [ShardMetadata.of(shard) for shard in other.shards_metadata]
         return ShardedTensorMetadata(shards, torch.Size(other.size), TensorProperties.of(other.tensor_properties))
@@ -109,7 +110,7 @@ class ShardedTensorMetadata:
 
 
 @dataclass(slots=True)
-class Shard:
+class Shard(metaclass=Familiar):
     """A local tensor, and which part of the whole it is.
 
     >>> Shard.from_tensor_and_offsets(torch.zeros(2, 4), [2, 0], rank=1).metadata

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from shardwise.geometry import Box, Boxes, gaps, ints, join
+from shardwise.sharded_tensor.instances import Familiar
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, remote_device
 
 SOME = 256  # shards among which overlaps are looked for first
 
 
-class PlacementSpec(ABC):  # noqa: B024
+class PlacementSpec(metaclass=Familiar):
     """Where something is to live."""
 
 
@@ -32,7 +33,7 @@ class DevicePlacementSpec(PlacementSpec):
         self.device = remote_device(self.device)
 
 
-class ShardingSpec(ABC):
+class ShardingSpec(metaclass=Familiar):
     """How a tensor is to be sharded."""
 
     @abstractmethod

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import chunks_in, local_of
+from shardwise.dtensor import chunks_in, is_dtensor, local_of
 from shardwise.exchange import Exchange, Move, Terms, Views
 from shardwise.exchange.pages import fresh
 from shardwise.state.leaves import lists_chunks
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.view import View, seen
-from shardwise.tensor.kinds import kind_of
+from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.output import check_memory, local_shapes
 from shardwise.tensor.verify import compared
@@ -29,7 +29,7 @@ def memory_of(value: Any, *, apart: bool = True) -> Tensors:
         return []
     if lists_chunks(value):
         found = [tensor for _, tensor in chunks_in(value)]
-    elif isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+    elif is_dtensor(value) or not is_sharded(value):
         local, spec = local_of(value)
         found = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
     else:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 
 from shardwise import report
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.geometry import Box
 from shardwise.layout import Layout, parse
+from shardwise.tensor import chunks
+from shardwise.tensor.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
 from shardwise.wires.members import owner_here
 
 if TYPE_CHECKING:
@@ -57,9 +61,13 @@ class Own:
         """As they are to lie."""
         return self.gradient()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+        """Itself: it is frozen, and a process group cannot be copied."""
+        return self
 
-class ShardedTensor:
-    """This rank's part of a tensor: one local tensor for every buffer that the layout gives it. A plain container.
+
+class ShardedTensor(torch.Tensor):
+    """This rank's part of a tensor: one local tensor for every buffer that the layout gives it.
 
     >>> x = ShardedTensor(torch.arange(12).reshape(2, 6), "2x6/S0@1")
     >>> x
@@ -70,18 +78,33 @@ class ShardedTensor:
     Owners of the layout are global ranks; in a group that joins several jobs, or that torch's registry does not know,
     they are ranks of the group. `group` is the process group whose ranks call together; the default group unless given.
     Shards may be views, of any strides; nothing is copied.
+
+    It is a torch.Tensor of the whole shape, without memory: modules and torch's checkpoints (DCP) take it. It
+    has no arithmetic: compute with the shards, or with a DTensor.
     """
 
-    def __init__(
-        self, shards: torch.Tensor | Tensors, layout: Layout | str, group: dist.ProcessGroup | None = None
-    ) -> None:
+    _shards: tuple[torch.Tensor, ...]
+    _kind: Kind
+
+    def __new__(
+        cls, shards: torch.Tensor | Tensors, layout: Layout | str, group: dist.ProcessGroup | None = None
+    ) -> Self:
         if isinstance(layout, str):
             layout = parse(layout)
         if not isinstance(layout, Layout):
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
-        self._shards = (shards,) if isinstance(shards, torch.Tensor | ShardedTensor) else tuple(shards)
-        self._kind: Kind = Own(layout, group)
-        _check(self.shards, layout, owner_here(group))
+        local = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
+        _check(local, layout, owner_here(group))
+        found = cls._wrapper(layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
+        found._shards, found._kind = local, Own(layout, group)
+        return found
+
+    @classmethod
+    def _wrapper(cls, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> Self:
+        """A tensor of that shape without memory. What it says of itself is only used where no property here differs."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu")
+        )
 
     @property
     def shards(self) -> tuple[torch.Tensor, ...]:
@@ -94,7 +117,7 @@ class ShardedTensor:
         return self._kind
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]
         """Where every cell of the whole tensor lives."""
         return self._kind.layout
 
@@ -104,37 +127,66 @@ class ShardedTensor:
         return self._kind.group
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """Of the whole tensor."""
         return torch.Size(self.layout.shape)
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """How many dims."""
         return self.layout.ndim
 
     @property
-    def dtype(self) -> torch.dtype | None:
+    def dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """Of the shards; None on a rank that has none."""
         return self.shards[0].dtype if self.shards else None
 
     @property
-    def device(self) -> torch.device | None:
+    def device(self) -> torch.device | None:  # type: ignore[override]
         """Of the shards; None on a rank that has none."""
         return self.shards[0].device if self.shards else None
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        """True where the shards are on the CPU."""
+        return self.device is not None and self.device.type == "cpu"
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """True where the shards are on a GPU."""
+        return self.device is not None and self.device.type == "cuda"
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """True where the shards have no memory."""
+        return any(shard.is_meta for shard in self.shards)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True where autograd did not make any of the shards."""
+        return all(shard.is_leaf for shard in self.shards)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """What autograd made the first of the shards by; None for leaves."""
+        return next((shard.grad_fn for shard in self.shards if shard.grad_fn is not None), None)
 
     @property
     def requires_grad(self) -> bool:
         """True where autograd follows any of the shards."""
         return any(shard.requires_grad for shard in self.shards)
 
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Let autograd follow the shards, in place."""
         for shard in self.shards:
             shard.requires_grad_(requires_grad)
         return self
 
-    @property
+    @property  # type: ignore[override]
     def grad(self) -> ShardedTensor | None:
         """The gradients of the shards, laid out as gradients are; None where there are none yet."""
         grads = [shard.grad for shard in self.shards]
@@ -144,13 +196,19 @@ class ShardedTensor:
         grad: ShardedTensor = self._kind.gradient().closed(found)
         return grad
 
+    @grad.setter
+    def grad(self, value: ShardedTensor | None) -> None:
+        given = [None] * len(self.shards) if value is None else _alike(self, value, "grad").shards
+        for shard, grad in zip(self.shards, given, strict=True):
+            shard.grad = grad
+
     def local_tensor(self) -> torch.Tensor:
         """This rank's only shard."""
         if len(self.shards) != 1:
             raise LayoutError(f"this rank has {len(self.shards)} shards of {self.layout!r}: look at .shards")
         return self.shards[0]
 
-    def gather(
+    def gather(  # type: ignore[override]
         self, dst: int | None = 0, out: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
         """The whole tensor on (global) rank `dst`, None on others; on every rank where `dst` is None.
@@ -165,50 +223,167 @@ class ShardedTensor:
         """The same with shards on another device or of another dtype, as Tensor.to."""
         return self._each(lambda shard: shard.to(*args, **kwargs))
 
-    def cpu(self) -> ShardedTensor:
+    def cpu(self) -> ShardedTensor:  # type: ignore[override]
         """The same with shards on the CPU."""
         return self._each(torch.Tensor.cpu)
 
-    def cuda(self, device: Any = None) -> ShardedTensor:
+    def cuda(self, device: Any = None) -> ShardedTensor:  # type: ignore[override]
         """The same with shards on a GPU, the current one unless told."""
         return self._each(lambda shard: shard.cuda(device))
+
+    def type_as(self, other: torch.Tensor) -> ShardedTensor:
+        """The same with shards of the dtype of another tensor."""
+        return self.to(dtype=other.dtype)
 
     def detach(self) -> ShardedTensor:
         """The same values, apart from autograd."""
         return self._each(torch.Tensor.detach)
 
-    def clone(self) -> ShardedTensor:
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:  # type: ignore[override]
         """A copy."""
-        return self._each(torch.Tensor.clone)
+        return self._each(lambda shard: shard.clone(memory_format=memory_format))
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> ShardedTensor:
+        """Itself where all shards are contiguous, otherwise the same with shards that are."""
+        if self.is_contiguous(memory_format):
+            return self
+        return self._each(lambda shard: shard.contiguous(memory_format=memory_format))
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """True where all shards are contiguous."""
+        return all(shard.is_contiguous(memory_format=memory_format) for shard in self.shards)
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
+        """Copy the values of another ShardedTensor that lies in the same way; of any dtype and device."""
+        for mine, theirs in zip(self.shards, _alike(self, other, "copy_").shards, strict=True):
+            mine.copy_(theirs, non_blocking)
+        return self
+
+    def new_empty(self, *size: Any, **how: Any) -> ShardedTensor:
+        """One that lies in the same way, not filled. No other size can be asked for: where would its cells be?"""
+        asked = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        if asked != self.layout.shape:
+            refuse("new_empty", f" with size {asked}", f"Ask for its own, {self.layout.shape}: only that has a layout")
+        return self._each(lambda shard: shard.new_empty(shard.shape, **how))
+
+    def share_memory_(self) -> Self:
+        """Move the shards to shared memory, in place."""
+        for shard in self.shards:
+            shard.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """True where all shards are in shared memory."""
+        return all(shard.is_shared() for shard in self.shards)  # type: ignore[no-untyped-call]
+
+    def equal(self, other: torch.Tensor) -> bool:
+        """True where the other lies in the same way and has the same values. All ranks of the group call."""
+        return self._compared("equal", other, torch.equal)
+
+    def allclose(self, other: torch.Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+        """True where the other lies in the same way and has values as near as that. All ranks of the group call."""
+        return self._compared("allclose", other, lambda a, b: torch.allclose(a, b, rtol, atol, equal_nan))
+
+    def _compared(self, what: str, other: Any, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
+        from shardwise.tensor.together import together  # which makes ShardedTensors
+
+        def mine() -> bool:
+            if not isinstance(other, ShardedTensor):
+                raise TypeError(f"Both arguments to torch.{what} need to be of type ShardedTensor, not {type(other)}")
+            if self.layout.op or other.layout.op:
+                raise ValueError(f"torch.{what} cannot compare partial values ({self.layout!r}): reduce them first")
+            return self.layout == other.layout and all(map(same, self.shards, other.shards))
+
+        if not _in_group():
+            return mine()
+        return together(f"torch.{what}", mine, lambda told: all(told.values()), group=self.group)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         return ShardedTensor([change(shard) for shard in self.shards], self.layout, self.group)
 
-    @property
-    def _is_param(self) -> bool:
-        """Never: torch.nn.Parameter would take it, and modules would not know it."""
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Operations that look at the whole or go shard by shard; all others are refused."""
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        if func in OF_THE_WRAPPER:
+            return _of_the_wrapper(func, args, kwargs)
+        if isinstance(x, ShardedTensor):
+            if func in OWN:
+                return getattr(x, OWN[func])(*args[1:], **kwargs)
+            if func in OF_SHARDS:
+                return x._each(lambda shard: func(shard, *args[1:], **kwargs))
+        elif func is torch.Tensor.copy_ and isinstance(x, torch.Tensor):
+            return x.copy_(args[1]._whole(), *args[2:], **kwargs)
+        refuse(name_of(func))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        """Nothing gets this far but code that does not ask __torch_function__."""
+        refuse(func.__name__)
+
+    def __bool__(self) -> bool:
+        """Of a result that ranks without a part do not get, ask whether it is None."""
+        refuse("__bool__", remedy="Ask `x is None`, or look at its values: .shards")
+
+    def _fits_in_place(self, other: Any) -> bool:
+        """Never: a module that is converted gets new parameters."""
         return False
 
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        raise TypeError(
-            "a ShardedTensor is no parameter: keep it as an attribute of the module "
-            "(sharded_tensor.state_dict_hook brings it into the state dict), or compute with a DTensor"
-        )
+    def _whole(self) -> torch.Tensor:
+        """This rank's only shard, where it is the whole tensor."""
+        box = Box((0,) * self.ndim, self.layout.shape)
+        mine = self.layout.pieces(owner_here(self.group)) if self.shards else ()
+        if self.layout.op or [piece.box for piece in mine] != [box]:
+            refuse("copy_", " into a plain tensor", f"This rank does not hold the whole of {self.layout!r}: gather it")
+        return self.shards[0]
+
+    # --- as torch's distributed checkpoints see it (torch.distributed.checkpoint) -------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What this rank writes."""
+        return chunks.write_items(fqn, self._kind.taken(self), *self._part())
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Which boxes this rank holds, to be read."""
+        return chunks.chunk_list(*self._part())
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """The memory of one of those boxes."""
+        return chunks.tensor_shard(index, self._kind.taken(self), *self._part())
+
+    def _part(self) -> tuple[Layout, int]:
+        """The layout, and which of its owners this is."""
+        return self.layout, owner_here(self.group)
+
+    # --- copies and texts ---------------------------------------------------------------------------------------------
 
     def __copy__(self) -> ShardedTensor:
         """The same shards, in the same group."""
         return self._each(lambda shard: shard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """Copied shards, in the same group."""
+        """Copied shards, in the same group. A parameter stays one."""
+        found = self._deepcopied(memo)
+        if isinstance(self, torch.nn.Parameter):
+            found._is_param = True
+        return found
+
+    def _deepcopied(self, memo: dict[int, Any]) -> ShardedTensor:
         return self._each(lambda shard: deepcopy(shard, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Tensors have one of their own, which comes first."""
+        return self.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""
         return ShardedTensor, (self.shards, self.layout)
 
-    def __repr__(self) -> str:
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
         me = owner_here(self.group)
         boxes = [str(piece.box) for piece in self.layout.pieces(me)] if me in self.layout else []
         shown = ", ".join(boxes[:4]) + f" and {len(boxes) - 4} more" * (len(boxes) > 4)
@@ -220,15 +395,47 @@ class ShardedTensor:
         return report.glance(self.layout, repr(self))
 
 
+def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if OF_THE_WRAPPER[func] and x.dtype is None:
+        raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _alike(x: ShardedTensor, other: Any, what: str) -> ShardedTensor:
+    """The other, if it lies in the same way."""
+    if not isinstance(other, ShardedTensor):
+        refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {x.layout!r}")
+    if other.layout != x.layout:
+        raise UnsupportedError(
+            f"{what}: inplace copy can only happen between two ShardedTensor with same metadata! This one lies as "
+            f"{x.layout!r}, the other as {other.layout!r}: shardwise.reshard(other, out=x) moves between layouts"
+        )
+    return other
+
+
 def _check(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
     """Refuse shards that are not what the layout gives this rank."""
-    expected = list(layout.local_shapes(me)) if me in layout else []
-    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor | ShardedTensor)]
+    expected = _shapes(layout, me)
+    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
     if strange:
         raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
-    found = [tuple(shard.shape) for shard in shards]
+    found = tuple(tuple(shard.shape) for shard in shards)
     if found != expected:
-        raise LayoutError(f"{layout!r} gives rank {me} tensors of shapes {expected}, but it brought {found}")
-    if len({(shard.dtype, shard.device) for shard in shards}) > 1:
+        raise LayoutError(
+            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(found)}"
+        )
+    if len(shards) > 1 and len({(shard.dtype, shard.device) for shard in shards}) > 1:
         kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
         raise LayoutError(f"the shards of a rank must have one dtype and device, not {', '.join(kinds)}")
+
+
+@lru_cache(maxsize=4096)
+def _shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
+    """By value: containers are made at every call."""
+    return tuple(layout.local_shapes(owner)) if owner in layout else ()
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

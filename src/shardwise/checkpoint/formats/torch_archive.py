@@ -15,7 +15,9 @@ import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # names in the format
 
 from shardwise.checkpoint.writing import write_tensor
+from shardwise.errors import CheckpointError
 from shardwise.geometry import row_major
+from shardwise.tensor.kinds import is_sharded
 
 ALIGN = 64
 LEGACY = {
@@ -67,6 +69,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
+        if is_sharded(obj):
+            raise CheckpointError(
+                f"{obj!r} is inside a value that one rank saves whole: put it into a dict or list of the state dict"
+            )
         key = f"value{len(self._records)}"
         self._records[key] = obj.numel() * obj.element_size(), partial(write_tensor, obj)
         return Stored(key, obj.dtype, tuple(obj.shape)).__reduce__()
