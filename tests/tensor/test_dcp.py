@@ -228,3 +228,21 @@ def test_the_tools_of_torch_for_state_dicts_keep_every_shard(ranks):  # noqa: F8
             same_part(found, values((7, 6)), found.layout)
 
     ranks(4, run)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_shards_of_any_rank_are_written_without_a_process_group(tmp_path):
+    shards = [
+        sharded_tensor.Shard.from_tensor_and_offsets(torch.full((2, 3), 1.0 + r), [2 * r, 0], r) for r in range(3)
+    ]
+    metadata = sharded_tensor.ShardedTensorMetadata([shard.metadata for shard in shards], torch.Size([6, 3]))
+    make = sharded_tensor.ShardedTensorBase._init_from_local_shards_and_global_metadata
+    for at, some in enumerate((shards, shards[::-1])):
+        path = tmp_path / str(at)
+        dcp.save({"w": make(some, metadata)}, checkpoint_id=path, no_dist=True)
+        found = {"w": torch.zeros(6, 3)}
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+        same(found["w"], np.repeat(np.float32([1, 2, 3]), 2)[:, None].repeat(3, axis=1))
+    part = make([sharded_tensor.Shard(torch.zeros(2, 3), shards[1].metadata)], metadata)
+    dcp.load({"w": part}, checkpoint_id=path, no_dist=True)
+    same(part.local_tensor(), np.full((2, 3), 2, np.float32))
