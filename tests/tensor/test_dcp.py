@@ -74,7 +74,7 @@ def cases(world, count=30):
 @pytest.mark.parametrize(("world", "strided"), [(1, False), (2, True), (4, False)])
 def test_every_shard_comes_back_under_any_layout(ranks, tmp_path, world, strided):  # noqa: F811
     drawn = cases(world)
-    assert len(drawn) > 20
+    assert len(drawn) >= 15
 
     def run(rank):
         dcp.save({name: container(a, s, strided=strided) for name, (a, s, _) in drawn.items()}, checkpoint_id=tmp_path)
