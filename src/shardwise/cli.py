@@ -51,7 +51,7 @@ def show(layout: LayoutText, html: Page = None) -> None:
     terms = "" if found.op is None else f", {found.terms} terms to {found.op}"
     typer.echo(f"{found}: shape {found.shape} over {len(found.owners())} owners{terms}\n")
     typer.echo(report.draw(found))
-    idle = [owner for owner in found.owners() if not found.pieces(owner)]
+    idle = sorted(set(found.owners()).difference(found.form.holders.owners.tolist()))
     if idle:
         typer.echo(f"\nnothing on owner {write_ranges(idle)}")
     if html is not None:

@@ -28,6 +28,8 @@ from shardwise.errors import NotationError
 KINDS = ("split", "cyclic", "fused", "boxes", "overlapping", "flat")
 OPERATIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 PLACEMENT = re.compile(rf"R|S(?P<dim>-?\d+)(:(?P<factor>\d+))?|P(?P<op>{'|'.join(OPERATIONS)})?")
+MOST_AXES = 32  # of a mesh
+MOST_OWNERS = 2**20  # far above any world, and still little memory
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Numbers = tuple[int, ...]
@@ -123,8 +125,10 @@ class _Reader:
         kind, dim, items = self._body(shape)
         self._literal("@", "'@' and the owners, such as @4 or @4x2 or @fsdp=4,tp=2")
         names, mesh = self._mesh()
-        if prod(mesh) > 2**22:
-            self._fail(f"at most 2**22 owners, not {prod(mesh)}")
+        if len(mesh) > MOST_AXES:
+            self._fail(f"at most {MOST_AXES} mesh axes, not {len(mesh)}")
+        if prod(mesh) > MOST_OWNERS:
+            self._fail(f"at most 2**20 owners, not {prod(mesh)}")
         owners = self._owners(prod(mesh)) if self._accept(":") else None
         if self.at < len(self.text):
             self._fail("the end of the layout")
@@ -140,12 +144,12 @@ class _Reader:
         return self._numbers("x", "a shape, such as 4096x1024 (or scalar)")
 
     def _body(self, shape: Numbers) -> tuple[str, int | None, tuple[str, ...] | tuple[Numbers, ...]]:
-        word = self._match(r"[a-z]+", "") if re.match(r"[a-z]", self.text[self.at :]) else None
+        word = self._match(r"[a-z]+", "") if self._ahead(r"[a-z]") else None
         if word is None:
             return "mesh", None, self._list(",", self._placement)
         if word not in KINDS:
             self.at -= len(word)
-            upper = PLACEMENT.match(self.text[self.at :].upper())
+            upper = PLACEMENT.match(self.text[self.at : self.at + 40].upper())
             near = get_close_matches(word, KINDS, 1) or ([upper.group()] if upper else [])
             hint = f"; did you mean {near[0]}?" if near else ""
             self._fail(f"a placement (S0, R, P) or one of {', '.join(KINDS)}{hint}")
@@ -182,18 +186,19 @@ class _Reader:
         return first, self._number(expected)
 
     def _placement(self) -> str:
-        if re.match(r"P[a-z]+", self.text[self.at :]) and not re.match(
-            rf"P({'|'.join(OPERATIONS)})\b", self.text[self.at :]
-        ):
+        if self._ahead(r"P[a-z]+") and not self._ahead(rf"P({'|'.join(OPERATIONS)})\b"):
             self.at += 1
             self._fail(f"a reduction: {', '.join(OPERATIONS)}")
-        return self._match(
-            PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
-        )
+        expected = "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
+        word, start = self._match(PLACEMENT.pattern, expected), self.at
+        if len(word) > 40:
+            self.at = start - len(word)
+            self._fail(f"{expected}; this number is absurdly large")
+        return word
 
     def _mesh(self) -> tuple[tuple[str, ...] | None, Numbers]:
         expected = "how many owners, such as 4 or 4x2 or fsdp=4,tp=2"
-        if not re.match(NAME.pattern + "=", self.text[self.at :], re.ASCII):
+        if not self._ahead(NAME.pattern + "="):
             return None, self._numbers("x", expected)
         axes = self._list(",", lambda: (self._match(NAME.pattern, expected), self._after_equals(expected)))
         if len({name for name, _ in axes}) < len(axes):
@@ -247,8 +252,11 @@ class _Reader:
         self.at += len(word) * found
         return found
 
+    def _ahead(self, pattern: str) -> re.Match[str] | None:
+        return re.compile(pattern, re.ASCII).match(self.text, self.at)
+
     def _match(self, pattern: str, expected: str) -> str:
-        found = re.compile(pattern, re.ASCII).match(self.text, self.at)
+        found = self._ahead(pattern)
         if not found:
             self._fail(expected)
         self.at = found.end()

@@ -29,6 +29,7 @@ Ready ones (in `ready/`, for Hugging Face names and an axis tp): llama, mistral,
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,8 +47,10 @@ from shardwise.checkpoint.files import readable
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh, Placement, Replicate
 from shardwise.layout.mesh import placement
+from shardwise.quoting import brief
 from shardwise.state.names import matched
 
+DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # how numbers are written in names of files
 READY = ("llama", "mistral", "mixtral", "qwen")
 
 
@@ -203,20 +206,22 @@ def file_name(pattern: str, places: Mapping[str, int]) -> str:
     >>> file_name("d{dp}/model_{tp:02d}.pt", {"rank": 6, "dp": 1, "tp": 2})
     'd1/model_02.pt'
     """
-    for _, field, _, _ in _fields(pattern):
+    for _, field, form, conversion in _fields(pattern):
         if field is not None and field not in places:
-            raise LayoutError(f"pattern {pattern!r} asks for {{{field}}}: known are {', '.join(places)}")
-    try:
-        return pattern.format(**places)
-    except (ValueError, LookupError) as error:
-        raise LayoutError(f"pattern {pattern!r} cannot be filled in: {error}") from None
+            raise LayoutError(f"pattern {brief(pattern)} asks for {{{field}}}: known are {', '.join(places)}")
+        if conversion or not DIGITS.fullmatch(form or ""):
+            raise LayoutError(
+                f"pattern {brief(pattern)} cannot be filled in: {{{field}}} is written as it is, or with leading zeros, "
+                f"such as {{{field}:02d}}"
+            )
+    return pattern.format(**places)
 
 
 def _fields(pattern: str) -> list[tuple[str, str | None, str | None, str | None]]:
     try:
         return list(Formatter().parse(pattern))
     except ValueError as error:
-        raise LayoutError(f"pattern {pattern!r} cannot be read: {error}") from None
+        raise LayoutError(f"pattern {brief(pattern)} cannot be read: {error}") from None
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -240,11 +245,11 @@ def read_rules(source: Any) -> Rules:
     if isinstance(source, Mapping):
         return _rules(source, "these rules")
     if not isinstance(source, str | os.PathLike):
-        raise LayoutError(f"rules are a path, the name of ready ones, a text or a mapping, not {source!r}")
+        raise LayoutError(f"rules are a path, the name of ready ones, a text or a mapping, not {brief(source)}")
     text, where = _text(source)
     try:
         said = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise LayoutError(f"{where}: this is not TOML: {error}") from None
     return _rules(said, where)
 
@@ -287,12 +292,12 @@ def _rules(said: Mapping[str, Any], where: str) -> Rules:
 def _rule(said: Any, where: str) -> Rule:
     with _at(where):
         if not isinstance(said, Mapping):
-            raise LayoutError(f"a rule is a table with name and placements, not {said!r}")
+            raise LayoutError(f"a rule is a table with name and placements, not {brief(said)}")
         name = _typed(said, "name", (str, list), None)
         patterns = [name] if isinstance(name, str) else name
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise LayoutError(f"name must be a pattern of names or a list of them, not {name!r}")
-    where = f"{where} ({', '.join(map(repr, patterns))})"
+            raise LayoutError(f"name must be a pattern of names or a list of them, not {brief(name)}")
+    where = f"{where} ({brief(patterns)[1:-1]})"
     with _at(where):
         _check_keys(said, ("name", "placements", "fused", "skip"))
         skip = _typed(said, "skip", bool, False)
@@ -309,19 +314,19 @@ def _placements(said: Any) -> tuple[Placement, ...] | Mapping[str, Placement]:
         return {}  # however many axes there are
     words = said.split(",") if isinstance(said, str) else said
     if not isinstance(words, list | tuple):
-        raise LayoutError(f'placements must be like ["S0", "R"], {{tp = "S0"}} or "R", not {said!r}')
+        raise LayoutError(f'placements must be like ["S0", "R"], {{tp = "S0"}} or "R", not {brief(said)}')
     return tuple(map(placement, words))
 
 
 def _fused(said: Any) -> Fused:
     if not isinstance(said, Mapping):
-        raise LayoutError(f"fused must be like {{dim = 0, segments = [4096, 1024, 1024]}}, not {said!r}")
+        raise LayoutError(f"fused must be like {{dim = 0, segments = [4096, 1024, 1024]}}, not {brief(said)}")
     _check_keys(said, ("dim", "segments", "ratio", "axis"))
     if ("segments" in said) + ("ratio" in said) != 1:
         raise LayoutError("fused needs segments (their sizes) or ratio, and only one of them")
     found = said.get("segments", said.get("ratio"))
-    if not isinstance(found, list | tuple) or not found or not all(type(size) is int and size > 0 for size in found):
-        raise LayoutError(f"the segments of fused must be a list of whole numbers above 0, not {found!r}")
+    if not isinstance(found, list | tuple) or not found or not all(type(size) is int and 0 < size < 2**62 for size in found):
+        raise LayoutError(f"the segments of fused must be a list of whole numbers above 0, not {brief(found)}")
     dim = _typed(said, "dim", int, 0)
     return Fused(dim, tuple(found), "segments" in said, _typed(said, "axis", str, None))
 
@@ -341,7 +346,7 @@ def _typed(said: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
         return found
     kinds = kind if isinstance(kind, tuple) else (kind,)
     words = {str: "a text", list: "a list", Mapping: "a table", int: "a whole number", bool: "true or false"}
-    raise LayoutError(f"{key} must be {' or '.join(words[one] for one in kinds)}, not {found!r}")
+    raise LayoutError(f"{key} must be {' or '.join(words[one] for one in kinds)}, not {brief(found)}")
 
 
 def _check_keys(said: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -10,10 +10,12 @@ import numpy as np
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, Ints, ints
+from shardwise.notation import MOST_OWNERS
+from shardwise.quoting import brief
 
 MOST_CELLS = 2**50  # keeps every volume, position and byte count of the library well inside 64 bits
 MOST_DIMS = 16  # proofs of coverage take 2**dims corners per box
-MOST_PIECES = 2**22  # owners, or intervals of a dim: far above any world, and still little memory
+MOST_PIECES = 2**20  # intervals of a dim
 
 
 def counted(value: Any, what: str, least: int = 1) -> int:
@@ -21,16 +23,21 @@ def counted(value: Any, what: str, least: int = 1) -> int:
     try:
         number = int(value.__index__())
     except (AttributeError, TypeError):
-        raise LayoutError(f"{what} must be a whole number, not {value!r}") from None
+        raise LayoutError(f"{what} must be a whole number, not {brief(value)}") from None
     if isinstance(value, bool) or number < least:
-        raise LayoutError(f"{what} must be a whole number of at least {least}, not {value!r}")
+        raise LayoutError(f"{what} must be a whole number of at least {least}, not {brief(value)}")
+    if number >= 2**99:
+        raise LayoutError(f"{what} is {brief(value)}: is a digit wrong?")
     return number
 
 
 def owner_array(owners: Any) -> Ints:
     """Owners from a number of them (0, 1, 2, ...) or from their numbers in order."""
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
-        return np.arange(not_too_many(counted(owners, "the number of owners"), "owners"))
+        count = counted(owners, "the number of owners")
+        if count > MOST_OWNERS:
+            raise LayoutError(f"{count} owners are more than 2**20: is a number wrong?")
+        return np.arange(count)
     try:
         if isinstance(owners, np.ndarray):
             given = owners
@@ -39,9 +46,9 @@ def owner_array(owners: Any) -> Ints:
             plain = set(map(type, listed)) == {int}
             given = np.array(listed if plain else [counted(o, "an owner", -(2**99)) for o in listed], object)
     except (TypeError, LayoutError):
-        raise LayoutError(f"owners must be a number of owners or a list of whole numbers, not {owners!r}") from None
+        raise LayoutError(f"owners must be a number of owners or a list of whole numbers, not {brief(owners)}") from None
     if given.ndim != 1 or not given.size or given.dtype.kind not in "iuO":
-        raise LayoutError(f"owners must be a non-empty list of whole numbers, not {owners!r}")
+        raise LayoutError(f"owners must be a non-empty list of whole numbers, not {brief(owners)}")
     for bad in int(given.min()), int(given.max()):
         if not 0 <= bad < 2**63:
             raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {bad}")
@@ -51,7 +58,7 @@ def owner_array(owners: Any) -> Ints:
 def not_too_many(number: int, what: str) -> int:
     """The number, unless it is absurd."""
     if number > MOST_PIECES:
-        raise LayoutError(f"{number} {what} are more than 2**22: is a number wrong?")
+        raise LayoutError(f"{number} {what} are more than 2**20: is a number wrong?")
     return number
 
 
@@ -67,7 +74,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     try:
         found = tuple(counted(size, "every size of a shape", least=0) for size in shape)
     except TypeError:
-        raise LayoutError(f"a shape must be a sequence of whole numbers, not {shape!r}") from None
+        raise LayoutError(f"a shape must be a sequence of whole numbers, not {brief(shape)}") from None
     if len(found) > MOST_DIMS:
         raise LayoutError(f"a shape of {len(found)} dims is not supported: at most {MOST_DIMS}")
     if prod(size + 1 for size in found) > MOST_CELLS:

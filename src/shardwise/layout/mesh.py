@@ -13,7 +13,8 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.geometry import Ints
 from shardwise.layout.checks import counted, owner_array, refuse_repeats
-from shardwise.notation import NAME, OPERATIONS, PLACEMENT
+from shardwise.notation import MOST_AXES, NAME, OPERATIONS, PLACEMENT
+from shardwise.quoting import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,16 @@ def placement(asked: Any) -> Placement:
             return Replicate()
         case "Partial":
             return Partial(str(asked.reduce_op))
-    raise LayoutError(f"{asked!r} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')")
+    raise LayoutError(f"{brief(asked)} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')")
 
 
 def _read(word: str) -> Placement:
     plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
-    found = PLACEMENT.fullmatch(plain)  # DTensor writes S(0), P(max) and _S(0, 2)
-    if not found and plain[:1] == "P":
+    found = PLACEMENT.fullmatch(plain) if len(plain) <= 40 else None  # DTensor writes S(0), P(max) and _S(0, 2)
+    if not found and plain[:1] == "P" and len(plain) <= 40:
         return Partial(plain[1:])  # which knows the reductions
     if not found:
-        raise LayoutError(f"{word!r} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
+        raise LayoutError(f"{brief(word)} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
     if found["dim"] is None:
         return Replicate() if plain == "R" else Partial(found["op"] or "sum")
     return StridedShard(int(found["dim"]), int(found["factor"])) if found["factor"] else Shard(int(found["dim"]))
@@ -114,6 +115,8 @@ class Mesh:
     hosts: Mapping[int, Hashable] | None
 
     def __init__(self, *, ranks: Any = None, hosts: int | Sequence[Hashable] | None = None, **axes: int) -> None:
+        if len(axes) > MOST_AXES:
+            raise LayoutError(f"a mesh of {len(axes)} axes is not supported: at most {MOST_AXES}")
         for name in axes:
             _check_name(name)
         sizes = tuple(counted(size, f"the size of mesh axis {name!r}") for name, size in axes.items())
@@ -201,7 +204,7 @@ def _check_name(name: Any) -> None:
     if name in ("ranks", "hosts", "self"):
         raise LayoutError(f"{name!r} is a reserved name: call the mesh axis something else")
     if not isinstance(name, str) or not (NAME.fullmatch(name) or (name.isascii() and name.isdigit())):
-        raise LayoutError(f"{name!r} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
+        raise LayoutError(f"{brief(name)} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
 
 
 def _flattened(ranks: Any) -> Any:

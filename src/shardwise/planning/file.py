@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.layout import parse
+from shardwise.quoting import brief
 
 if TYPE_CHECKING:
     from shardwise.planning.copies import Copies
@@ -46,13 +47,18 @@ def _listed(copies: Copies) -> list[dict[str, Any]]:
     ]
 
 
-def from_json(text: str, make: Callable[..., Plan]) -> Plan:
-    """The plan of a file, made again and held against what the file says of it."""
+def from_json(text: str, make: Callable[..., Plan], most: int) -> Plan:
+    """The plan of a file, made again and held against what the file says of it; refused with more copies than `most`."""
     found = _read(text)
     try:
         source, target = (parse(str.strip(found[side]["layout"])) for side in ("source", "target"))
-        hosts = found["hosts"] and dict(zip(found["hosts"][0], found["hosts"][1], strict=True))
+        hosts = _hosts(found["hosts"])
         plan = make(source, target, itemsize=found["itemsize"], max_bytes=found["max_bytes"], hosts=hosts)
+        if plan.most_copies() > most:
+            raise PlanError(
+                f"the plan of this file can have {plan.most_copies()} copies, more than {most}: if the file is to be "
+                f"trusted, give max_copies="
+            )
         for side, layout in ("source", source), ("target", target):
             _same(f"the fingerprint of the {side}", found[side]["fingerprint"], layout.fingerprint)
         _same("the fingerprint of the copies", found["copies_fingerprint"], digest(plan.copies))
@@ -60,11 +66,19 @@ def from_json(text: str, make: Callable[..., Plan]) -> Plan:
             raise PlanError("the copies in the plan file are not those of its plan")
         for total in "bytes_moved", "messages", "peak_bytes":
             _same(total, found[total], getattr(plan, total))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         if isinstance(error, ShardwiseError):
             raise
-        raise PlanError(f"this is not a whole plan file: {type(error).__name__} at {error}") from None
+        raise PlanError(f"this is not a whole plan file: {type(error).__name__} at {brief(str(error))}") from None
     return plan
+
+
+def _hosts(said: Any) -> dict[int, Any] | None:
+    if said is None:
+        return None
+    if not isinstance(said, list) or len(said) != 2 or not all(isinstance(side, list) for side in said):
+        raise PlanError(f"hosts in a plan file are two lists, owners and their hosts, not {brief(said)}")
+    return dict(zip(*said, strict=True))
 
 
 def digest(copies: Copies) -> str:
@@ -80,12 +94,12 @@ def _read(text: str) -> dict[str, Any]:
         found = json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
         raise PlanError(f"this is not a plan file: {error}") from None
-    if not isinstance(found, dict) or repr(found.get("shardwise_plan")) != repr(VERSION):
+    if not isinstance(found, dict) or brief(found.get("shardwise_plan")) != repr(VERSION):
         version = found.get("shardwise_plan") if isinstance(found, dict) else None
-        raise PlanError(f"this is not a plan file of version {VERSION}: it says {version!r}")
+        raise PlanError(f"this is not a plan file of version {VERSION}: it says {brief(version)}")
     return found
 
 
 def _same(what: str, said: object, found: object) -> None:
     if said != found:
-        raise PlanError(f"{what} is {said} in the plan file, but {found} when made again: the file is of another plan")
+        raise PlanError(f"{what} is {brief(said)} in the plan file, but {brief(found)} when made again: the file is of another plan")

@@ -21,7 +21,7 @@ from shardwise.planning.copies import Copies
 from shardwise.planning.explain import explain
 from shardwise.planning.file import from_json, to_json
 from shardwise.planning.hosts import Hosts
-from shardwise.planning.regions import Regions, all_regions, owner_regions
+from shardwise.planning.regions import Regions, all_regions, count_regions, owner_regions
 from shardwise.planning.relabel import fewest_bytes
 from shardwise.planning.rounds import in_rounds, loads, rounds_of_steps
 from shardwise.planning.traffic import Traffic
@@ -82,6 +82,11 @@ class Plan:
             raise PlanError("a plan takes at least one step")
 
     # --- copies ------------------------------------------------------------------------------------------------------
+
+    def most_copies(self) -> int:
+        """How many copies there can be at most, found without making them."""
+        takers = self._takers.most * (self.source.terms if self.carrying or self.reducing else 1)
+        return count_regions(self.source, self.target) * max(takers, 1)
 
     @cached_property
     def copies(self) -> Copies:
@@ -334,9 +339,12 @@ class Plan:
         return to_json(self, copies=copies)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        """The plan of a file; refused where it is damaged, or where another plan would be made of its layouts today."""
-        return from_json(text, plan)
+    def from_json(text: str, *, max_copies: int = 2**18) -> Plan:
+        """The plan of a file; refused where it is damaged, or where another plan would be made of its layouts today.
+
+        A short file can ask for a plan that fills the memory: `max_copies` is the limit. A copy takes about 300 bytes.
+        """
+        return from_json(text, plan, max_copies)
 
 
 def plan(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Boxes, Ints, heads, join, positions
+from shardwise.geometry import Axis, Boxes, Ints, heads, ints, join, positions
 from shardwise.layout import Cells, Grid, Layout, outer
 
 
@@ -20,6 +21,23 @@ class Regions(NamedTuple):
     def take(self, rows: Ints) -> Regions:
         """Some of them."""
         return Regions(self.boxes.take(rows), self.source[rows], self.target[rows])
+
+
+def count_regions(source: Layout, target: Layout) -> int:
+    """How many regions there are at most, found without making them. Boxes of listings are few: each was written down."""
+    if isinstance(source.form, Grid) and isinstance(target.form, Grid):
+        return prod(len(a.cross(b).lo) for a, b in zip(source.form.axes, target.form.axes, strict=True))
+    for grid, other in (source.form, target.form), (target.form, source.form):
+        if isinstance(grid, Grid):
+            lo, hi = other.cells.boxes
+            met = [_met(axis, lo[:, dim], hi[:, dim]) for dim, axis in enumerate(grid.axes)]
+            return int(np.prod(met, axis=0, dtype=np.float64).sum())
+    return source.form.cells.boxes.count * target.form.cells.boxes.count
+
+
+def _met(axis: Axis, lo: Ints, hi: Ints) -> Ints:
+    """How many intervals of an axis each of these ranges meets."""
+    return ints(np.searchsorted(axis.cuts, hi, "left") - np.searchsorted(axis.cuts, lo, "right") + 1)
 
 
 def all_regions(source: Layout, target: Layout) -> Regions:

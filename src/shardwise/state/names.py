@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 Rename = Mapping[str, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any] | None
 SHOWN = 8
+LIKELY = 200  # characters of a name that is compared with others: to compare takes their square
+ONE = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)  # what stands for one character: ?, [abc], or itself
 
 
 def matched(pattern: str, name: str) -> tuple[str, ...] | None:
@@ -21,18 +23,31 @@ def matched(pattern: str, name: str) -> tuple[str, ...] | None:
     >>> matched("*.[qkv]_proj", "3.k_proj"), matched("*.[qkv]_proj", "3.o_proj")
     (('3',), None)
     """
-    found = _compiled(pattern).fullmatch(name)
-    return found and found.groups()
+    parts = _parts(pattern)
+    last, at, stars = parts[-1], 0, list[str]()
+    end = len(name) - last.width
+    for number, part in enumerate(parts[:-1]):  # each as early as it can be: what a star leaves is of no use to it
+        found = part.text.search(name, at) if number else part.text.match(name)
+        if found is None:
+            return None
+        stars += [name[at : found.start()]] * bool(number)
+        at = found.end()
+    if end < at or (len(parts) == 1 and end) or not last.text.fullmatch(name, end):
+        return None
+    return (*stars, name[at:end]) if len(parts) > 1 else ()
+
+
+class _Part(NamedTuple):
+    """What stands between two stars, and how many characters it is."""
+
+    text: re.Pattern[str]
+    width: int
 
 
 @lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile("(.*?)".join(_one_character_each(part) for part in pattern.split("*")), re.DOTALL)
-
-
-def _one_character_each(pattern: str) -> str:
-    """As fnmatch understands it where there is no star: ? and [abc]."""
-    return translate(pattern).removeprefix("(?s:").removesuffix(r")\Z")
+def _parts(pattern: str) -> tuple[_Part, ...]:
+    """Stars are not left to a regular expression: it would try all ways to share out a name among them."""
+    return tuple(_Part(re.compile(translate(part)[:-2]), len(ONE.findall(part))) for part in pattern.split("*"))
 
 
 def filled(pattern: str, stars: Sequence[str]) -> str:
@@ -85,10 +100,10 @@ def missing(what: str, names: Iterable[str], known: Iterable[str]) -> str:
     >>> missing("the target has no", ["q.weigth"], ["q.weight", "k.weight"])
     "the target has no 'q.weigth' (nearest: 'q.weight')"
     """
-    listed, there = list(names), list(known)
+    listed, likely = list(names), [name for name in known if len(name) <= LIKELY]
     words = []
     for name in listed[:SHOWN]:
-        near = get_close_matches(name, there, 1, 0.5)
+        near = get_close_matches(name, likely, 1, 0.5) if len(name) <= LIKELY else []
         words.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
     return f"{what} {', '.join(words)}{more}"

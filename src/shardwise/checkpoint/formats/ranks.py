@@ -64,6 +64,8 @@ def rank_files(files: Files, rules: Rules) -> list[str]:
     if rules.pattern is None:
         return _numbered_files(files, rules.known_mesh())
     mesh, pattern, there = rules.known_mesh(), rules.pattern, set(files.names(below=True))
+    if mesh.ranks.size > len(there):  # before a name is made for each
+        raise CheckpointError(f"{files.root} has {len(there)} files, too few for the {mesh.ranks.size} ranks of {mesh}")
     names = [inside(file_name(pattern, places_of(mesh, rank)), rules.where) for rank in range(mesh.ranks.size)]
     if len(set(names)) < len(names):
         (twice, _), *_ = Counter(names).most_common(1)
