@@ -17,6 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layout import parse
 from shardwise.notation import write_ranges
 from shardwise.planning import plan as make_plan
+from shardwise.quoting import in_line, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,9 +32,14 @@ LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@
 Page = Annotated[Path | None, typer.Option(help="Also write a page to look at.")]
 
 
+def _say(text: str) -> None:
+    """Print text that may have names from files in it: no terminal is steered by it."""
+    typer.echo(printable(text))
+
+
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(version("shardwise"))
+        _say(version("shardwise"))
         raise typer.Exit
 
 
@@ -49,11 +55,11 @@ def show(layout: LayoutText, html: Page = None) -> None:
     """Draw who holds what."""
     found = parse(layout).validate()
     terms = "" if found.op is None else f", {found.terms} terms to {found.op}"
-    typer.echo(f"{found}: shape {found.shape} over {len(found.owners())} owners{terms}\n")
-    typer.echo(report.draw(found))
+    _say(f"{found}: shape {found.shape} over {len(found.owners())} owners{terms}\n")
+    _say(report.draw(found))
     idle = sorted(set(found.owners()).difference(found.form.holders.owners.tolist()))
     if idle:
-        typer.echo(f"\nnothing on owner {write_ranges(idle)}")
+        _say(f"\nnothing on owner {write_ranges(idle)}")
     if html is not None:
         report.write(html, report.page(found))
 
@@ -78,10 +84,10 @@ def plan(
         report.write(json, made.to_json())
     if html is not None:
         made.html(html)
-    typer.echo(made.explain())
-    typer.echo(f"\n{report.matrix(made)}")
+    _say(made.explain())
+    _say(f"\n{report.matrix(made)}")
     if verify:
-        typer.echo("\nverified: every target cell is written exactly once, by an owner that has it")
+        _say("\nverified: every target cell is written exactly once, by an owner that has it")
 
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
@@ -122,7 +128,7 @@ def inspect(
     if html is not None:  # before the listing, which who reads it may cut off
         report.write(html, tables.page(found))
     if json:
-        typer.echo(tables.as_json(found))
+        _say(tables.as_json(found))
     else:
         console.print(tables.tree(found) if tree else tables.table(found), soft_wrap=True)
         console.print(f"\n{escape(tables.summary(found))}", soft_wrap=True)
@@ -181,7 +187,7 @@ def convert(
     checked = "; read back, every cell is right" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
     if left := [name for name in opened.objects if name not in made.objects]:
-        typer.echo(f"left out: {tables.several(len(left), 'other value')}, such as {left[0]}")
+        _say(f"left out: {tables.several(len(left), 'other value')}, such as {in_line(left[0])}")
 
 
 @contextmanager
@@ -225,14 +231,14 @@ def verify(
     found = checkpoints.verify(one, other, **changed, jobs=jobs, progress="bar" if bar else None)
     listed = found if all else found[:20]
     for difference in listed:
-        typer.echo(str(difference))
+        _say(str(difference))
     if len(listed) < len(found):
-        typer.echo(f"... and {len(found) - len(listed)} more differences: --all lists them")
+        _say(f"... and {len(found) - len(listed)} more differences: --all lists them")
     if found:
         raise SystemExit(1)
     by = ", by these options" if any(changed.values()) else ""
     Console(highlight=False).print(
-        f"equal, bit by bit{by}: {escape(one.path)} and {escape(other.path)}", soft_wrap=True
+        f"equal, bit by bit{by}: {escape(in_line(one.path))} and {escape(in_line(other.path))}", soft_wrap=True
     )
 
 
@@ -264,7 +270,7 @@ def bench(
 
     asked, console = size_in_bytes(size), Console(highlight=False)
     if json:
-        typer.echo(benchmark.as_json(list(benchmark.bench(ranks, asked)), ranks, asked))
+        _say(benchmark.as_json(list(benchmark.bench(ranks, asked)), ranks, asked))
         return
     with console.status(f"{size} of float32 on {ranks} processes"):
         moves = list(benchmark.bench(ranks, asked))
@@ -277,6 +283,6 @@ def main() -> None:
     try:
         app()
     except (ShardwiseError, ValueError, TypeError, OSError, MemoryError) as error:
-        said = escape(str(error)) or "out of memory"
+        said = escape(printable(str(error))) or "out of memory"
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {said}", soft_wrap=True)
         raise SystemExit(2) from None

@@ -29,7 +29,7 @@ KINDS = ("split", "cyclic", "fused", "boxes", "overlapping", "flat")
 OPERATIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 PLACEMENT = re.compile(rf"R|S(?P<dim>-?\d+)(:(?P<factor>\d+))?|P(?P<op>{'|'.join(OPERATIONS)})?")
 MOST_AXES = 32  # of a mesh
-MOST_OWNERS = 2**20  # far above any world, and still little memory
+MOST_OWNERS = 2**18  # far above any world, and still little memory
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Numbers = tuple[int, ...]
@@ -128,7 +128,7 @@ class _Reader:
         if len(mesh) > MOST_AXES:
             self._fail(f"at most {MOST_AXES} mesh axes, not {len(mesh)}")
         if prod(mesh) > MOST_OWNERS:
-            self._fail(f"at most 2**20 owners, not {prod(mesh)}")
+            self._fail(f"at most 2**18 owners, not {prod(mesh)}")
         owners = self._owners(prod(mesh)) if self._accept(":") else None
         if self.at < len(self.text):
             self._fail("the end of the layout")

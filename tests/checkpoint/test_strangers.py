@@ -1,17 +1,32 @@
 """Small files made to take forever, or all memory: one error each, at once and in little memory."""
 
+import json
 import pickle
+import re
 import zipfile
+from fnmatch import translate
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from checkpoints import numbers, same
+from checkpoints import INDEX, numbers, rewritten, same
 from confined import MEMORY, confined, refused
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from shardwise import checkpoint
 from shardwise.checkpoint import pickles, tables
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, LayoutError
+from shardwise.state.names import matched
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves
 
@@ -26,6 +41,7 @@ def looked(path):
     """All that a careless reader does with a checkpoint."""
     found = checkpoint.open(path)
     tables.as_json(found), tables.summary(found), tables.table(found), tables.tree(found)
+    tables.page(found)
     return {name: entry.read() for name, entry in found.items()}, dict(found.objects)
 
 
@@ -197,3 +213,195 @@ def test_numbers_of_any_length_are_values_and_are_shown():
     ending = confined(lambda: looked("m.pt")[1])
     assert ending.result == {"n": 10**6000}
     assert ending.error is None
+
+
+# --- torch.distributed.checkpoint ----------------------------------------------------------------------------------
+
+
+def described(shape, chunks, **more):
+    """A directory with metadata that describe a tensor by these chunks; without any data."""
+    index = [MetadataIndex("w", torch.Size(lo), at) for at, (lo, size) in enumerate(chunks) if 0 not in size]
+    stored = {one: _StorageInfo("__0_0.distcp", 1000 * at, 1000) for at, one in enumerate(index)}
+    listed = [ChunkStorageMetadata(torch.Size(lo), torch.Size(size)) for lo, size in chunks]
+    kind = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), listed)
+    Path("d").mkdir(exist_ok=True)
+    names = dict.fromkeys(more.get("names", ["w"]), kind)
+    Path("d/.metadata").write_bytes(pickle.dumps(Metadata(names, more.get("planner"), stored)))
+    Path("d/__0_0.distcp").write_bytes(b"PK\x03\x04" * 250 * len(stored))
+    return "d"
+
+
+@pytest.mark.parametrize(("long", "dims"), [(16, 3), (2, 7), (1, 9)])
+def test_chunks_that_overlap_are_not_looked_at_forever(long, dims):
+    """As many cells as the tensor has, at random places."""
+    random = np.random.default_rng(0)
+    corners = random.integers(0, [long, *[3] * dims], (long * 2**dims, dims + 1)).tolist()
+    path = described([long, *[4] * dims], [(lo, [1, *[2] * dims]) for lo in sorted(map(tuple, corners))])
+    refused(lambda: looked(path), CheckpointError, "d")
+    refused(lambda: checkpoint.open(path)["w"].read(), CheckpointError, "'w'")
+
+
+def test_chunks_along_very_many_dims_are_refused():
+    corners = [[int(at >= dim) for dim in range(24)] for at in range(1, 24)]
+    refused(
+        lambda: looked(described([2] * 24, [([0] * 24, [2] * 24), *((lo, [0] * 24) for lo in corners)])),
+        CheckpointError,
+    )
+    refused(lambda: looked(described([1] * 65, [([0] * 65, [1] * 65)])), CheckpointError, "at most 64")
+    refused(lambda: looked(described([1] * 100_000, [])), CheckpointError, "at most 64")
+
+
+def test_a_list_of_chunks_is_not_shared_by_very_many_tensors():
+    empty = [([0], [0])] * 3000
+    path = described([0], empty, names=map(str, range(3000)))
+    refused(lambda: looked(path), CheckpointError, "copies")
+
+
+def test_a_path_in_dcp_is_not_endless():
+    path = described([0], [], planner={"w": ("w",) * 5000})
+    refused(lambda: looked(path), CheckpointError, "planner_data")
+
+
+def test_a_file_name_in_dcp_is_a_text():
+    deep = []
+    for _ in range(64):
+        deep = [deep, deep]
+    described([4], [([0], [4])])
+    about = pickle.loads(Path("d/.metadata").read_bytes())
+    for name in deep, "x\x1b[2J", 10**5000:
+        for one in about.storage_data.values():
+            one.relative_path = name
+        Path("d/.metadata").write_bytes(pickle.dumps(about))
+        refused(lambda: looked("d"), CheckpointError, ".metadata")
+
+
+# --- our own index -------------------------------------------------------------------------------------------------
+
+
+def indexed(**changes):
+    """A checkpoint whose index says something else of its tensors."""
+    if not Path("p").exists():
+        checkpoint.save({"w": numbers(8, 6)}, "p")
+        Path("index.json").write_bytes(Path("p", INDEX).read_bytes())
+    Path("p", INDEX).write_bytes(Path("index.json").read_bytes())
+    rewritten(Path("p", INDEX), lambda said: said.update(changes))
+    return "p"
+
+
+def listed(layout, shape=(8, 6), count=1):
+    return {"tensors": {str(n): {"dtype": "F32", "shape": shape, "layout": layout(n)} for n in range(count)}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        listed(lambda n: f"8x6/S0@{200_000 + n}", count=50),
+        listed(lambda n: f"{2**20 - n}/cyclic0=1@1", count=50, shape=[2**20]),
+        listed(lambda n: "8x6/S0:1000000@1"),
+        listed(lambda n: "x".join("2" * 17) + "/R@1", shape=[2] * 17),
+        listed(lambda n: "8x6/S0@1\x1b[2J"),
+        listed(lambda n: "8x6/S0@1", shape=[[8], 6]),
+        listed(lambda n: "8x6/S0@1", shape=[2] * 100_000),
+        listed(lambda n: 10**4000),
+        {"shardwise": 10**4000},
+        {"paths": {"w": ["w", {"int": "0x" + "f" * 10_000}]}},
+        {"values": {"w": {"unknown": [[[[1]]]]}}},
+        {"files": [["x"]]},
+        {"files": ["a\x1b[2J\u202e.safetensors"]},
+    ],
+    ids=str,
+)
+def test_a_short_index_cannot_ask_for_much(said):
+    refused(lambda: looked(indexed(**said)), CheckpointError, "p")
+
+
+def header(**tensors):
+    text = json.dumps(tensors).encode()
+    Path("x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return "x.safetensors"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"dtype": "F32", "shape": [2**61] * 65, "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [2**61] * 200_000, "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [2**61] * 60, "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [10**4000], "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [0], "data_offsets": [0] * 100_000},
+        {"dtype": ["F32"] * 10_000, "shape": [0], "data_offsets": [0, 0]},
+        {"dtype": "F4\x1b[2J", "shape": [0], "data_offsets": [0, 0]},
+        {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]},
+        {"dtype": "I4", "shape": [2], "data_offsets": [0, 1]},
+        {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+    ],
+    ids=lambda said: str(said)[:60],
+)
+def test_a_header_cannot_ask_for_much(said):
+    text = refused(lambda: looked(header(w=said)), CheckpointError, "'w'", "x.safetensors")
+    assert len(text) < 3000
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, '{"w": ' + "9" * 5000 + "}", '{"w": 1e400}', '"\\ud800"']
+)
+def test_json_of_any_kind_is_refused(text):
+    Path("x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    refused(lambda: looked("x.safetensors"), CheckpointError, "x.safetensors")
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------
+
+
+def rules(mesh="tp = 2", name="*", rule='placements = "S0"', files=""):
+    return f"[mesh]\n{mesh}\n[[rule]]\nname = {json.dumps(name)}\n{rule}\n[files]\n{files}\n"
+
+
+RULES = {
+    "wide numbers": rules(files='pattern = "m_{rank:2000000000d}.pt"'),
+    "filled numbers": rules(files='pattern = "m_{rank:x>2000000000}.pt"'),
+    "exact numbers": rules(files='pattern = "m_{rank:.2000000000f}.pt"'),
+    "numbers as wide as others": rules(files='pattern = "m_{rank:{tp}}.pt"'),
+    "attributes": rules(files='pattern = "m_{rank.real}.pt"'),
+    "backtracking": rules(name="*a" * 40 + "b"),
+    "backtracking over names": rules(name="*.*" * 30 + "[!.]x", files='pattern = "m_{rank}.pt"'),
+    "many ranks": rules(mesh="tp = 4194304"),
+    "many ranks by a pattern": rules(mesh="tp = 262144", files='pattern = "m_{rank}.pt"'),
+    "many ranks without a pattern": rules(mesh="tp = 262144"),
+    "a long number": rules(mesh="tp = " + "9" * 4000),
+    "a longer number": rules(mesh="tp = " + "9" * 5000),
+    "long numbers": rules(mesh="\n".join(f"a{n} = {'9' * 1000}" for n in range(10))),
+    "100 axes": rules(mesh="\n".join(f"a{n} = 1" for n in range(100))),
+    "10,000 axes": rules(mesh="\n".join(f"a{n} = 2" for n in range(10_000))),
+    "a long dim": rules(rule=f'placements = "S{"9" * 5000}"'),
+    "a dim far away": rules(rule='placements = "S99999"'),
+    "a long segment": rules(rule=f"fused = {{dim = 0, segments = [{'9' * 4000}, {'9' * 4000}]}}"),
+    "a fused dim far away": rules(rule=f"fused = {{dim = {'9' * 4000}, segments = [4, 4]}}"),
+    "deep": "a = " + "[" * 3000 + "]" * 3000,
+    "deep tables": "[" + "a." * 3000 + "a]",
+    "deep in rules": f"rule = {'[' * 200}{']' * 200}",
+    "escape sequences": rules(name="x\x1b[2J\u202e"),
+    "escape sequences in keys": '["\\u001b[2J"]\na = 1',
+}
+
+
+@pytest.mark.parametrize("text", RULES.values(), ids=RULES)
+def test_rules_cannot_ask_for_much(text):
+    Path("ranks").mkdir()
+    for rank in range(2):
+        torch.save({"a" * 80 + "." * 20: numbers(4), "w": numbers(4)}, f"ranks/m_{rank}.pt")
+    Path("rules.toml").write_text(text)
+    refused(lambda: looked_by_rules("ranks", "rules.toml"), (CheckpointError, LayoutError))
+
+
+def looked_by_rules(path, by):
+    return {name: entry.read() for name, entry in checkpoint.open(path, rules=by).items()}
+
+
+@given(st.lists(st.sampled_from("ab*?[]!-"), max_size=12).map("".join), st.text("ab]-", max_size=12))
+@example("[!a]*[]]", "b]")
+@example("**", "")
+def test_stars_stand_for_what_a_regular_expression_says(pattern, name):
+    parts = (translate(part).removeprefix("(?s:").removesuffix(r")\Z") for part in pattern.split("*"))
+    found = re.compile("(.*?)".join(parts), re.DOTALL).fullmatch(name)
+    assert matched(pattern, name) == (found and found.groups())

@@ -16,6 +16,7 @@ from shardwise.checkpoint.streams import Cast, Select, chosen, stream_of, stream
 from shardwise.checkpoint.structure import differing_step
 from shardwise.checkpoint.values import same_value
 from shardwise.geometry import Box, Boxes, Ints, starts
+from shardwise.quoting import brief, in_line
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
@@ -34,7 +35,7 @@ class Difference:
     box: Box | None = None
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.what}" + (f" in {self.box}" if self.box is not None else "")
+        return f"{in_line(self.name)}: {self.what}" + (f" in {self.box}" if self.box is not None else "")
 
 
 def verify(
@@ -92,7 +93,7 @@ def _values(one: Checkpoint, other: Checkpoint, select: Select) -> list[Differen
     found += _absent(other.objects, mine, one.path) if select is None else []
     for name in mine:
         if name in other.objects and not same_value(mine[name], other.objects[name]):
-            found.append(Difference(name, f"{mine[name]!r:.60} and {other.objects[name]!r:.60}"))
+            found.append(Difference(name, f"{brief(mine[name]):.60} and {brief(other.objects[name]):.60}"))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -16,7 +17,7 @@ import torch
 from shardwise.checkpoint.files import Files, Span, elements
 from shardwise.checkpoint.local_files import LocalFiles
 from shardwise.checkpoint.remote_files import worth_it
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
@@ -82,8 +83,17 @@ class Entry:
         if not self.boxes.count:
             return Layout.replicated(self.shape, [0])
         pieces = zip(self.file.tolist(), self.boxes.lo.tolist(), self.boxes.hi.tolist(), strict=True)
-        once = _tiled(self.alike, self.shape)
-        return Layout.boxes(self.shape, list(pieces), overlap=None if once else "replicas").shortest()
+        with self._provable():
+            once = _tiled(self.alike, self.shape)
+            return Layout.boxes(self.shape, list(pieces), overlap=None if once else "replicas").shortest()
+
+    @contextmanager
+    def _provable(self) -> Iterator[None]:
+        """Boxes that no layout has are those of a damaged file."""
+        try:
+            yield
+        except LayoutError as error:
+            raise CheckpointError(f"{self.files.root}: the shards of {self.name!r}: {error}") from error
 
     @property
     def boxes(self) -> Boxes:
@@ -126,11 +136,13 @@ class Entry:
 
     def check(self, boxes: Boxes) -> None:
         """Refuse cells that no file has. Exact, also where boxes overlap."""
-        if _tiled(self.alike, self.shape):
-            return
+        with self._provable():
+            if _tiled(self.alike, self.shape):
+                return
         for row in range(boxes.count):
             _, held = join(boxes.take(np.array([row])), self.boxes)
-            missing = gaps(self.boxes.take(held), boxes.box(row), np.zeros(len(held), dtype=np.bool_))
+            with self._provable():
+                missing = gaps(self.boxes.take(held), boxes.box(row), np.zeros(len(held), dtype=np.bool_))
             if missing:
                 raise CheckpointError(
                     f"{self.files.root}: no file has {', '.join(map(str, missing[:4]))} of {self.name!r} "

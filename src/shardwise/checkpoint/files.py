@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief, in_line
 
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -72,8 +73,8 @@ class Files(ABC):
         return self.fetch([Span(name, start, self.size(name) if stop is None else stop)])[0].tobytes()
 
     def shown(self, name: str) -> str:
-        """The file, as people know it."""
-        return below(self.root, name)
+        """The file, as people know it and terminals may show it."""
+        return in_line(below(self.root, name))
 
     def check(self, span: Span) -> None:
         """Refuse bytes that the file does not have."""
@@ -87,11 +88,11 @@ class Files(ABC):
 
 def inside(name: Any, where: str) -> str:
     """A file's name that an index gives; refused where it would lead out of the checkpoint."""
-    text = str(name)
+    text = name if isinstance(name, str) else ""
     parts = [part for part in text.split("/") if part not in {"", "."}]
     odd = "\\" in text or not text.isprintable()
-    if not isinstance(name, str) or not parts or text.startswith("/") or ".." in parts or odd:
-        raise CheckpointError(f"{where} names the file {name!r}, which is not inside of the checkpoint")
+    if not parts or text.startswith("/") or ".." in parts or odd:
+        raise CheckpointError(f"{where} names the file {brief(name)}, which is not inside of the checkpoint")
     return "/".join(parts)
 
 

@@ -45,12 +45,25 @@ DEEPEST = 100  # levels of containers
 LIGHT = 256  # values in a tuple, and in the tuples in it, that can be a key
 
 
+class Budget:
+    """How many values a pickle may have made or looked at: one for each of its bytes, since each was written there."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def spend(self, count: int) -> None:
+        """Refuse what is beyond: the same values are referred to again and again."""
+        self._left -= count
+        if self._left < 0:
+            raise pickle.UnpicklingError("it makes more copies than it has bytes")
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the tables, and no other names."""
 
     def __init__(self, data: bytes, where: str, more: Names) -> None:
         super().__init__(io.BytesIO(data))
-        self._where, self._more, self._left = where, more, len(data)
+        self._where, self._more, self._budget = where, more, Budget(len(data))
 
     def find_class(self, module: str, name: str) -> Any:
         """Nothing is imported."""
@@ -76,9 +89,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _paid(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What is copied was written before, an element per byte at least: a few bytes cannot ask for much memory."""
-        self._left -= sum(len(arg) for arg in args if isinstance(arg, Collection))
-        if self._left < 0:
-            raise pickle.UnpicklingError("it makes more copies than it has bytes")
+        self._budget.spend(sum(len(arg) for arg in args if isinstance(arg, Collection)))
         return args
 
 

@@ -211,8 +211,8 @@ def file_name(pattern: str, places: Mapping[str, int]) -> str:
             raise LayoutError(f"pattern {brief(pattern)} asks for {{{field}}}: known are {', '.join(places)}")
         if conversion or not DIGITS.fullmatch(form or ""):
             raise LayoutError(
-                f"pattern {brief(pattern)} cannot be filled in: {{{field}}} is written as it is, or with leading zeros, "
-                f"such as {{{field}:02d}}"
+                f"pattern {brief(pattern)} cannot be filled in: {{{field}}} is written as it is, or with leading zeros "
+                f"as in {{{field}:02d}}"
             )
     return pattern.format(**places)
 
@@ -325,7 +325,11 @@ def _fused(said: Any) -> Fused:
     if ("segments" in said) + ("ratio" in said) != 1:
         raise LayoutError("fused needs segments (their sizes) or ratio, and only one of them")
     found = said.get("segments", said.get("ratio"))
-    if not isinstance(found, list | tuple) or not found or not all(type(size) is int and 0 < size < 2**62 for size in found):
+    if (
+        not isinstance(found, list | tuple)
+        or not found
+        or not all(type(size) is int and 0 < size < 2**62 for size in found)
+    ):
         raise LayoutError(f"the segments of fused must be a list of whole numbers above 0, not {brief(found)}")
     dim = _typed(said, "dim", int, 0)
     return Fused(dim, tuple(found), "segments" in said, _typed(said, "axis", str, None))

@@ -23,6 +23,7 @@ from shardwise.checkpoint.writing import Folder, write_tensor
 from shardwise.exchange.cuts import Cut, Places, Strides
 from shardwise.geometry import Box, Boxes
 from shardwise.layout import Layout
+from shardwise.quoting import printable
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
@@ -94,7 +95,7 @@ def save(
             with ThreadPoolExecutor(REMOVING) as pool:
                 list(pool.map(opened[0].folder.remove, old))
     if differing and callers.first:
-        warnings.warn(_unlike(differing), stacklevel=2)
+        warnings.warn(printable(_unlike(differing)), stacklevel=2)
 
 
 def _claimed(callers: Callers, folder: Folder, fits: Callable[[], None], stack: ExitStack) -> tuple[str, Claim]:

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.errors import LayoutError
 from shardwise.geometry.box import Box
 from shardwise.geometry.ragged import Bools, Ints, different, exact_sum, heads, ints
+
+CORNERS, MANY = 2**20, 8  # of boxes that are proven to cover: all corners, and the dims in which there may be more
 
 
 class Boxes(NamedTuple):
@@ -95,6 +98,10 @@ def uncancelled(boxes: Boxes, group: Ints | None, other: Boxes, other_group: Int
     """
     both, count = Boxes.concat([boxes, other]), boxes.count
     cut = [a for a in range(both.ndim) if len(different(both.lo[:, a])) > 1 or len(different(both.hi[:, a])) > 1]
+    if both.count * 2 ** len(cut) > max(CORNERS, 2**MANY * both.count):
+        raise LayoutError(
+            f"{boxes.count} boxes that are cut along {len(cut)} dims are more than can be proven to cover"
+        )
     lo, hi = both.lo[:, cut], both.hi[:, cut]
     extent = hi.max(axis=0, initial=0).tolist()
     corners = list(product((False, True), repeat=len(cut)))

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.errors import LayoutError
 from shardwise.geometry.box import Box
 from shardwise.geometry.boxes import Boxes, merge
 from shardwise.geometry.ragged import Bools, Ints, ints, spread, starts
 
 MOST_TILES = 8  # tiles that a box may be entered into, on average
 LEAF = 128  # pairs worth trying one by one: about where another cut of the space costs as much as it saves
+STEPS = 1024  # parts of a box that are looked at for gaps, beside some for every box
 FEW = 4096  # pairs of two whole lists that are tried without any cut
 
 
@@ -141,12 +143,19 @@ class _Buckets(NamedTuple):
 def gaps(boxes: Boxes, whole: Box, clean: Bools) -> list[Box]:
     """The cells of `whole` that no box holds, as few boxes as merging gives. `clean` boxes overlap no other.
 
+    Refused where boxes cut each other into very many parts: in n dims there can be as many as (boxes)**n.
+
     >>> [str(b) for b in gaps(Boxes(ints([[0, 0]]), ints([[2, 5]])), Box((0, 0), (4, 6)), np.array([True]))]
     ['[0:2, 5:6]', '[2:4, 0:6]']
     """
-    found, todo = list[Box](), [(whole, np.arange(boxes.count))]
+    found, todo, steps = list[Box](), [(whole, np.arange(boxes.count))], 0
     while todo:
         region, rows = todo.pop()
+        steps += 1
+        if steps > STEPS + 8 * boxes.count:
+            raise LayoutError(
+                f"{boxes.count} boxes overlap in {whole} so that what they leave out is not worth listing"
+            )
         inside = boxes.take(rows).overlap(Boxes.of([region], boxes.ndim))
         meets = np.flatnonzero((inside.lo < inside.hi).all(axis=1))
         rows, inside = rows[meets], inside.take(meets)

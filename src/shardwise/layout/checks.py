@@ -36,7 +36,7 @@ def owner_array(owners: Any) -> Ints:
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
         count = counted(owners, "the number of owners")
         if count > MOST_OWNERS:
-            raise LayoutError(f"{count} owners are more than 2**20: is a number wrong?")
+            raise LayoutError(f"{count} owners are more than 2**18: is a number wrong?")
         return np.arange(count)
     try:
         if isinstance(owners, np.ndarray):
@@ -46,7 +46,9 @@ def owner_array(owners: Any) -> Ints:
             plain = set(map(type, listed)) == {int}
             given = np.array(listed if plain else [counted(o, "an owner", -(2**99)) for o in listed], object)
     except (TypeError, LayoutError):
-        raise LayoutError(f"owners must be a number of owners or a list of whole numbers, not {brief(owners)}") from None
+        raise LayoutError(
+            f"owners must be a number of owners or a list of whole numbers, not {brief(owners)}"
+        ) from None
     if given.ndim != 1 or not given.size or given.dtype.kind not in "iuO":
         raise LayoutError(f"owners must be a non-empty list of whole numbers, not {brief(owners)}")
     for bad in int(given.min()), int(given.max()):

@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 
+from shardwise.errors import LayoutError
 from shardwise.geometry import (
     Box,
     Boxes,
@@ -28,6 +29,8 @@ from shardwise.geometry import (
 )
 from shardwise.layout.form import Cells, Holders, Piece, joined_bytes, rename
 from shardwise.layout.grid import Grid, Idle
+
+ATOMS = 4096  # parts that overlapping boxes may cut each other into, beside some for every box
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,12 +217,17 @@ def _atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
     earlier = left[left > right], right[left > right]
     order = np.lexsort(earlier[::-1])
     whose, neighbour = earlier[0][order], earlier[1][order]
-    atoms = list[list[tuple[Box, list[int]]]]()
+    atoms, parts = list[list[tuple[Box, list[int]]]](), 0
     for i in range(boxes.count):
         rest = [boxes.box(i)]
         for j in neighbour[run_of(whose, i)].tolist():
+            before = len(atoms[j])
             atoms[j], rest = _cut_by(atoms[j], boxes.box(i), i, rest)
+            parts += len(atoms[j]) - before
         atoms.append([(part, [i]) for part in rest])
+        parts += len(rest)
+        if parts > ATOMS + 16 * boxes.count:
+            raise LayoutError(f"{boxes.count} overlapping boxes cut each other into more than {parts} parts")
     every = [atom for found in atoms for atom in found]
     pairs = [(i, n) for n, (_, members) in enumerate(every) for i in members]
     return Boxes.of([a for a, _ in every], boxes.ndim), ints([p[0] for p in pairs]), ints([p[1] for p in pairs])

@@ -82,7 +82,9 @@ def placement(asked: Any) -> Placement:
             return Replicate()
         case "Partial":
             return Partial(str(asked.reduce_op))
-    raise LayoutError(f"{brief(asked)} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')")
+    raise LayoutError(
+        f"{brief(asked)} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')"
+    )
 
 
 def _read(word: str) -> Placement:

@@ -48,7 +48,7 @@ def _listed(copies: Copies) -> list[dict[str, Any]]:
 
 
 def from_json(text: str, make: Callable[..., Plan], most: int) -> Plan:
-    """The plan of a file, made again and held against what the file says of it; refused with more copies than `most`."""
+    """The plan of a file, made again and held against what the file says of it; refused beyond `most` copies."""
     found = _read(text)
     try:
         source, target = (parse(str.strip(found[side]["layout"])) for side in ("source", "target"))
@@ -102,4 +102,6 @@ def _read(text: str) -> dict[str, Any]:
 
 def _same(what: str, said: object, found: object) -> None:
     if said != found:
-        raise PlanError(f"{what} is {brief(said)} in the plan file, but {brief(found)} when made again: the file is of another plan")
+        raise PlanError(
+            f"{what} is {brief(said)} in the plan file, but {brief(found)} when made again: the file is of another plan"
+        )

@@ -24,7 +24,7 @@ class Regions(NamedTuple):
 
 
 def count_regions(source: Layout, target: Layout) -> int:
-    """How many regions there are at most, found without making them. Boxes of listings are few: each was written down."""
+    """How many regions there are at most, found without making them. Listings have few boxes: each was written down."""
     if isinstance(source.form, Grid) and isinstance(target.form, Grid):
         return prod(len(a.cross(b).lo) for a, b in zip(source.form.axes, target.form.axes, strict=True))
     for grid, other in (source.form, target.form), (target.form, source.form):

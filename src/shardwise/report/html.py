@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.planning import Plan
+from shardwise.quoting import printable
 from shardwise.report.pictures import Limits, picture, together
 from shardwise.report.rows import Row, rows
 
@@ -88,7 +89,7 @@ def _filled(data: Mapping[str, Any]) -> str:
 
 def _escaped(text: str) -> str:
     """Text that is only text, whatever characters it has."""
-    return escape(text).encode("ascii", "xmlcharrefreplace").decode("ascii")
+    return escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def _json(data: Mapping[str, Any]) -> str:

@@ -20,11 +20,12 @@ from shardwise.checkpoint.files import Files, Span, inside
 from shardwise.checkpoint.formats.dcp_nesting import step_of
 from shardwise.checkpoint.formats.moulds import Moulds
 from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
-from shardwise.checkpoint.pickles import DEEPEST, settled, unpickle
+from shardwise.checkpoint.pickles import DEEPEST, Budget, settled, unpickle
 from shardwise.checkpoint.standins import MOST, Call, Name, Record, sizes
 from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
+from shardwise.quoting import brief
 from shardwise.state.traverse import Key, get_element
 
 METADATA = ".metadata"
@@ -126,7 +127,8 @@ class Table(NamedTuple):
 def open_dcp(files: Files) -> Checkpoint:
     """The tensors and values that `.metadata` lists."""
     where = files.shown(METADATA)
-    said = unpickle(files.read(METADATA), where, NAMES)
+    data = files.read(METADATA)
+    said, budget = unpickle(data, where, NAMES), Budget(len(data))
     described, stored, paths = _parts(where, said)
     with _sound(where, "its storage_data"):
         table = _table(files, stored)
@@ -134,7 +136,7 @@ def open_dcp(files: Files) -> Checkpoint:
     for name, kind in described.items():
         with _sound(where, name):
             if isinstance(kind, TensorMetadata):
-                entries[name] = _entry(files, name, kind, table, moulds)
+                entries[name] = _entry(files, name, kind, table, moulds, budget)
             elif isinstance(kind, BytesMetadata):
                 values[name] = table.rows[name, None]
             elif isinstance(kind, dict):
@@ -155,6 +157,8 @@ def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[
         raise CheckpointError(f"{where} does not describe a checkpoint of torch.distributed in files")
     nested = nested if isinstance(nested, dict) else {}  # which planners of others write is theirs
     paths = {name: path for name, path in nested.items() if type(name) is str and isinstance(path, tuple) and path}
+    if any(len(path) > DEEPEST for path in paths.values()):
+        raise CheckpointError(f"{where}: its planner_data has paths of more than {DEEPEST} names and numbers")
     steps = {name: tuple(map(step_of, path)) for name, path in paths.items()}
     if any(key is None for path in steps.values() for key in path):
         raise CheckpointError(f"{where}: its planner_data has paths of other things than names and numbers")
@@ -193,7 +197,7 @@ def _table(files: Files, stored: Mapping[Index, Stored]) -> Table:
     for key, info in zip(keys, infos, strict=True):
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{files.shown(METADATA)}: {key[0]!r} went through {info['transform_descriptors']!r} when saved, "
+                f"{files.shown(METADATA)}: {key[0]!r} went through {brief(info['transform_descriptors'])} when saved, "
                 f"which cannot be read here. Remedy: load it with torch.distributed.checkpoint, and save it without"
             )
     rows = {key: row for row, key in enumerate(keys)}
@@ -233,10 +237,11 @@ def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]]) ->
     )
 
 
-def _entry(files: Files, name: str, said: TensorMetadata, table: Table, moulds: Moulds) -> Entry:
+def _entry(files: Files, name: str, said: TensorMetadata, table: Table, moulds: Moulds, budget: Budget) -> Entry:
     shape, dtype = sizes(said.state["size"]), said.state["properties"].state[0]
     if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MOST:
-        raise ValueError(f"its dtype is {dtype!r}, its shape {shape}")
+        raise ValueError(f"its dtype is {brief(dtype)}, its shape {shape}")
+    budget.spend(len(said.state["chunks"]))
     chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in said.state["chunks"])
     alike = _boxes(shape, chunks)
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
@@ -252,7 +257,7 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Alike:
     """Of all chunks that have cells. What torch saves has every cell once. Kept: tensors of one shape lie alike."""
     both = np.array(chunks, dtype=np.int64).reshape(len(chunks), 2, len(shape)).swapaxes(0, 1)
     lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
-    if ((both < 0) | (both > whole)).any() or (hi > whole).any():
+    if prod(size + 1 for size in shape) >= MOST or ((both < 0) | (both > whole)).any() or (hi > whole).any():
         raise ValueError(f"a box of it does not lie inside of its shape {shape}")
     boxes = Boxes(lo, hi) if both[1].all() else Boxes(lo, hi).take(both[1].all(axis=1))
     cells = exact_sum(boxes.volumes())

@@ -12,7 +12,9 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, whole_entry
 from shardwise.checkpoint.files import Files, inside
+from shardwise.checkpoint.standins import MOST_DIMS
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER = 100_000_000  # bytes; the limit of the format itself
@@ -99,13 +101,20 @@ def parsed(text: bytes, where: str) -> dict[str, Any]:
 def _tensor(what: str, said: Any, data: int, size: int) -> Tensor:
     if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
         raise CheckpointError(f"{what} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = DTYPES.get(str(said["dtype"])), said["shape"], said["data_offsets"]
+    dtype, shape, offsets = (
+        DTYPES.get(said["dtype"] if isinstance(said["dtype"], str) else ""),
+        said["shape"],
+        said["data_offsets"],
+    )
     if dtype is None:
         raise CheckpointError(
-            f"{what} has dtype {said['dtype']!r}, which is not known here: known are {', '.join(DTYPES)}"
+            f"{what} has dtype {brief(said['dtype'])}, which is not known here: known are {', '.join(DTYPES)}"
         )
     if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{what} has shape {shape!r} and data_offsets {offsets!r}: both must be whole numbers")
+        raise CheckpointError(
+            f"{what} has shape {brief(shape)} and data_offsets {brief(offsets)}: both must be whole numbers, and the "
+            f"shape one of at most {MOST_DIMS} dims"
+        )
     start, stop = data + offsets[0], data + offsets[1]
     if not data <= start <= stop <= size:
         raise CheckpointError(f"{what} should lie in bytes {start} to {stop}, but the file has {size}: it is truncated")
@@ -119,8 +128,10 @@ def _tensor(what: str, said: Any, data: int, size: int) -> Tensor:
 
 def are_sizes(values: Any) -> bool:
     """True for a list of whole numbers, none of them negative or absurd."""
-    return isinstance(values, list) and (
-        not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**62)
+    return (
+        isinstance(values, list)
+        and len(values) <= MOST_DIMS
+        and (not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**62))
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +30,14 @@ from shardwise.checkpoint.values import decoded, encoded
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
-from shardwise.layout import Grid, parse
+from shardwise.layout import Grid, Layout, parse
+from shardwise.notation import read
+from shardwise.quoting import brief
 from shardwise.state.traverse import Key, is_step
 
 INDEX = "shardwise.json"
 VERSION = 1
+FEW_PARTS, LINE = 4096, 32
 
 
 def key_of(name: str, lo: Sequence[int]) -> str:
@@ -110,7 +114,7 @@ def open_sharded(files: Files) -> Checkpoint:
     where = files.shown(INDEX)
     said = parsed(files.read(INDEX), where)
     if said.get("shardwise") != VERSION:
-        raise CheckpointError(f"{where} is of version {said.get('shardwise')!r}: version {VERSION} is known here")
+        raise CheckpointError(f"{where} is of version {brief(said.get('shardwise'))}: version {VERSION} is known here")
     parts: list[Any] = [said.get(name) for name in ("files", "tensors", "values", "paths")]
     if not isinstance(parts[0], list) or not all(isinstance(part, dict) for part in parts[1:]):
         raise CheckpointError(f"{where} has no files, tensors, values and paths")
@@ -129,9 +133,9 @@ def open_sharded(files: Files) -> Checkpoint:
 def _path(said: Any, name: str, where: str, names: int) -> tuple[Any, ...]:
     found = _decoded(said, name, where)
     if not isinstance(found, list) or not found or not all(map(is_step, found)):
-        raise CheckpointError(f"{name!r} in {where} has the path {found!r:.100}: a list of names and numbers is one")
+        raise CheckpointError(f"{name!r} in {where} has the path {brief(found)}: a list of names and numbers is one")
     if any(not isinstance(key, str | Key) and not 0 <= key < names for key in found):
-        raise CheckpointError(f"{name!r} in {where} has the path {found!r:.100}: no list of {names} names is so long")
+        raise CheckpointError(f"{name!r} in {where} has the path {brief(found)}: no list of {names} names is so long")
     return tuple(found)
 
 
@@ -171,6 +175,12 @@ class Headers:
         self.files, self.names = files, names
         self._read = dict[int, Header]()
 
+    def check_room(self, layout: Layout) -> None:
+        """Refuse more parts than the files can have: a line of a header takes so many bytes at least."""
+        parts = prod(len(axis.part) for axis in layout.form.axes) if isinstance(layout.form, Grid) else 0
+        if parts > FEW_PARTS and parts > sum(self.files.size(name) for name in self.names) // LINE:
+            raise ValueError(f"the layout {layout} has {parts} parts, more than its files can hold")
+
     def of(self, number: int) -> Header:
         """Of a file."""
         if number not in self._read:
@@ -184,6 +194,7 @@ def _entry(headers: Headers, where: str, name: str, said: Any) -> Entry:
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout") from error
     try:
+        headers.check_room(_laid_out(layout, len(headers.names)))
         stored = _stored(dtype, shape, layout, len(headers.names))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
@@ -210,12 +221,21 @@ class Stored(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
+def _laid_out(text: str, files: int) -> Layout:
+    """A layout whose owners are numbers of files: more of them are refused before there is a part for each."""
+    spelling = read(text)
+    if max(spelling.owners or (prod(spelling.mesh) - 1,)) >= files:
+        raise ValueError(f"the layout {text} has more owners than there are files: {files}")
+    return parse(text)
+
+
+@lru_cache(maxsize=4096)
 def _stored(dtype: str, shape: tuple[int, ...], text: str, files: int) -> Stored:
     """By what the index says. Kept: tensors of one shape lie alike."""
-    layout = parse(text)
+    layout = _laid_out(text, files)
     if dtype not in DTYPES:
         raise ValueError(f"its dtype {dtype!r} is not known here")
-    if layout.shape != shape or layout.op is not None or layout.form.owners.max() >= files:
+    if layout.shape != shape or layout.op is not None:
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # the same, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)

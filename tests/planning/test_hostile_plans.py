@@ -9,6 +9,7 @@ import shardwise as sw
 from shardwise import report
 from shardwise.errors import LayoutError, NotationError, PlanError
 
+COLUMNS = "+".join(f"0:262144,{n}:{n + 1}" for n in range(8))
 DEEP = "[" * 3000 + "]" * 3000
 
 
@@ -52,9 +53,9 @@ def test_what_is_wrong_with_many_boxes_in_many_dims_is_not_looked_for_forever():
 
 PLANS = {
     "64 GiB": of_layouts("65536x65536/S0@65536", "65536x65536/S1@65536"),
-    "replicas everywhere": of_layouts("1048576/S0@1048576", "1048576/R@1048576"),
+    "replicas everywhere": of_layouts("262144/S0@262144", "262144/R@262144"),
     "terms": of_layouts("4096/P@4096", "4096/S0@4096"),
-    "a listing": of_layouts("1048576x8/S0@1048576", "1048576x8/boxes=" + "+".join(f"0:1048576,{n}:{n + 1}" for n in range(8)) + "@8"),
+    "a listing": of_layouts("262144x8/S0@262144", f"262144x8/boxes={COLUMNS}@8"),
     "strides": of_layouts("1048576x1048576/S0:1048576,S1:1048576@1x1", "1048576x1048576/R@1"),
     "hosts": plan_file(hosts="x"),
     "half of the hosts": plan_file(hosts=[[0, 1]]),
@@ -68,7 +69,7 @@ PLANS = {
     "deep": plan_file(hosts=0).replace('"hosts": 0', f'"hosts": {DEEP}'),
     "deep in the version": f'{{"shardwise_plan": {DEEP[2200:-2200]}}}',
     "escape sequences": plan_file(itemsize="\x1b[2J\ud800"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
