@@ -77,7 +77,9 @@ def _hosts(said: Any) -> dict[int, Any] | None:
     if said is None:
         return None
     if not isinstance(said, list) or len(said) != 2 or not all(isinstance(side, list) for side in said):
-        raise PlanError(f"hosts in a plan file are two lists, owners and their hosts, not {brief(said)}")
+        raise PlanError(
+            f"this is not a whole plan file: hosts are two lists, owners and their hosts, not {brief(said)}"
+        )
     return dict(zip(*said, strict=True))
 
 
