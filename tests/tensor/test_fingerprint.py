@@ -116,6 +116,36 @@ def test_verify_finds_one_wrong_bit(ranks):  # noqa: F811
     assert all(ranks(2, run))
 
 
+EQUAL = np.array([-2107, -374, 910, -491, -403, -966, 1532, -2552, -225, -6], dtype=np.int32)  # sums that are 0
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_values_made_to_have_the_same_fingerprint_do_not_pass_verify(ranks, dtype):  # noqa: F811
+    """Who knows the weights can find such: verify draws others every time."""
+    values = np.full(10, 10**9, dtype=np.int32)
+    made = values + EQUAL
+
+    def run(rank):
+        layout = sw.parse("10/R@1")
+        shown = {sw.fingerprint(held(bits.view(dtype), layout, rank)) for bits in (values, made)}
+        put = Picked.put
+
+        def replaced(self, parcel, message):
+            assert bytes(message) == values.tobytes()
+            return put(self, parcel, memoryview(bytearray(made.tobytes())))
+
+        Picked.put = replaced
+        source, target = held(values.view(dtype), layout, rank), sw.parse("10/R@1:1")
+        with pytest.raises(sw.ExchangeError, match="verify: a tensor"):
+            sw.reshard(source, target, verify=True, wire="group")
+        with pytest.raises(sw.ExchangeError, match="verify: 'w' did not arrive"):
+            sw.reshard_state_dict({"w": source}, {"w": target}, verify=True, wire="group")
+        Picked.put = put
+        return shown
+
+    assert len(set.union(*ranks(2, run))) == 1
+
+
 def test_cells_may_lie_in_any_way(ranks):  # noqa: F811
     def run(rank):
         found = set()

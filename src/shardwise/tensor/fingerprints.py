@@ -26,8 +26,10 @@ Tensors = Sequence[torch.Tensor]
 def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str | None:
     """32 hex digits of the values of a sharded tensor: positions, bits, shape and dtype. Every rank of its group calls.
 
-    The same under every sharding and number of ranks. The terms of a partial tensor are reduced first. A rank that
-    holds nothing passes None, as to `reshard`. (None comes back on a rank that is not in the mesh of a DTensor.)
+    The same under every sharding and number of ranks, today and tomorrow. It guards against accidents, such as a lost
+    shard or a flipped bit, and not against an adversary: other values with the same fingerprint can be computed. The
+    terms of a partial tensor are reduced first. A rank that holds nothing passes None, as to `reshard`. (None comes
+    back on a rank that is not in the mesh of a DTensor.)
     """
     held = Held.of(x)
     wire = wire_for(group, held, x)

@@ -4,6 +4,10 @@ The bits of every element are multiplied by pseudo-random weights of its positio
 modulo 2**64. Sums can be made in any order and in any parts, so every rank adds up what it holds, and one small
 reduction brings the parts together. Elements count as words of at most 32 bits: every one of their bits then reaches
 33 bits of the sum or more. Two such sums with weights of their own make the fingerprint.
+
+The weights follow from a key. The fingerprint that people see has a fixed one, so that it can be compared with that of
+another day: who knows the weights can make other values with the same sums. What is compared within one run has a key
+that was drawn for it: nobody who made the values knew it.
 """
 
 from __future__ import annotations
@@ -19,12 +23,19 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 
 LANES = 2
+STABLE = ""  # the key of fingerprints that are the same everywhere and always
 WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 MASK = {1: 2**8 - 1, 2: 2**16 - 1, 4: 2**32 - 1}
 
 
 def sums(
-    boxes: Boxes, layout: Layout, me: int, local: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    boxes: Boxes,
+    layout: Layout,
+    me: int,
+    local: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    key: str = STABLE,
 ) -> torch.Tensor:
     """Over the cells of boxes, as they lie in our tensors of a layout; as if they were cast to `dtype`."""
     found = torch.zeros(LANES, dtype=torch.int64, device=local[0].device if local else None)
@@ -36,11 +47,11 @@ def sums(
         for at in blocks(cells.shape):
             some = cells[at]
             corner = [a + s.start for a, s in zip(lo, at, strict=False)] + lo[len(at) :]
-            found += block_sums(some if dtype is None else some.to(dtype), corner)
+            found += block_sums(some if dtype is None else some.to(dtype), corner, key)
     return found.cpu()
 
 
-def block_sums(cells: torch.Tensor, lo: list[int]) -> torch.Tensor:
+def block_sums(cells: torch.Tensor, lo: list[int], key: str = STABLE) -> torch.Tensor:
     """The sums of one block of cells that begins at `lo`."""
     words = _words(cells)
     found = list[torch.Tensor]()
@@ -48,7 +59,8 @@ def block_sums(cells: torch.Tensor, lo: list[int]) -> torch.Tensor:
         rest = words
         for axis in range(words.ndim - 1, -1, -1):
             start = lo[axis] if axis < len(lo) else 0
-            rest = (rest * _weights(lane, axis - len(lo), start, words.shape[axis], words.device)).sum(dim=-1)
+            seed = number(f"axis {axis - len(lo)} lane {lane}{key}")
+            rest = (rest * _weights(seed, start, words.shape[axis], words.device)).sum(dim=-1)
         found.append(rest)
     return torch.stack(found)
 
@@ -62,10 +74,10 @@ def _words(cells: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int64) & MASK[word]
 
 
-def _weights(lane: int, axis: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
     """Odd pseudo-random numbers for the positions of an axis; the last axis is that of the words of an element."""
     x = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device) * -7046029254386353131
-    x += number(f"axis {axis} lane {lane}")
+    x += seed
     for shift, factor in (30, -4658895280553007687), (27, -7723592293110705685):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1

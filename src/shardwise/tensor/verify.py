@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from secrets import randbits
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ def verify(call: Call, exchange: Exchange) -> None:
         source = spread(made.source)
         read = call.value(call.wire, call.held, call.work.facts, source, exchange)
         made = plan(source, target)
-    found = _both(made, me, read, held, dtype)
+    found = _both(made, me, read, held, dtype, _drawn(call.wire, exchange.number))
     total = call.wire.reduced(found.reshape(-1), "sum", apart=exchange.number)().reshape(2, LANES).tolist()
     if total[0] != total[1]:
         raise ExchangeError(
@@ -40,8 +41,10 @@ def compared(wire: GroupWire, moves: Sequence[Move], names: Sequence[str], dtype
     """Compare what was sent with what is held now, for many tensors at once; all ranks raise what any of them finds."""
     if not moves:
         return
+    key = _drawn(wire)
     parts = [
-        _both(move.plan, wire.me, move.source, move.target, dtype) for move, dtype in zip(moves, dtypes, strict=True)
+        _both(move.plan, wire.me, move.source, move.target, dtype, key)
+        for move, dtype in zip(moves, dtypes, strict=True)
     ]
     total = wire.reduced(torch.stack(parts).reshape(-1), "sum")().reshape(-1, 2, LANES).tolist()
     wrong = [name for name, (sent, got) in zip(names, total, strict=True) if sent != got]
@@ -49,17 +52,28 @@ def compared(wire: GroupWire, moves: Sequence[Move], names: Sequence[str], dtype
         raise ExchangeError(f"verify: {', '.join(map(repr, wrong[:8]))} did not arrive as sent: nothing was written")
 
 
+def _drawn(wire: GroupWire, apart: int | None = None) -> str:
+    """A key for this comparison alone, to which every rank adds: sums that were made to be equal are not."""
+    mine = torch.tensor([randbits(62), randbits(62)])
+    return str(wire.reduced(mine, "sum", apart=apart)().tolist())
+
+
 def _both(
-    made: Plan, me: int, read: Sequence[torch.Tensor], held: Sequence[torch.Tensor], dtype: torch.dtype
+    made: Plan,
+    me: int,
+    read: Sequence[torch.Tensor],
+    held: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    key: str,
 ) -> torch.Tensor:
     """The sums of this rank: of what it sent, and of what it got."""
     found, source, target = torch.zeros(2, LANES, dtype=torch.int64), made.source, made.target
     if me in source or me in target:
         copies = made.for_owner(me).copies
         first, sent, got = copies.step == 0, copies.source == me, copies.target == me
-        found[0] += sums(copies.boxes.take(sent & first), source, me, read, dtype)
-        found[0] += sums(copies.boxes.take(sent & ~first), target, me, held)
-        found[1] += sums(copies.boxes.take(got), target, me, held)
+        found[0] += sums(copies.boxes.take(sent & first), source, me, read, dtype, key=key)
+        found[0] += sums(copies.boxes.take(sent & ~first), target, me, held, key=key)
+        found[1] += sums(copies.boxes.take(got), target, me, held, key=key)
     return found
 
 
