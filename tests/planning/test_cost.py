@@ -1,5 +1,7 @@
 """What a plan costs, on cases counted by hand; and one owner's part of a very large plan."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from copying import rows, staged
@@ -156,3 +158,18 @@ def test_parts_of_a_large_plan_with_replicas_agree_with_the_whole():
     whole = rows(made.copies)
     for owner in (0, 77, 511):
         assert rows(made.for_owner(owner).copies) == [row for row in whole if owner in row[:2]]
+
+
+@given(strategies.pairs(), st.integers(1, 3))
+@settings(max_examples=50)
+def test_flows_are_the_bytes_of_every_pair_of_owners_that_talks(case, itemsize):
+    made = plan(*case, itemsize=itemsize)
+    counted = Counter()
+    for copy in made.copies:
+        if not copy.local:
+            counted[copy.source, copy.target] += copy.box.volume * itemsize
+    source, target, size = made.traffic.flows()
+    owners = made.owners
+    found = {(owners[s], owners[t]): n for s, t, n in zip(source.tolist(), target.tolist(), size.tolist(), strict=True)}
+    assert found == dict(counted)
+    assert len(size) == len(found)
