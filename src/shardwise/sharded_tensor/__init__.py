@@ -16,6 +16,14 @@ from shardwise.sharded_tensor.factories import (
     zeros,
 )
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.module_plans import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
+    _collect_local_shard,
+    _reshard_output,
+    shard_module,
+)
 from shardwise.sharded_tensor.pickling import load_with_process_group
 from shardwise.sharded_tensor.reshard import (
     build_reshard_metadata,
@@ -57,13 +65,18 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "TensorProperties",
+    "_collect_local_shard",
     "_create_tensor_from_params",
     "_flatten_tensor_size",
     "_infer_sharding_spec_from_shards_metadata",
     "_parse_and_validate_remote_device",
     "_raise_if_mismatch",
+    "_reshard_output",
     "_shard_tensor",
     "_validate_output_tensor_for_gather",
     "build_global_metadata",
@@ -86,6 +99,7 @@ __all__ = [
     "recalc_global_sharded_tensor_metadata",
     "reshard_local_shard",
     "reshuffle_local_shard",
+    "shard_module",
     "shard_parameter",
     "shard_tensor",
     "state_dict_hook",

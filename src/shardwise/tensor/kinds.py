@@ -145,8 +145,8 @@ def kind_of(x: Any) -> Kind:
         if is_chunked(x):
             raise LayoutError(
                 f"a DTensor of {type(x._local_tensor).__name__} knows the chunks of its own rank alone, wherever "
-                f"{x.placements} says they are: checkpoint.save and load take it; to move it, make a ShardedTensor "
-                f"of it (sharded_tensor.init_from_local_shards)"
+                f"{x.placements} says they are: checkpoint.save, checkpoint.load and Resharder take it; to move it "
+                f"alone, make a ShardedTensor of it (sharded_tensor.init_from_local_shards)"
             )
         return OnMesh.of(x)
     if is_torch_sharded(x):
