@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -97,7 +97,13 @@ RulesFile = Annotated[
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first that fits holds.")]
 Selects = Annotated[list[str] | None, typer.Option(help="Only names that fit: 'layers.*'.")]
-Casts = Annotated[list[str] | None, typer.Option(help="'*.norm.*=float32', and bfloat16 for all other floats.")]
+Casts = Annotated[
+    list[str] | None,
+    typer.Option(help="'*.norm.*=float32', '*_scale=keep', and bfloat16 for all other floats. Codes need a full name."),
+]
+AllowOverflow = Annotated[
+    bool, typer.Option("--allow-overflow", help="Cast values that are beyond the range of the new dtype, too.")
+]
 Concats = Annotated[
     list[str] | None,
     typer.Option(help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes."),
@@ -151,6 +157,7 @@ def convert(
     rename: Renames = None,
     select: Selects = None,
     cast: Casts = None,
+    allow_overflow: AllowOverflow = False,
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
@@ -168,6 +175,7 @@ def convert(
     from shardwise.checkpoint.asked import changes, size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
+    changed = changes(rename, select, cast, concat, stack, transpose)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -175,7 +183,8 @@ def convert(
             format=format,
             max_shard_size=max_shard_size,
             rules=_rules(rules, mesh),
-            **changes(rename, select, cast, concat, stack, transpose),
+            **changed,
+            overflow=_overflow(allow_overflow),
             jobs=jobs,
             max_bytes=size_in_bytes(max_bytes),
             verify=verify,
@@ -184,7 +193,7 @@ def convert(
     if made.reused:
         again = tables.several(len(made.reused), "file")
         typer.echo(f"reused {again} of an interrupted conversion, such as {made.reused[0]}")
-    checked = "; read back, every cell is right" if verify else ""
+    checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
     if left := [name for name in opened.objects if name not in made.objects]:
         _say(f"left out: {tables.several(len(left), 'other value')}, such as {in_line(left[0])}")
@@ -211,6 +220,7 @@ def verify(
     rename: Renames = None,
     select: Selects = None,
     cast: Casts = None,
+    allow_overflow: AllowOverflow = False,
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
@@ -228,7 +238,8 @@ def verify(
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
     changed = changes(rename, select, cast, concat, stack, transpose)
-    found = checkpoints.verify(one, other, **changed, jobs=jobs, progress="bar" if bar else None)
+    how: dict[str, Any] = {"jobs": jobs, "progress": "bar" if bar else None, "overflow": _overflow(allow_overflow)}
+    found = checkpoints.verify(one, other, **changed, **how)
     listed = found if all else found[:20]
     for difference in listed:
         _say(str(difference))
@@ -240,6 +251,19 @@ def verify(
     Console(highlight=False).print(
         f"equal, bit by bit{by}: {escape(in_line(one.path))} and {escape(in_line(other.path))}", soft_wrap=True
     )
+
+
+def _right(opened: Mapping[str, Any], made: Mapping[str, Any], casts: Sequence[Any]) -> str:
+    """How cells are that were read back. Codes that were cast by name are what was asked for, but right for nothing."""
+    from shardwise.tensor.casting import PLAIN
+
+    named = [rule[0] for rule in casts if isinstance(rule, tuple) and rule[0] in made]
+    dtypes = {tensor.dtype for tensor in (*opened.values(), *(made[name] for name in named))}
+    return "as it was cast" if named and not dtypes <= set(PLAIN) else "right"
+
+
+def _overflow(allowed: bool) -> Literal["refuse", "allow"]:
+    return "allow" if allowed else "refuse"
 
 
 def _rules(rules: str | None, mesh: list[str] | None) -> object:

@@ -9,6 +9,7 @@ ShardwiseError
 │   └── RefusedTypeError (also TypeError)    the same, of a type
 ├── UnsupportedError (also NotImplementedError, and so RuntimeError)  an operation that sharded tensors do not have
 └── CheckpointError (also RuntimeError)      files that are no checkpoint, are damaged, or cannot be read or written
+    └── RefusedCastError (also ValueError)   a cast that would change what values mean, or lose some of them
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """Files that are no checkpoint, are damaged, or cannot be read or written. Names the file, tensor and bytes."""
+
+
+class RefusedCastError(CheckpointError, ValueError):
+    """A cast of values of a checkpoint that has to be asked for: of quantised codes, or beyond the range of a dtype."""
 
 
 def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:

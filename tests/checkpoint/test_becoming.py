@@ -166,10 +166,12 @@ def test_some_parts_of_a_whole_without_the_others_are_refused(tmp_path):
         checkpoint.convert(tmp_path / "in.pt", tmp_path / "out", remap=[Concat("*.qk", ["*.q", "*.k"])])
 
 
-def test_all_floats_to_integers_need_a_pattern(saved, tmp_path):
+def test_floats_to_integers_need_a_name(saved, tmp_path):
     with pytest.raises(TypeError, match="would cut them: give a pattern"):
         checkpoint.convert(saved, tmp_path / "out", cast=torch.int32)
-    made = checkpoint.convert(saved, tmp_path / "out", cast=[("*.norm.weight", torch.int32)])
+    with pytest.raises(CheckpointError, match="without being named"):
+        checkpoint.convert(saved, tmp_path / "out", cast=[("*.norm.weight", torch.int32)])
+    made = checkpoint.convert(saved, tmp_path / "out", cast=[("model.norm.weight", torch.int32)])
     assert made["model.norm.weight"].dtype == torch.int32
 
 

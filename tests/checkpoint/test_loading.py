@@ -359,7 +359,7 @@ def test_dtypes_are_cast_as_torch_does(tmp_path, read):
 
     def run(rank):
         into = {str(at): held(torch.zeros(6, 5, dtype=target), "6x5/S0@2") for at, (_, target) in enumerate(CASTS)}
-        checkpoint.load(tmp_path, into, read=read)
+        checkpoint.load(tmp_path, into, read=read, cast=[(str(at), target) for at, (_, target) in enumerate(CASTS)])
         for at, (_, target) in enumerate(CASTS):
             lies(into[str(at)], wholes[str(at)].to(target), "6x5/S0@2")
 

@@ -88,7 +88,7 @@ NAMES = {
     ),
     "cast to a dtype": (
         lambda rank: (source(), target(), {"cast": torch.float16}),
-        ["cast= must be True or False, not torch.float16"],
+        ["cast= makes 'q.weight' torch.float16, but the target is torch.float32"],
     ),
     "stars": (lambda rank: (source(), target(), {"rename": {"q.weight": "*.x.*"}}), ["'*.x.*' has 2 stars"]),
     "nobody has a source": (lambda rank: (None, target(), {}), ["no rank has a source"]),

@@ -45,15 +45,15 @@ def pairs(texts: Sequence[str], option: str, form: str = "pattern=new") -> list[
 def casts(texts: Sequence[str]) -> Any:
     """Rules, and a dtype for the rest.
 
-    >>> casts(["bfloat16", "*.norm.*=float32"])
-    [torch.bfloat16, ('*.norm.*', torch.float32)]
+    >>> casts(["bfloat16", "*.norm.*=float32", "*_scale=keep"])
+    [torch.bfloat16, ('*.norm.*', torch.float32), ('*_scale', None)]
     """
     return [_dtype(text) if "=" not in text else _rule(text) for text in texts] or None
 
 
-def _rule(text: str) -> tuple[str, torch.dtype]:
+def _rule(text: str) -> tuple[str, torch.dtype | None]:
     ((pattern, becomes),) = pairs([text], "--cast")
-    return pattern, _dtype(becomes)
+    return pattern, None if becomes == "keep" else _dtype(becomes)
 
 
 def _dtype(name: str) -> torch.dtype:

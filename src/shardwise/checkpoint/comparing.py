@@ -12,14 +12,17 @@ import numpy as np
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
-from shardwise.checkpoint.streams import Cast, Select, chosen, stream_of, streams_of
+from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.structure import differing_step
 from shardwise.checkpoint.values import same_value
+from shardwise.errors import RefusedCastError
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.quoting import brief, in_line
+from shardwise.state.casts import Cast
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.tensor.overflow import Overflow, check_overflow, refusal
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,6 +49,7 @@ def verify(
     remap: Iterable[Remap] = (),
     select: Select = None,
     cast: Cast = None,
+    overflow: Overflow = "refuse",
     rules: Any = None,
     other_rules: Any = None,
     jobs: int = 1,
@@ -54,14 +58,15 @@ def verify(
     """What differs between two checkpoints: names, shapes, dtypes, and values bit by bit. Nothing where they are equal.
 
     `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
-    `select` and `cast` as in `convert`: whether b is what a becomes by them; with `select` b may have more. Values that
-    are no tensors are compared where both formats hold them.
+    `select`, `cast` and `overflow` as in `convert`: whether b is what a becomes by them; with `select` b may have more.
+    Values that are no tensors are compared where both formats hold them.
     """
     check_progress(progress)
     check_jobs(jobs)
     one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
     other = b if isinstance(b, Checkpoint) else open(b, rules=other_rules)
     streams = streams_of(one, rename=rename, remap=remap, select=select, cast=cast)
+    refuse_overflow(streams, overflow, "Nothing was compared", jobs=jobs)
     found = _absent(streams, other, other.path)
     if select is None:
         found += _absent(other, streams, one.path)
@@ -115,6 +120,17 @@ def compared(
             if tell is not None:
                 tell(done, total)
     return found
+
+
+def refuse_overflow(
+    streams: Mapping[str, Stream], overflow: Overflow, outcome: str, *, jobs: int = 1, chunk: int = CHUNK
+) -> None:
+    """Refuse casts that lose a value, unless that is allowed. Only casts that can are looked at."""
+    check_overflow(overflow)
+    watched = [stream for stream in streams.values() if overflow == "refuse" and stream.may_overflow]
+    lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
+    if lost:
+        raise RefusedCastError(refusal(lost, outcome))
 
 
 def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:

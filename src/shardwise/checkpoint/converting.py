@@ -13,7 +13,7 @@ from threading import Lock
 from typing import IO, Any
 
 from shardwise.checkpoint.asked import size_in_bytes
-from shardwise.checkpoint.comparing import check_jobs, compared, ordered
+from shardwise.checkpoint.comparing import check_jobs, compared, ordered, refuse_overflow
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
@@ -25,14 +25,16 @@ from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
-from shardwise.checkpoint.streams import Cast, chosen, stream_of, streams_of
+from shardwise.checkpoint.streams import chosen, stream_of, streams_of
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
+from shardwise.state.casts import Cast
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.tensor.overflow import Overflow
 
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
 
@@ -46,6 +48,7 @@ def convert(
     remap: Iterable[Remap] = (),
     select: Sequence[str] | str | None = None,
     cast: Cast = None,
+    overflow: Overflow = "refuse",
     max_shard_size: int | str | None = None,
     rules: Any = None,
     source_rules: Any = None,
@@ -62,10 +65,12 @@ def convert(
     default what the ending of `out` says. `rename`, `remap`: as in `Resharder`; Concat and Stack put together what the
     source has in parts, and take apart what it has whole. `select`: patterns of names of the source, also of values
     that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
-    names, perhaps with a dtype for the rest. Rules that fit nothing are refused. At most `max_bytes` of values are in
-    memory, by `jobs` threads. Files that an interrupted try has finished are not written again; `reused` of
-    the result lists them. While another save or conversion writes to `out`, this one is refused. `verify`: read it
-    back and compare every cell.
+    names, perhaps with a dtype for the rest. Only float64, float32, float16 and bfloat16 are cast into each other by a
+    dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
+    tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it.
+    Rules that fit nothing are refused. At most `max_bytes` of values are in memory, by `jobs` threads. Files that an
+    interrupted try has finished are not written again; `reused` of the result lists them. While another save or
+    conversion writes to `out`, this one is refused. `verify`: read it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -89,6 +94,7 @@ def convert(
     if twice:
         raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
     writer.fits(contents)
+    refuse_overflow(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claimed(folder, token, name) as claim, _resumable(claim, folder, token):
         writer.check(contents)
         told = _written(writer, owners, streams, contents, chunk, jobs, progress)

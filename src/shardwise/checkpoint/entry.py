@@ -19,6 +19,7 @@ from shardwise.checkpoint.local_files import LocalFiles
 from shardwise.checkpoint.remote_files import worth_it
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.cuts import Cut, Places
+from shardwise.exchange.reduce import Look
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 
@@ -164,10 +165,13 @@ class Entry:
             for (cut, outer), several in zip(blocks, tensors, strict=True)
         ]
 
-    def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut]) -> None:
-        """Copy the elements of cuts of files into tensors."""
+    def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut], look: Look | None = None) -> None:
+        """Copy the elements of cuts of files into tensors; `look` sees them as they are in the files."""
         for at in range(0, len(cuts), TOGETHER):
-            torch._foreach_copy_(tensors[at : at + TOGETHER], self.views(cuts[at : at + TOGETHER]))
+            views = self.views(cuts[at : at + TOGETHER])
+            if look is not None:
+                look(views)
+            torch._foreach_copy_(tensors[at : at + TOGETHER], views)
 
     def _parts(self, cut: Cut, outer: int) -> list[Cut]:
         """A cut as one for every step along its first dims."""

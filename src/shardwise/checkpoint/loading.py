@@ -15,8 +15,10 @@ from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.checkpoint.without_memory import filled, replacements
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.cuts import Cut
+from shardwise.exchange.reduce import Look
+from shardwise.state.casts import Cast, Into
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.links import Link, Remap, links
 from shardwise.state.moving import check_local, memory_of
@@ -24,8 +26,9 @@ from shardwise.state.names import Rename, missing
 from shardwise.state.plan import Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import flatten_state_dict, set_element
-from shardwise.tensor.casting import check_cast
+from shardwise.tensor.casting import Change
 from shardwise.tensor.output import check_written
+from shardwise.tensor.overflow import Losses, Lost, Overflow, check_overflow, refusal
 
 Read = Literal["each", "once"]
 
@@ -37,7 +40,8 @@ def load(
     group: dist.ProcessGroup | None = None,
     rename: Rename = None,
     remap: Iterable[Remap] = (),
-    cast: bool = True,
+    cast: bool | Cast = True,
+    overflow: Overflow = "refuse",
     strict: bool = True,
     read: Read | None = None,
     rules: Any = None,
@@ -50,10 +54,13 @@ def load(
     that list their chunks for DCP (LocalShardsWrapper) are filled as well.
 
     `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
-    checkpoint. `cast=False` refuses other dtypes. `strict=False` leaves alone what the checkpoint lacks. `read="each"`:
-    every rank reads what it needs; "once": every byte is read by one rank and sent to all who need it, the better way
-    where files are far away (the default with `group=`). All ranks of the group call, and none returns before all have
-    read, so that the files may be deleted then; without a group each is for itself.
+    checkpoint. `cast`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those
+    of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all casts.
+    `overflow="refuse"`: raise where a value is beyond the range of its target; "allow" casts it. `strict=False` leaves
+    alone what the checkpoint lacks. `read="each"`: every rank reads what it needs; "once": every byte is read by one
+    rank and sent to all who need it, the better way where files are far away (the default with `group=`). All ranks of
+    the group call, and none returns before all have read, so that the files may be deleted then; without a group each
+    is for itself.
     """
     callers = Callers("load", group, alone=group is None and read != "once")
     flat, paths = dict[str, Any](), dict[str, Any]()
@@ -62,6 +69,7 @@ def load(
 
     def say() -> Said:
         check_progress(progress)
+        check_overflow(overflow)
         if read not in (None, "each", "once"):
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         found.append(path if isinstance(path, Checkpoint) else open(path, rules=rules))
@@ -81,29 +89,31 @@ def load(
     once = not callers.alone and read != "each"
     # who reads a byte for all must read it where all others would
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
+    same |= {"cast": str(cast), "overflow": str(overflow)}
     targets = callers.together(say, conclude, **same)
     checkpoint, others = found[0], list[str]()
 
     def prepare() -> list[tuple[Link, Entry, Tensor]]:
         others.extend(_others(checkpoint, flat, strict))
-        listed = _links(checkpoint, targets, rename, remap, cast, strict)
+        listed = _links(checkpoint, targets, rename, remap, Into.of(cast), strict)
         linked.update(link.target for link, _, _ in listed)
         return listed
 
-    values = dict[str, Any]()
+    values, losses = dict[str, Any](), Losses() if overflow == "refuse" else None
 
-    def finish() -> None:
+    def finish() -> list[Lost]:
         values.update({name: checkpoint.objects[name] for name in others})
+        return losses.listed() if losses is not None else []
 
-    def read_all() -> None:
-        _load_each(prepare(), flat, callers, progress)
-        finish()
+    def read_all() -> list[Lost]:
+        _load_each(prepare(), flat, callers, progress, losses)
+        return finish()
 
     with torch.no_grad():
         if once:
-            load_once(callers, targets, flat, prepare, max_bytes, progress)
+            load_once(callers, targets, flat, prepare, max_bytes, progress, losses)
         # nobody returns while another still reads: who returns may delete the files
-        callers.together(finish if once else read_all, lambda _: None)
+        callers.together(finish if once else read_all, lambda told: _refuse_losses(told, disjoint=once))
     for name, value in {**values, **filled(replaced, linked)}.items():
         set_element(into, paths[name], value)
 
@@ -113,7 +123,7 @@ def _links(
     targets: Mapping[str, Tensor],
     rename: Rename,
     remap: Iterable[Remap],
-    cast: bool,
+    cast: Into,
     strict: bool,
 ) -> list[tuple[Link, Entry, Tensor]]:
     """Which entry fills which tensor."""
@@ -124,39 +134,56 @@ def _links(
     have = {name: checkpoint[name].shape for name in (checkpoint if several else wanted)}
     try:
         found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
+        cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     listed = [(link, checkpoint[link.source], targets[link.target]) for link in found]
     for link, entry, tensor in listed:
         if tensor.layout.op is not None:
             raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-        check_cast(entry.dtype, tensor.dtype)
-        if entry.dtype != tensor.dtype and not cast:
-            raise CheckpointError(
-                f"{link.source!r} is {entry.dtype}, but {link.target!r} is {tensor.dtype}: cast=True casts"
-            )
+        try:
+            cast.check(Change(link.source, link.target, entry.dtype, tensor.dtype), checkpoint, targets)
+        except ValueError as error:
+            raise RefusedCastError(f"{checkpoint.path}: {error}") from error
     return listed
 
 
 def _load_each(
-    listed: Sequence[tuple[Link, Entry, Tensor]], flat: Mapping[str, Any], callers: Callers, progress: Progress
+    listed: Sequence[tuple[Link, Entry, Tensor]],
+    flat: Mapping[str, Any],
+    callers: Callers,
+    progress: Progress,
+    losses: Losses | None,
 ) -> None:
-    """This rank's part alone. All is found before the first value is read, so that what is missing is known by then."""
-    todo = list[tuple[Entry, list[Cut], list[Cut], list[torch.Tensor]]]()
+    """This rank's part alone. All is found before the first value is read, so that what is missing is known by then.
+
+    What casts lose of it is counted in the same pass.
+    """
+    todo = list[tuple[Entry, list[Cut], list[Cut], list[torch.Tensor], Look | None]]()
     for link, entry, tensor in listed:
         memory = memory_of(flat.get(link.target))
         check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
         for one in memory:
             check_written(one, repr(link.target))
         found = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
-        todo.append((entry, found.sources(entry, link.source_view), found.there, memory))
+        look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
+        todo.append((entry, found.sources(entry, link.source_view), found.there, memory, look))
     total, done = sum(entry.bytes for entry, *_ in todo), 0
     with shown(progress, total, "load", here=callers.first) as tell:
-        for entry, here, there, memory in todo:
-            entry.copy_to([cut.of(memory) for cut in there], here)
+        for entry, here, there, memory, look in todo:
+            entry.copy_to([cut.of(memory) for cut in there], here, look)
             done += entry.bytes
             if tell is not None:
                 tell(done, total)
+
+
+def _refuse_losses(told: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
+    """Refuse what casts have lost on any rank. Of parts that ranks may have in common the worst counts."""
+    found = Losses()
+    for lost in (one for several in told.values() for one in several):
+        found.add(lost) if disjoint else found.keep_worst(lost)
+    if found.listed():
+        raise RefusedCastError(refusal(found.listed(), "All tensors of the target were written"))
 
 
 def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> list[str]:

@@ -18,6 +18,7 @@ from shardwise.state.moving import Mover, check_local, memory_of
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.progress import Progress, shown
 from shardwise.tensor.output import check_written
+from shardwise.tensor.overflow import Losses
 from shardwise.tensor.together import agreed
 from shardwise.tensor.wiring import group_wire
 
@@ -31,6 +32,7 @@ def load_once(
     prepare: Callable[[], Listed],
     max_bytes: int | None,
     progress: Progress,
+    losses: Losses | None,
 ) -> None:
     """Fill the targets: a sync whose source are the mapped files, of which every rank holds an equal share."""
     entries, wire = dict[str, Entry](), group_wire(callers.group)
@@ -61,7 +63,13 @@ def load_once(
             if link.source not in read:
                 read[link.source] = _mapped(entries[link.source], plan.sources[link.source].layout, callers.me)
             moves.append(mover.move(at, read[link.source], memory_of(flat.get(link.target))))
+            look(at, moves[-1])
         return moves
+
+    def look(at: int, move: Move) -> None:
+        if losses is not None and plan.may_overflow(at):
+            target = plan.entries[at].link.target
+            losses.look(repr(target), move.source, plan.targets[target].dtype)
 
     with shown(progress, mover.total, "load", here=callers.first) as tell:
         mover.run(moves_of, check=check, fresh=False, progress=tell)

@@ -17,6 +17,7 @@ from shardwise.checkpoint.matching import Packed, match
 from shardwise.exchange.cuts import Cut, Places
 from shardwise.geometry import Box, Boxes, cut, ints
 from shardwise.state.links import Link
+from shardwise.tensor.overflow import Losses, may_overflow
 
 CHUNK, APART = 2**23, 2**20
 
@@ -44,6 +45,20 @@ class Stream:
         """The cells of boxes, one after the other, into a flat tensor."""
         for entry, here, there in self._cuts(Places.packed(boxes)):
             entry.copy_to([one.of([room]) for one in there], here)
+
+    @property
+    def may_overflow(self) -> bool:
+        """True where a value may be beyond the range of the new dtype."""
+        return any(may_overflow(entry.dtype, self.dtype) for _, entry in self.sources)
+
+    def losses(self, chunk: int = CHUNK) -> Losses:
+        """What the cast loses of all cells; nothing is read where it can lose nothing."""
+        found, whole = Losses(), Box((0,) * len(self.shape), self.shape)
+        for part in self._parts(whole, chunk) if self.may_overflow else ():
+            for entry, here, _ in self._cuts(Places.packed(part)):
+                if may_overflow(entry.dtype, self.dtype):
+                    found.look(repr(self.name), entry.views(here), self.dtype)
+        return found
 
     def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Cut], list[Cut]]]:
         for link, entry in self.sources:
@@ -79,12 +94,18 @@ class Stream:
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same room for its cells."""
-        cells = max(1, chunk // self.dtype.itemsize)
-        room = _room(min(cells, box.volume), self.dtype)
+        room = _room(min(self._cells(chunk), box.volume), self.dtype)
+        for part in self._parts(box, chunk):
+            yield part, room[: int(part.volumes().sum())]
+
+    def _parts(self, box: Box, chunk: int) -> Iterator[Boxes]:
+        cells = self._cells(chunk)
         for start in range(0, box.volume, cells):
             stop = min(start + cells, box.volume)
-            _, part = cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))
-            yield part, room[: stop - start]
+            yield cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))[1]
+
+    def _cells(self, chunk: int) -> int:
+        return max(1, chunk // self.dtype.itemsize)
 
 
 def _room(count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,13 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import CheckpointError, ExchangeError, RefusedTypeError, RefusedValueError, ShardwiseError
+from shardwise.errors import (
+    CheckpointError,
+    ExchangeError,
+    RefusedCastError,
+    RefusedTypeError,
+    RefusedValueError,
+    ShardwiseError,
+)
 from shardwise.geometry import Ints
 from shardwise.layout import Layout
 
 WORDS = 16  # of 8 bytes: the status, and a digest of every field
 LOWEST = np.iinfo(np.int64).min
 REFUSALS: dict[type[Exception], type[ShardwiseError]] = {  # errors that stay of their kind
+    RefusedCastError: RefusedCastError,
     CheckpointError: CheckpointError,
     ValueError: RefusedValueError,
     TypeError: RefusedTypeError,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -11,6 +11,7 @@ import torch
 from shardwise.errors import ExchangeError
 
 Tensor = torch.Tensor
+Look = Callable[[Iterable[Tensor]], None]  # at values before they are cast
 
 COMBINE: Mapping[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -40,8 +41,11 @@ def check(op: str, dtype: torch.dtype) -> None:
         raise ExchangeError(f"terms of dtype {dtype} cannot be reduced by {op!r}: {error}") from None
 
 
-def reduce(target: Tensor, terms: Sequence[Tensor], op: str) -> None:
-    """Write the reduction of the terms, of which there are two or more, of the shape of the target."""
+def reduce(target: Tensor, terms: Sequence[Tensor], op: str, look: Look | None = None) -> None:
+    """Write the reduction of the terms, of which there are two or more, of the shape of the target.
+
+    `look` sees values that are cast, before they are.
+    """
     dtype, combine = terms[0].dtype, COMBINE[op]
     wide = accumulator(op, dtype)
     there = target.dtype == wide == dtype
@@ -53,7 +57,10 @@ def reduce(target: Tensor, terms: Sequence[Tensor], op: str) -> None:
         if op == "avg":
             value.div_(len(terms), rounding_mode=None if wide.is_floating_point or wide.is_complex else "floor")
         if not there:
-            target[at] = value.to(dtype)  # rounded as the value is, whatever it is cast to
+            rounded = value.to(dtype)  # as the value is, whatever it is cast to
+            if look is not None:
+                look([rounded])
+            target[at] = rounded
 
 
 def accumulator(op: str, dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
 from shardwise.exchange.fetch import fetch
 from shardwise.exchange.program import Pair, Program, program
-from shardwise.exchange.reduce import reduce
+from shardwise.exchange.reduce import Look, reduce
 from shardwise.exchange.schedule import Parcel, Tensors, Turn, schedule
 from shardwise.exchange.small import Picked
 from shardwise.exchange.views import Views
@@ -31,19 +31,25 @@ MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are red
 
 
 class Move(NamedTuple):
-    """One tensor of an exchange: its plan, and this owner's tensors on both sides; `dtype` is that of the messages."""
+    """One tensor of an exchange: its plan, and this owner's tensors on both sides; `dtype` is that of the messages.
+
+    `look` sees what terms come to, before that is cast.
+    """
 
     plan: Plan
     program: Program
     source: Tensors
     target: Tensors
     dtype: torch.dtype
+    look: Look | None = None
 
     @staticmethod
-    def of(plan: Plan, owner: int, source: Tensors, target: Tensors, dtype: torch.dtype) -> Move:
+    def of(
+        plan: Plan, owner: int, source: Tensors, target: Tensors, dtype: torch.dtype, look: Look | None = None
+    ) -> Move:
         """With the views that carry it out; those are kept by the strides of the tensors."""
         strides = (tuple(t.stride() for t in side) for side in (source, target))
-        return Move(plan, program(plan, owner, *strides), source, target, dtype)
+        return Move(plan, program(plan, owner, *strides), source, target, dtype, look)
 
 
 class Exchange:
@@ -269,7 +275,7 @@ class Exchange:
         for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
             for target, terms in stage.reductions if stage else ():
                 cells = [cut.of(move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
-                reduce(target.of(move.target), cells, move.plan.source.op or "sum")
+                reduce(target.of(move.target), cells, move.plan.source.op or "sum", move.look)
 
     def _read(self, turn: Turn) -> list[Tensors]:
         """The tensors that a turn sends from: later steps send what earlier ones brought."""

@@ -31,6 +31,7 @@ from shardwise.sharded_tensor.said import checked_metadata, concluded, refuse, s
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
 from shardwise.tensor.held import Held
+from shardwise.tensor.overflow import Overflow
 from shardwise.tensor.resharding import called, gather, result_of
 from shardwise.tensor.together import together
 from shardwise.tensor.work import Options
@@ -308,15 +309,18 @@ class ShardedTensor(ShardedTensorBase):
         out: torch.Tensor | None = None,
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
+        *,
+        overflow: Overflow = "refuse",
     ) -> torch.Tensor | None:
         """The whole tensor on (global) rank `dst`: in `out`, given there alone, or as what is returned.
 
-        The values keep their dtype, or get `dtype`, and are then written to `out` as copy_ does. All ranks call.
-        Autograd does not follow, as in torch; it follows `shardwise.reshard`.
+        The values keep their dtype, or get `dtype`, and are then written to `out`: of any plain floating point dtype,
+        or of that one. All ranks call. Autograd does not follow, as in torch; it follows `shardwise.reshard`.
+        `overflow`: as there.
         """
         if enforce_dtype:
             warn("`enforce_dtype` is deprecated. Please use `dtype` instead.", FutureWarning, stacklevel=2)
-        return gather(self, dst, out, dtype, apart=True)
+        return gather(self, dst, out, dtype, overflow=overflow, apart=True)
 
     def to(self, *args: Any, process_group: Group = None, **kwargs: Any) -> ShardedTensor:
         """Shards on another device or of another dtype, as Tensor.to; itself where nothing changes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from shardwise.state.view import View, seen
 from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.output import check_memory, local_shapes
-from shardwise.tensor.verify import compared
+from shardwise.tensor.overflow import Losses, Lost, Overflow, refuse_loss
+from shardwise.tensor.verify import compared, worst_of_all
 from shardwise.wires import GroupWire, Way
 
 Tensors = list[torch.Tensor]
@@ -53,8 +55,12 @@ def check_local(what: str, tensors: Tensors, tensor: Tensor, me: int) -> None:
 class Mover:
     """This rank's part in the plan of a model."""
 
-    def __init__(self, wire: GroupWire, plan: ModelPlan, operation: str, way: Way = "auto") -> None:
+    def __init__(
+        self, wire: GroupWire, plan: ModelPlan, operation: str, way: Way = "auto", *, overflow: Overflow = "allow"
+    ) -> None:
         self.wire, self.plan, self.operation, self._way = wire, plan, operation, way
+        self._watched = [at for at in range(len(plan.entries)) if overflow == "refuse" and plan.may_overflow(at)]
+        self._reducing, self._reduced = [at for at in self._watched if plan.entries[at].plan.reducing], Losses()
         self.buckets = list(plan.buckets())
         self._bytes = [sum(plan.entries[at].bytes for at in bucket) for bucket in self.buckets]
         self._views = dict[int, tuple[Sequence[Move], Views]]()  # of buckets that are moved again and again
@@ -74,7 +80,29 @@ class Mover:
             _seen(source, ours, entry.link.source_view, me),
             _seen(target, theirs, entry.link.target_view, me),
             entry.dtype,
+            partial(self._reduced.look, repr(entry.link.target), becomes=theirs.dtype)
+            if at in self._reducing
+            else None,
         )
+
+    def refuse_losses(self, source_of: Callable[[str], Tensors]) -> None:
+        """Refuse casts that lose values of this rank. What terms come to is known only later."""
+        losses = Losses()
+        for at in self._watched:
+            link, reducing = self.plan.entries[at].link, self.plan.entries[at].plan.reducing
+            ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
+            seen = [] if reducing else _seen(source_of(link.source), ours, link.source_view, self.wire.me)
+            losses.look(repr(link.target), seen, theirs.dtype)
+        refuse_loss(losses.listed())
+
+    def _refuse_reduced(self, *, fresh: bool) -> None:
+        """Refuse casts that lost what terms came to, on any rank."""
+        lost = list[Lost]()
+        for link in (self.plan.entries[at].link for at in self._reducing):
+            dtypes = self.plan.sources[link.source].dtype, self.plan.targets[link.target].dtype
+            lost.append(Lost(repr(link.target), *dtypes, self._reduced[repr(link.target)]))
+        written = "Nothing was written" if fresh else "All tensors of the target were written"
+        refuse_loss(worst_of_all(self.wire, lost), written)
 
     def run(
         self,
@@ -91,6 +119,7 @@ class Mover:
         tells progress of the end.
         """
         done = 0
+        self._reduced.clear()
         for number, bucket in enumerate(self.buckets):
             moves, error = list[Move](), None
             try:  # the others have to hear of what goes wrong
@@ -103,6 +132,8 @@ class Mover:
                 error = found
             self._exchange(number, moves, error, fresh=fresh, again=again)
             done += self._bytes[number]
+        if self._reducing:
+            self._refuse_reduced(fresh=fresh)
 
     def _exchange(
         self, bucket: int, moves: Sequence[Move], error: Exception | None, *, fresh: bool, again: bool

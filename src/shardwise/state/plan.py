@@ -24,6 +24,7 @@ from shardwise.state.links import Link
 from shardwise.state.names import missing
 from shardwise.state.view import View, laid_out
 from shardwise.tensor.casting import travels_as
+from shardwise.tensor.overflow import may_overflow
 from shardwise.tensor.together import first_difference
 
 BUCKET = 2**28  # bytes that a rank stages at a time, unless told
@@ -113,6 +114,11 @@ class ModelPlan:
                 raise
         used = {link.source for link in found}
         return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
+
+    def may_overflow(self, at: int) -> bool:
+        """True where the cast of entry number `at` may lose a value."""
+        link = self.entries[at].link
+        return may_overflow(self.sources[link.source].dtype, self.targets[link.target].dtype)
 
     def buckets(self) -> Iterator[list[int]]:
         """Numbers of entries that go in one exchange: as many as may be staged at a time, of one kind of device."""

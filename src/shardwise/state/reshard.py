@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.dtensor import storage_of
+from shardwise.state.casts import Asked, Cast, Casts
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.links import Link
 from shardwise.state.moving import Mover, check_local, check_verifiable, memory_of
@@ -17,8 +18,9 @@ from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.targets import Targets, kinds_for
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
 from shardwise.state.view import View
-from shardwise.tensor.casting import check_dtype
+from shardwise.tensor.casting import Change, check_change
 from shardwise.tensor.kinds import Kind
+from shardwise.tensor.overflow import Overflow, check_overflow
 from shardwise.tensor.together import agreed, together
 from shardwise.tensor.wiring import group_wire
 from shardwise.tensor.work import check_owners
@@ -34,7 +36,8 @@ def reshard_state_dict(
     *,
     mesh: Any = None,
     group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Cast = None,
+    overflow: Overflow = "refuse",
     max_bytes: int | None = None,
     hosts: Any = None,
     free: bool = False,
@@ -50,9 +53,10 @@ def reshard_state_dict(
     "R")].
 
     DTensors, ShardedTensors and plain tensors (which all ranks have alike) are moved; everything else keeps its place.
-    Names are those of nested dicts and lists with dots. `dtype`: cast floating point tensors. `free`: give the memory
-    of each source tensor back as soon as it was sent (after the comparison with `verify`). `verify`, `max_bytes`,
-    `hosts`, `wire`: as in `reshard`. `progress`: a function of (bytes done, bytes in all), or "bar".
+    Names are those of nested dicts and lists with dots. `dtype`: cast floating point tensors, or some of them by rules,
+    as `cast` of `checkpoint.convert` does. `free`: give the memory of each source tensor back as soon as it was sent
+    (after the comparison with `verify`). `overflow`, `verify`, `max_bytes`, `hosts`, `wire`: as in `reshard`.
+    `progress`: a function of (bytes done, bytes in all), or "bar".
     """
     flat, paths, sources = _heard(state_dict, group)
     over, kinds = group_wire(group), dict[str, Kind]()
@@ -61,19 +65,22 @@ def reshard_state_dict(
         check_progress(progress)
         over.check_way(wire)
         kinds.update(kinds_for(sources, to, mesh, over, group))
-        made = _plan(over, sources, kinds, dtype, max_bytes, hosts)
+        check_overflow(overflow)
+        made = _plan(over, sources, kinds, Casts.of(dtype, "dtype="), max_bytes, hosts)
         if verify:
             check_verifiable(made)
         return made
 
-    same = {"verify": verify, "free": free, "max_bytes": max_bytes, "dtype": str(dtype), "wire": wire}
+    same = {"verify": verify, "free": free, "max_bytes": max_bytes, "dtype": str(dtype), "overflow": overflow}
+    same |= {"wire": wire}
     made = agreed(OPERATION, make, group=group, **same)
-    mover = Mover(over, made, OPERATION, wire)
+    mover = Mover(over, made, OPERATION, wire, overflow=overflow)
     freeing = Freeing(mover, flat) if free else None
 
     def check() -> None:
         for name, source in made.sources.items():
             check_local(f"{name!r} of the state dict", memory_of(flat.get(name)), source, over.me)
+        mover.refuse_losses(lambda name: memory_of(flat.get(name)))
         if freeing is not None:
             freeing.look()
 
@@ -129,18 +136,21 @@ def _plan(
     wire: GroupWire,
     sources: Mapping[str, Tensor],
     kinds: Mapping[str, Kind],
-    dtype: torch.dtype | None,
+    casts: Casts,
     max_bytes: int | None,
     hosts: Any,
 ) -> ModelPlan:
-    check_dtype(dtype)
     targets = dict[str, Tensor]()
     for name, kind in kinds.items():
         source = sources[name]
         check_owners(wire, f"{name!r}, as it is,", source.layout)
         check_owners(wire, f"{name!r}, as it is to be,", kind.layout)
-        becomes = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
+        asked = casts.asked(name, source.dtype) or Asked(source.dtype, named=False)
+        check_change(Change(name, name, source.dtype, asked.dtype), sources, named=asked.named)
+        becomes = asked.dtype
         targets[name] = Tensor(source.shape, becomes, kind.layout, (kind.device or torch.device(source.device)).type)
+    if unused := casts.unused(targets):
+        raise ValueError(f"dtype= has {unused[0]!r}, which fits no tensor that is moved")
     found = [Link(name, name, View.whole(t.shape), View.whole(t.shape)) for name, t in targets.items()]
     moved = {name: sources[name] for name in targets}
     return ModelPlan.of(found, moved, targets, max_bytes=max_bytes, hosts=hosts)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from shardwise.exchange import Move
+from shardwise.state.casts import Cast, Into
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.links import Remap, links
 from shardwise.state.moving import Mover, Tell, check_local, check_verifiable, memory_of
@@ -17,7 +18,9 @@ from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import flatten_state_dict
+from shardwise.tensor.casting import Change
 from shardwise.tensor.output import check_written, shared
+from shardwise.tensor.overflow import Overflow, check_overflow
 from shardwise.tensor.together import agreed, together
 from shardwise.tensor.wiring import group_wire
 from shardwise.tensor.work import check_owners
@@ -32,9 +35,11 @@ class Resharder:
     Every rank of the group makes one, and calls `run` together. A rank that has nothing of one side passes None for it;
     a tensor of which it has nothing may be None, too. `rename`: the names that source tensors have in the target, by a
     mapping or rules with stars, or a function. `remap`: Concat, Stack and Transposed, where tensors are put together or
-    apart. `cast`: dtypes may differ. `strict=False`: sources without a target are left out. `max_bytes`: stage no more
-    than this at a time. `verify`: compare, and write only if all is well. `plan`: a file that must be of this plan.
-    `wire`: as in `reshard`.
+    apart. `cast=True`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those
+    of quantised codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`: write
+    nothing where a value is beyond the range of its target; "allow" casts it. `strict=False`: sources without a target
+    are left out. `max_bytes`: stage no more than this at a time. `verify`: compare, and write only if all is well.
+    `plan`: a file that must be of this plan. `wire`: as in `reshard`.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class Resharder:
         group: dist.ProcessGroup | None = None,
         rename: Rename = None,
         remap: Iterable[Remap] = (),
-        cast: bool = False,
+        cast: bool | Cast = False,
+        overflow: Overflow = "refuse",
         strict: bool = True,
         max_bytes: int | None = None,
         hosts: Any = None,
@@ -74,9 +80,8 @@ class Resharder:
         def make() -> ModelPlan:
             check_progress(progress)
             self._wire.check_way(wire)
-            if not isinstance(cast, bool):
-                raise ValueError(f"cast= must be True or False, not {cast!r}: dtypes are those of the target")
-            self.plan = _plan(self._wire, known, rename, remap, cast, strict, max_bytes, hosts)
+            check_overflow(overflow)
+            self.plan = _plan(self._wire, known, rename, remap, Into.of(cast), strict, max_bytes, hosts)
             if verify:
                 check_verifiable(self.plan)
             if plan is not None:
@@ -84,9 +89,10 @@ class Resharder:
             self._check()
             return self.plan
 
-        same = {"verify": verify, "cast": cast, "strict": strict, "max_bytes": max_bytes, "wire": wire}
+        same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
+        same |= {"wire": wire}
         agreed("Resharder", make, group=group, **same)
-        self._mover = Mover(self._wire, self.plan, "sync", wire)
+        self._mover = Mover(self._wire, self.plan, "sync", wire, overflow=overflow)
         self._moves = dict[int, tuple[list[Any], Move]]()  # by entry, with where its memory was
         self._written, self._inference = list[torch.Tensor](), False
 
@@ -125,22 +131,31 @@ class Resharder:
             self._inference = any(tensor.is_inference() for tensor in self._written)
         if self._inference:  # whether they may be written depends on the mode of this call
             self._check()
+        self._mover.refuse_losses(self._memory)
 
     def _bucket(self, entries: Sequence[int]) -> list[Move]:
         return [self._moves[at][1] for at in entries]
 
     def _verified(self, progress: Tell) -> None:
         """Into tensors of our own first: those of the target are written once all ranks have found them right."""
+
+        def check() -> None:
+            self._check()
+            self._mover.refuse_losses(self._memory)
+
         found = self._mover.into_fresh(
-            lambda name: memory_of(self._source.get(name)),
+            self._memory,
             lambda name: next((t.device for t in memory_of(self._target.get(name))), torch.device("cpu")),
-            check=self._check,
+            check=check,
             verify=True,
             progress=progress,
         )
         for name in self.plan.targets:
             for ours, theirs in zip(memory_of(self._target.get(name)), found[name], strict=False):
                 ours.copy_(theirs)  # which autograd does see
+
+    def _memory(self, source: str) -> list[torch.Tensor]:
+        return memory_of(self._source.get(source))
 
     def _check(self) -> None:
         """Refuse what this rank has, where it is not what the layouts say, or cannot be read and written apart."""
@@ -187,7 +202,7 @@ def _plan(
     known: Sides,
     rename: Rename,
     remap: Iterable[Remap],
-    cast: bool,
+    cast: Into,
     strict: bool,
     max_bytes: int | None,
     hosts: Any,
@@ -198,8 +213,8 @@ def _plan(
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     found = links(*shapes, rename=rename, remap=remap, strict=strict)
-    for link in found if not cast else ():
+    cast.check_used(targets)
+    for link in found:
         ours, theirs = sources[link.source].dtype, targets[link.target].dtype
-        if ours != theirs:
-            raise ValueError(f"{link.source!r} is {ours}, but {link.target!r} is {theirs}: cast=True casts")
+        cast.check(Change(link.source, link.target, ours, theirs), sources, targets)
     return ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)

@@ -15,9 +15,10 @@ from shardwise.layout import Layout
 from shardwise.tensor.held import FACTS, Facts, Held
 from shardwise.tensor.kinds import Kind
 from shardwise.tensor.lane import Lane
+from shardwise.tensor.overflow import Losses, Lost, refuse_loss
 from shardwise.tensor.sharded import Own
-from shardwise.tensor.verify import verify
-from shardwise.tensor.work import Options, Work
+from shardwise.tensor.verify import verify, worst_of_all
+from shardwise.tensor.work import NAME, Options, Work
 from shardwise.wires import GroupWire
 
 Target = Callable[[tuple[int, ...]], Kind]  # what is asked for, for a tensor of that shape
@@ -89,8 +90,16 @@ class Call:
                 raise ExchangeError("the ranks that were told what the source is still take it to be something else")
         if not exchange.again:
             self.wire.memory["last"] = self.work.facts
+        if self.work.losses is not None:
+            self._refuse_losses(self.work.losses, exchange)
         if self.options.verify:
             verify(self, exchange)
+
+    def _refuse_losses(self, losses: Losses, exchange: Exchange) -> None:
+        """Of values that are known only now, on the ranks that reduced them."""
+        lost = Lost(NAME, self.work.facts.dtype, self.work.dtype, losses[NAME])
+        written = "Nothing was written" if self._out is None else "out= was written"
+        refuse_loss(worst_of_all(self.wire, [lost], apart=exchange.number), written)
 
     def _remember(self, facts: Mapping[str, Any]) -> None:
         if len(self._guesses) > MOST_REMEMBERED:
@@ -150,5 +159,6 @@ class Call:
             "hosts=": str(named),
             "verify=": options.verify,
             "wire=": options.wire,
+            "overflow=": options.overflow,
         }
         return Terms({"operation": self.operation, **{f: facts[f] for f in FACTS}, "target": target, **asked}, guessed)

@@ -1,8 +1,12 @@
-"""Casts on the way: which are possible, and what travels."""
+"""Casts on the way: which happen by default, which have to be named, and what travels."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -10,6 +14,44 @@ from shardwise.errors import RefusedTypeError, RefusedValueError
 from shardwise.exchange.reduce import check as check_reduction
 from shardwise.layout import Layout
 from shardwise.planning import plan
+
+PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # cast into each other without being named
+NO_CODES = (*PLAIN, torch.bool, torch.int64)  # masks, counters and indices have no scales
+ONLY_PLAIN = "only float64, float32, float16 and bfloat16 are cast into each other without being named"
+SHOWN = 4
+
+# What the world calls the tensors without which codes mean nothing, and the codes that belong to them: fp8 has
+# w_scale_inv or w_scale, mxfp4 w_blocks and w_scales, GPTQ and AWQ qweight and scales, bitsandbytes SCB or w.absmax.
+SCALE = re.compile(
+    r"(?:(?P<codes>.*?)[._]_?)?(?:(?:input|output|global|nested)_)*(?:scales?|scale_inv|scale_\d|scale_weight|"
+    r"scale_input|SCB|absmax|quant_map|quant_state\..+|q?zeros?|zero_point|g_idx)"
+)
+CODES = ("", "_packed", "_blocks", "._data")  # endings
+CODES_OF_A_MODULE = ("weight", "qweight", "weight_packed", "W_q", "w")
+
+
+class Typed(Protocol):
+    """What has a dtype: a tensor of a state dict, or one of a checkpoint."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+
+Tensors = Mapping[str, Typed]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The values of tensor `source`, to be written to tensor `target` in its dtype."""
+
+    source: str
+    target: str
+    dtype: torch.dtype
+    becomes: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.source!r} is {self.dtype}, but {self.target!r} is to be {self.becomes}"
 
 
 def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torch.dtype) -> torch.dtype:
@@ -30,7 +72,7 @@ def check_dtype(dtype: object) -> None:
 
 @lru_cache(maxsize=1024)
 def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
-    """Refuse casts that lose more than digits."""
+    """Refuse casts that cannot be, even where they are named."""
     if dtype == becomes:
         return
     if dtype.is_complex and not becomes.is_complex:
@@ -40,3 +82,64 @@ def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {said}") from None
+
+
+def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
+    """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
+
+    Scales of codes are no plain numbers either: they belong to what the codes mean. `sources` and `targets` are all
+    tensors that stand beside these.
+    """
+    if change.dtype == change.becomes:
+        return
+    check_cast(change.dtype, change.becomes)
+    if named:
+        return
+    codes = codes_of(change.source, sources)
+    if codes is not None:
+        said = f"it is a scale of {codes!r}, whose values are quantised codes ({sources[codes].dtype})"
+        raise RefusedValueError(f"{change}: {said}. {_keep(change)}, or {_by_name(change)}")
+    if change.dtype in PLAIN and change.becomes in PLAIN:
+        return
+    scales = scales_of(change.source, sources) or scales_of(change.target, targets or {})
+    if scales:
+        raise RefusedValueError(f"{change}: {_beside(scales)}. {_keep(change)}, or {_by_name(change)}")
+    raise RefusedValueError(f"{change}: {ONLY_PLAIN}; {_by_name(change)}")
+
+
+def _beside(scales: list[str]) -> str:
+    listed = ", ".join(map(repr, scales[:SHOWN])) + (" ..." if len(scales) > SHOWN else "")
+    stand = "stands" if len(scales) == 1 else "stand"
+    return f"{listed} {stand} beside it, so the values are quantised codes, which mean nothing without their scales"
+
+
+def _keep(change: Change) -> str:
+    pattern = f"{change.target}*"
+    return f"Keep {change.dtype} (in a conversion by the rule ({pattern!r}, None) or --cast {pattern + '=keep'!r})"
+
+
+def _by_name(change: Change) -> str:
+    short = str(change.becomes).removeprefix("torch.")
+    return (
+        f"name the tensor to cast it: cast=[({change.target!r}, {change.becomes})] or "
+        f"--cast {change.target + '=' + short!r}"
+    )
+
+
+def codes_of(name: str, tensors: Tensors) -> str | None:
+    """The quantised tensor that a scale belongs to; None for what is no scale of codes."""
+    found = SCALE.fullmatch(name)
+    if found is None:
+        return None
+    base = found["codes"]
+    own = [f"{base}{ending}" for ending in CODES]
+    module = [leaf if base is None else f"{base}.{leaf}" for leaf in CODES_OF_A_MODULE]
+    near = [one for one in own if one in tensors] or [one for one in module if one in tensors and one != name]
+    return next((one for one in near if tensors[one].dtype not in NO_CODES), None)
+
+
+def scales_of(name: str, tensors: Tensors) -> list[str]:
+    """The scales that stand beside a quantised tensor."""
+    if name not in tensors or tensors[name].dtype in NO_CODES:
+        return []
+    return [other for other in tensors if codes_of(other, tensors) == name]

@@ -45,7 +45,8 @@ class Link(torch.autograd.Function):
         becomes = ctx.options.dtype or dtype
         held = Held.by(ctx.target.gradient_of(mine), mine, becomes)
         source = ctx.source or Own(ctx.facts.source)
-        options = replace(ctx.options, dtype=None if dtype == becomes else dtype)
+        # gradients that overflow are inf, as torch's own are: those who scale losses look for it
+        options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
         operation = "backward of a reshard"
         call = Call(ctx.wire, held, lambda _: source.gradient(), options, key=ctx.key, operation=operation)
         moved, _ = linked(call.start().run())

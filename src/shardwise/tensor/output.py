@@ -11,6 +11,7 @@ import torch
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange.pages import fresh
 from shardwise.layout import Layout
+from shardwise.tensor.casting import ONLY_PLAIN, PLAIN, check_cast
 from shardwise.tensor.kinds import Kind, is_sharded, kind_of, on_wire
 from shardwise.wires import GroupWire
 
@@ -83,8 +84,12 @@ def check_whole(out: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *, 
         raise RefusedTypeError(f"out= must be a tensor, not {out!r}")
     if tuple(out.shape) != shape:
         raise RefusedValueError(f"out= has size {tuple(out.shape)}, but should be {shape}")
-    if dtype is not None and dtype.is_complex and not out.dtype.is_complex:
-        raise RefusedValueError(f"out= is {out.dtype}: the imaginary part of {dtype} would be lost")
+    if dtype is not None and dtype != out.dtype:
+        check_cast(dtype, out.dtype)
+        if dtype not in PLAIN or out.dtype not in PLAIN:
+            raise RefusedValueError(
+                f"out= is {out.dtype}, but the tensor is {dtype}: {ONLY_PLAIN}; dtype={out.dtype} on all ranks names it"
+            )
     _check_leaf(out)
     _check_out([out], [])
 

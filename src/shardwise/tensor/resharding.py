@@ -18,6 +18,7 @@ from shardwise.tensor.gradient import linked
 from shardwise.tensor.held import Held
 from shardwise.tensor.kinds import Kind, is_sharded, on_wire, target_kind
 from shardwise.tensor.output import check_whole
+from shardwise.tensor.overflow import Losses, Overflow, refuse_loss
 from shardwise.tensor.sharded import Own, ShardedTensor
 from shardwise.tensor.wiring import group_wire, wire_for
 from shardwise.tensor.work import Options
@@ -36,6 +37,7 @@ def reshard(
     verify: bool = False,
     async_op: bool = False,
     wire: Way = "auto",
+    overflow: Overflow = "refuse",
 ) -> Any:
     """Move a sharded tensor to another sharding. Every rank of the group calls it; autograd follows.
 
@@ -44,12 +46,13 @@ def reshard(
     was asked for, and None on ranks that hold nothing of it.
 
     `group`: the ranks that call; else the group of a ShardedTensor that has one, the mesh of a DTensor that stays on
-    it, or the default group. `out`: write the result there. `dtype`: cast on the way. `max_bytes`: stage no more than
-    this at a time. `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle.
-    `wire`: "auto" goes through shared memory between ranks of one host, "group" over the group, "shared" is refused
-    unless all ranks can share memory.
+    it, or the default group. `out`: write the result there. `dtype`: cast on the way. `overflow="refuse"`: move nothing
+    where a value is beyond the range of that dtype; "allow" casts it. `max_bytes`: stage no more than this at a time.
+    `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `wire`: "auto"
+    goes through shared memory between ranks of one host, "group" over the group, "shared" is refused unless all ranks
+    can share memory.
     """
-    options = Options(dtype, max_bytes, hosts, verify, wire)
+    options = Options(dtype, max_bytes, hosts, verify, wire, overflow)
     call = called(Held.of(x), out if to is None else to, options, group=group, out=out, alone=not async_op)
     if call is None:
         return Handle(None) if async_op else None
@@ -120,9 +123,13 @@ def gather(
     out: torch.Tensor | None,
     dtype: torch.dtype | None = None,
     *,
+    overflow: Overflow = "refuse",
     apart: bool = False,
 ) -> torch.Tensor | None:
-    """The whole tensor on one rank, or on all ranks of the group; `out` may have any dtype. `apart` from autograd."""
+    """The whole tensor on one rank, or on all ranks of the group. `apart` from autograd.
+
+    `out` may have any plain floating point dtype; another one has to be that of the tensor, or `dtype`.
+    """
     wire = group_wire(x.group)
     fits = isinstance(out, torch.Tensor) and out.dtype == (dtype or x.dtype)
 
@@ -134,11 +141,18 @@ def gather(
 
     held = Held.made(x.detach) if apart else Held.of(x)
     room = out if fits else None
-    call = Call(wire, held, target, Options(dtype), out=room, key=("gather", str(dst)), operation="gather")
+    call = Call(
+        wire, held, target, Options(dtype, overflow=overflow), out=room, key=("gather", str(dst)), operation="gather"
+    )
     found, _ = result_of(call.start().run(), room)
     if found is None or out is None:
         return None if found is None else found.local_tensor()
-    return out if fits else out.copy_(found.local_tensor())
+    whole = found.local_tensor()
+    if not fits and overflow == "refuse":
+        losses = Losses()
+        losses.look("the tensor", [whole], out.dtype)
+        refuse_loss(losses.listed())
+    return out if fits else out.copy_(whole)
 
 
 def _key(to: Any) -> Hashable:

@@ -17,6 +17,7 @@ from shardwise.geometry import Box
 from shardwise.layout import Layout, parse
 from shardwise.tensor import chunks
 from shardwise.tensor.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
+from shardwise.tensor.overflow import Overflow
 from shardwise.wires.members import owner_here
 
 if TYPE_CHECKING:
@@ -209,15 +210,21 @@ class ShardedTensor(torch.Tensor):
         return self.shards[0]
 
     def gather(  # type: ignore[override]
-        self, dst: int | None = 0, out: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
+        self,
+        dst: int | None = 0,
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        overflow: Overflow = "refuse",
     ) -> torch.Tensor | None:
         """The whole tensor on (global) rank `dst`, None on others; on every rank where `dst` is None.
 
-        With `out`, given on that rank alone, it is written there, whatever dtype that has. All ranks of the group call.
+        With `out`, given on that rank alone, it is written there: of any plain floating point dtype, or of `dtype`. All
+        ranks of the group call. `overflow`: as in `reshard`.
         """
         from shardwise.tensor.resharding import gather  # which makes ShardedTensors
 
-        return gather(self, dst, out, dtype)
+        return gather(self, dst, out, dtype, overflow=overflow)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """The same with shards on another device or of another dtype, as Tensor.to."""

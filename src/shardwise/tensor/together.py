@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.errors import RefusedTypeError, RefusedValueError
+from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Terms
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.wiring import group_wire
@@ -108,6 +108,8 @@ def together(
     everybody = {owner: once[text] for owner, text in zip(wire.owners, everything, strict=True)}
     try:
         return conclude(everybody)
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise RefusedValueError(f"{operation}: {error}") from error
     except TypeError as error:

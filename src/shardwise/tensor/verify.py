@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from secrets import randbits
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from shardwise.errors import ExchangeError
 from shardwise.exchange import Exchange, Move
 from shardwise.layout import Layout
 from shardwise.planning import Plan, plan
+from shardwise.tensor.overflow import Loss, Lost
 from shardwise.tensor.sums import LANES, sums
 from shardwise.wires import GroupWire
 
@@ -56,6 +58,24 @@ def _drawn(wire: GroupWire, apart: int | None = None) -> str:
     """A key for this comparison alone, to which every rank adds: sums that were made to be equal are not."""
     mine = torch.tensor([randbits(62), randbits(62)])
     return str(wire.reduced(mine, "sum", apart=apart)().tolist())
+
+
+def worst_of_all(wire: GroupWire, lost: Sequence[Lost], *, apart: int | None = None) -> list[Lost]:
+    """The largest losses of any rank, the same on all: ranks may have counted the same values."""
+    found = [(one.loss.count, *_bits(one.loss.largest)) for one in lost]
+    most = wire.reduced(torch.tensor(found, dtype=torch.int64), "max", apart=apart)().tolist()
+    worst = [replace(one, loss=Loss(count, _number(bits))) for one, (count, bits) in zip(lost, most, strict=True)]
+    return [one for one in worst if one.loss.count]
+
+
+def _bits(number: float) -> list[int]:
+    """Of a number that is not negative: they are in the same order as the numbers."""
+    bits: list[int] = torch.tensor([number], dtype=torch.float64).view(torch.int64).tolist()
+    return bits
+
+
+def _number(bits: int) -> float:
+    return torch.tensor([bits], dtype=torch.int64).view(torch.float64).item()
 
 
 def _both(

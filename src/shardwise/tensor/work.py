@@ -16,7 +16,10 @@ from shardwise.tensor.casting import travels_as
 from shardwise.tensor.held import Facts, Held
 from shardwise.tensor.kinds import Kind
 from shardwise.tensor.output import check_memory, local_shapes, room
+from shardwise.tensor.overflow import Losses, Overflow, check_overflow, may_overflow, refuse_loss
 from shardwise.wires import GroupWire
+
+NAME = "the tensor"  # which has no other name in a reshard
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Options:
     hosts: Any = None
     verify: bool = False
     wire: Any = "auto"
+    overflow: Overflow = "refuse"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Work:
     move: Move
     dtype: torch.dtype  # of the result
     followed: bool  # by autograd
+    losses: Losses | None = None  # of what terms come to: known once they are reduced
 
     @property
     def plan(self) -> Plan:
@@ -49,6 +54,7 @@ class Work:
     def of(wire: GroupWire, held: Held, facts: Facts, target: Kind, options: Options, out: Any) -> Work:
         """Checked as far as one rank can; room for the result is there."""
         wire.check_way(options.wire)
+        check_overflow(options.overflow)
         becomes = options.dtype or facts.dtype
         for side, layout in ("source", facts.source), ("target", target.layout):
             check_owners(wire, f"the {side}", layout)
@@ -56,10 +62,17 @@ class Work:
         how = {"max_bytes": options.max_bytes, "hosts": options.hosts}
         made = plan(facts.source, target.layout, itemsize=travels.itemsize, **how)
         source = _local(held, facts, wire.me)
+        watched = options.overflow == "refuse" and may_overflow(facts.dtype, becomes)
+        losses = Losses() if watched else None
+        if losses is not None and not made.reducing:
+            losses.look(NAME, source, becomes)
+            refuse_loss(losses.listed())
         followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
         device = target.device or (source[0].device if source else torch.device(facts.device))
         tensors = room(out, target, wire, becomes, source=source, device=device, followed=followed)
-        return Work(facts, target, Move.of(made, wire.me, source, tensors, travels), becomes, followed)
+        look = losses.looking(NAME, facts.dtype, becomes) if losses is not None else None
+        move = Move.of(made, wire.me, source, tensors, travels, look)
+        return Work(facts, target, move, becomes, followed, losses if made.reducing else None)
 
 
 def _local(held: Held, facts: Facts, me: int) -> list[torch.Tensor]:
