@@ -161,6 +161,9 @@ def convert(
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    objects: Annotated[
+        str | None, typer.Option(help="Objects of unknown classes: carry them on as they are, or drop them.")
+    ] = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="The most of values in memory.")] = "256MiB",
     verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
@@ -185,6 +188,7 @@ def convert(
             rules=_rules(rules, mesh),
             **changed,
             overflow=_overflow(allow_overflow),
+            objects=objects,  # type: ignore[arg-type]
             jobs=jobs,
             max_bytes=size_in_bytes(max_bytes),
             verify=verify,
@@ -195,8 +199,8 @@ def convert(
         typer.echo(f"reused {again} of an interrupted conversion, such as {made.reused[0]}")
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
-    if left := [name for name in opened.objects if name not in made.objects]:
-        _say(f"left out: {tables.several(len(left), 'other value')}, such as {in_line(left[0])}")
+    for line in tables.fates(opened, made):
+        _say(line)
 
 
 @contextmanager

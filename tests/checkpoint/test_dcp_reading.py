@@ -160,12 +160,11 @@ def test_values_that_hold_tensors_are_read_with_them(tmp_path):
     assert found["x"][0].untyped_storage().data_ptr() == found["x"][1].untyped_storage().data_ptr()
 
 
-def test_a_value_that_cannot_be_read_does_not_hide_the_others(tmp_path):
+def test_a_value_that_is_not_known_does_not_hide_the_others(tmp_path):
     judge.save({"a": 1, "odd": slice(3), "b": [2]}, checkpoint_id=tmp_path / "c")
     found = opened(tmp_path / "c").objects
     assert (found["a"], found["b"], sorted(found)) == (1, [2], ["a", "b", "odd"])
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp, bytes .* asks for '.*slice'"):
-        found["odd"]
+    assert repr(found["odd"]) == "<__builtin__.slice(None, 3, None), not rebuilt>"
     with pytest.raises(KeyError):
         found["missing"]
 

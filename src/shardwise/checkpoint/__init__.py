@@ -4,6 +4,7 @@ from shardwise.checkpoint.comparing import Difference, verify
 from shardwise.checkpoint.converting import convert
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.opaque import Opaque
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.saving import save
@@ -14,6 +15,7 @@ __all__ = [
     "Concat",
     "Difference",
     "Entry",
+    "Opaque",
     "Rules",
     "Stack",
     "Transposed",

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from math import prod
 from pathlib import PurePath
 from threading import Lock
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from shardwise.checkpoint.asked import size_in_bytes
 from shardwise.checkpoint.comparing import check_jobs, compared, ordered, refuse_overflow
@@ -20,12 +20,14 @@ from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_archive import saved
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Writer, claimed, token_of
+from shardwise.checkpoint.opaque import opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
-from shardwise.checkpoint.streams import chosen, stream_of, streams_of
+from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
+from shardwise.checkpoint.values import is_listed
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
@@ -36,6 +38,7 @@ from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.tensor.overflow import Overflow
 
+Objects = Literal["drop", "carry"]
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
 
 
@@ -57,6 +60,7 @@ def convert(
     verify: bool = True,
     durable: bool = True,
     progress: Progress = None,
+    objects: Objects | None = None,
 ) -> Checkpoint:
     """Write a checkpoint in another format, and return it opened. No process group is needed, and little memory.
 
@@ -68,9 +72,11 @@ def convert(
     names, perhaps with a dtype for the rest. Only float64, float32, float16 and bfloat16 are cast into each other by a
     dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
     tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it.
-    Rules that fit nothing are refused. At most `max_bytes` of values are in memory, by `jobs` threads. Files that an
-    interrupted try has finished are not written again; `reused` of the result lists them. While another save or
-    conversion writes to `out`, this one is refused. `verify`: read it back and compare every cell.
+    Rules that fit nothing are refused. At most `max_bytes` of values are in memory, by `jobs` threads. `objects`:
+    "carry" also writes objects of unknown classes, as they were; "drop" leaves them out; by default those that hold no
+    tensors are left out, and others refused. Files that an interrupted try has finished are not written again; `reused`
+    of the result lists them. While another save or conversion writes to `out`, this one is refused. `verify`: read it
+    back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -81,7 +87,8 @@ def convert(
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
     owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
-    kept = {key: value for key, value in opened.objects.items() if format != "safetensors" and chosen(key, select)}
+    kept = _kept(opened, select, objects)
+    kept = kept if format != "safetensors" else {}
     contents = Contents(
         {key: (stream.dtype, layouts[key]) for key, stream in streams.items()},
         kept,
@@ -117,6 +124,23 @@ def _resumable(claim: Claim, folder: Folder, token: str) -> Iterator[None]:
         with suppress(CheckpointError):
             claim.unfinished = any(token_of(name) == token for name in folder.names())
         raise
+
+
+def _kept(opened: Checkpoint, select: Select, objects: Objects | None) -> dict[str, Any]:
+    """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
+    if objects not in (None, "drop", "carry"):
+        raise ValueError(f"objects= must be 'drop' or 'carry', not {objects!r}")
+    found = {key: value for key, value in opened.objects.items() if chosen(key, select)}
+    if objects == "carry":
+        return found
+    dropped = {key: one for key, value in found.items() if (one := opaque_in(value)) is not None}
+    lost = [key for key, one in dropped.items() if one.tensors and objects is None]
+    if lost:
+        raise CheckpointError(
+            f"{lost[0]!r} in {opened.path} is {dropped[lost[0]]!r}: its tensors would be lost. Remedy: objects='carry' "
+            f"(--objects carry) writes it as it is, objects='drop' leaves it out"
+        )
+    return {key: value for key, value in found.items() if is_listed(value)}
 
 
 def _written(

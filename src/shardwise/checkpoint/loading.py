@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.opaque import opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.values import refuse_modules
@@ -207,7 +208,16 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
     if lacking and strict:
         said = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
         raise CheckpointError(f"{said}; strict=False leaves them as they are")
-    return [name for name in names if name in checkpoint.objects]
+    found = [name for name in names if name in checkpoint.objects]
+    opaque = {name: one for name in found if (one := opaque_in(checkpoint.objects[name])) is not None}
+    if opaque and strict:
+        name, one = next(iter(opaque.items()))
+        raise CheckpointError(
+            f"{name!r} in {checkpoint.path} is {one!r}: its class is not known here, and nothing of it was run. "
+            f"Remedy: leave {name!r} out (checkpoint.open(path).objects[{name!r}].state has what it holds), allow the "
+            f"class with torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
+        )
+    return [name for name in found if name not in opaque]
 
 
 def _is_empty(value: Any) -> bool:

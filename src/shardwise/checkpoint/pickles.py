@@ -18,14 +18,19 @@ from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any, NoReturn
 
+import torch
+
+from shardwise.checkpoint.opaque import How, Opaque, Parts, attributes
 from shardwise.checkpoint.standins import (
     COPIES,
     FACTORIES,
     KNOWN,
     Call,
     Default,
+    Foreign,
     Frozen,
     Holder,
+    Name,
     Names,
     NumpyType,
     Ordered,
@@ -37,11 +42,14 @@ from shardwise.checkpoint.standins import (
     Tally,
     Wide,
     frozen,
+    is_foreign_class,
+    is_sharding,
     sizes,
 )
 from shardwise.errors import CheckpointError
 
 DEEPEST = 100  # levels of containers
+MOST_OPAQUE = 100_000  # values in an object of an unknown class
 LIGHT = 256  # values in a tuple, and in the tuples in it, that can be a key
 
 
@@ -74,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
             return Call(lambda *args: COPIES[key](*self._paid(args)))
         if key in KNOWN:
             return KNOWN[key]
-        _refuse(self._where, module, name)
+        refuse(self._where, module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         """What torch writes instead of the bytes of a storage; or, in a tuple alone, what `_guarded` has us look at."""
@@ -113,14 +121,18 @@ def _room(value: tuple[Any, ...], room: int) -> int:
     return room
 
 
-def _refuse(where: str, module: str, name: str) -> NoReturn:
+def refuse(where: str, module: str, name: str) -> NoReturn:
+    """Say what a pickle asks for, and what to do."""
     asked = f"{module[:80]}.{name[:80]}"
-    if module.startswith("torch.distributed") or name == "_rebuild_wrapper_subclass":  # DTensors are such
+    if is_sharding(module, name):
         remedy = (
             "a sharded tensor is saved with torch.distributed.checkpoint, or gathered and then saved with torch.save"
         )
     else:
-        remedy = "load it where it can be trusted, and save only tensors, numbers, texts, lists and dicts"
+        remedy = (
+            "load it where it can be trusted, and save only tensors, numbers, texts, lists and dicts (of a model its "
+            "state_dict())"
+        )
     raise CheckpointError(
         f"{where} asks for {asked!r}, which is no part of a checkpoint: nothing of it was run. Remedy: {remedy}"
     )
@@ -136,7 +148,7 @@ def unpickle(data: bytes, where: str, more: Names | None = None) -> Any:
     shardwise.errors.CheckpointError: here asks for 'os.system', which is no part of a checkpoint: ...
     """
     try:
-        return _Unpickler(_guarded(data), where, more or {}).load()
+        return _Unpickler(_guarded(data), where, {} if more is None else more).load()
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
@@ -209,16 +221,19 @@ def _harmless(bits: int) -> re.Pattern[bytes]:
     )
 
 
-def check_tree(root: Any, where: str, most: int) -> None:
-    """Refuse containers that contain themselves, are too deep, or are written once and meant a million times."""
+def check_tree(root: Any, where: str, most: int, foreign: bool = False) -> None:
+    """Refuse containers that contain themselves, are too deep, or are written once and meant a million times.
+
+    Objects of unknown classes are values, or with `foreign` containers of what they are made of.
+    """
     known = dict[int, tuple[int, int]]()
 
     def measured(value: Any, depth: int) -> tuple[int, int]:
         """How many values it has, and how deep they lie in it."""
-        if not isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if not isinstance(value, CONTAINERS) and not (foreign and isinstance(value, Foreign)):
             return 1, 0
         if id(value) not in known:
-            items = [*value, *value.values()] if isinstance(value, dict) else value
+            items = _inner(value)
             parts = [measured(item, depth + 1) for item in items] if depth <= DEEPEST else []
             count, height = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
             if depth + height > DEEPEST:
@@ -230,6 +245,14 @@ def check_tree(root: Any, where: str, most: int) -> None:
         raise CheckpointError(f"{where} would have more than {most} values: it refers to the same ones again and again")
 
 
+def _inner(value: Any) -> Any:
+    """What lies in a container, or in an object of an unknown class."""
+    if isinstance(value, Foreign):
+        return [value.args, value.state, value.items, value.pairs]
+    return [*value, *value.values()] if isinstance(value, dict) else value
+
+
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 UNHASHED: dict[type, type] = {tuple: Wide, frozenset: Frozen}
 DICTS: dict[type, Callable[[Any], Any]] = {Ordered: OrderedDict, Tally: Counter}
 
@@ -248,6 +271,11 @@ def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any
             return tensor(value)
         if isinstance(value, Holder):
             return value.value
+        if isinstance(value, Name):
+            module, _, name = value.name.rpartition(".")
+            return Opaque(module or "builtins", name, "name", Parts)
+        if isinstance(value, Foreign) or is_foreign_class(value):
+            return _known_or_opaque(value, where, settle)
         if isinstance(value, Sealed | Record) and not isinstance(value, NumpyType):
             raise CheckpointError(f"{where} has a {type(value).__name__} that is part of no tensor")
         if isinstance(value, dict):
@@ -265,3 +293,70 @@ def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any
         return value
 
     return settle(value)
+
+
+def _known_or_opaque(value: Any, where: str, settle: Callable[[Any], Any]) -> Any:
+    """An object of a class that the user has called safe; otherwise one that says what it is."""
+    safe = _safe_globals().get((value.module, value.qualname))
+    if is_foreign_class(value):
+        return safe if safe is not None else Opaque(value.module, value.qualname, "name", Parts)
+    if safe is None:
+        return _opaque(value, where, settle)
+    try:
+        check_tree(value, where, MOST_OPAQUE, foreign=True)
+        return _rebuilt(safe, value, settle)
+    except Exception as error:  # whatever the user's class does
+        raise CheckpointError(f"{where}: {value.module}.{value.qualname} could not be rebuilt: {error}") from error
+
+
+def _opaque(value: Foreign, where: str, settle: Callable[[Any], Any]) -> Opaque:
+    def parts() -> Parts:
+        check_tree(value, where, MOST_OPAQUE, foreign=True)
+        args, state, items, pairs = map(settle, (value.args, value.state, value.items, value.pairs))
+        return Parts(args, state, tuple(items), tuple(pairs))
+
+    how: How = "call" if value.called else "new"
+    shown = attributes(value.args, value.state)
+    return Opaque(value.module, value.qualname, how, parts, shown=shown, tensors=tensors_in(value))
+
+
+def tensors_in(value: Any) -> int:
+    """How many tensors an object is made of, at any depth."""
+    seen, todo, count = set[int](), [value], 0
+    while todo:
+        one = todo.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            count += isinstance(one, SavedTensor)
+            todo += _inner(one) if isinstance(one, (Foreign, *CONTAINERS)) else ()
+    return count
+
+
+def _safe_globals() -> dict[tuple[str, str], Any]:
+    """What the user gave to torch.serialization.add_safe_globals, by module and name."""
+    found = dict[tuple[str, str], Any]()
+    for one in torch.serialization.get_safe_globals():
+        if isinstance(one, tuple):
+            module, _, name = one[1].rpartition(".")
+            found[module, name] = one[0]
+        else:
+            found[one.__module__, one.__qualname__] = one
+    return found
+
+
+def _rebuilt(kind: Any, value: Foreign, settle: Callable[[Any], Any]) -> Any:
+    """As pickle makes it."""
+    args = settle(value.args)
+    made = kind(*args) if value.called else kind.__new__(kind, *args)
+    for item in value.items:
+        made.append(settle(item))
+    for key, item in value.pairs:
+        made[settle(key)] = settle(item)
+    state = settle(value.state)
+    if state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None:
+        named, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+        for name, item in {**(named or {}), **(slots or {})}.items():
+            object.__setattr__(made, name, item)  # of frozen dataclasses, too
+    return made

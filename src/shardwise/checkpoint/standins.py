@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta, timezone
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -22,6 +22,8 @@ FACTORIES: dict[str | None, Callable[[], Any] | None] = {  # of defaultdicts
     **{kind.__name__: kind for kind in (dict, list, tuple, set, int, float, bool, str)},
 }
 MOST = 2**62  # of any number that is a size, an offset or a stride
+MOST_CLASSES = 10_000  # that are not known, in a pickle
+RECONSTRUCTORS = (("copyreg", "_reconstructor"), ("copy_reg", "_reconstructor"))
 MOST_DIMS = 64  # as in numpy and torch
 
 
@@ -76,6 +78,83 @@ class Record:
         """A field of its state, or None."""
         state = getattr(self, "state", None)
         return state.get(field) if isinstance(state, dict) else None
+
+
+class Foreign:
+    """An object of a class that is not known here: what a pickle does to it is recorded. Each name has a subclass."""
+
+    __slots__ = ("args", "called", "items", "pairs", "state")
+    module = qualname = ""
+    args: tuple[Any, ...]
+    items: list[Any]
+    pairs: list[tuple[Any, Any]]
+    called: bool
+    state: Any
+
+    def __new__(cls, *args: Any) -> Foreign:
+        made = super().__new__(cls)
+        made.args, made.state, made.called, made.items, made.pairs = args, None, False, [], []
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        self.called = True  # the class was called; else only its __new__ is
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        """As pickles do with lists."""
+        self.items.append(item)
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.pairs.append((key, item))
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.qualname}>"
+
+
+class Foreigners(Mapping[tuple[str, str], Any]):
+    """A class of its own for every name that is not known; but for sharded tensors, which are no plain values."""
+
+    def __init__(self) -> None:
+        self._made = dict[tuple[str, str], Any]()
+
+    def __contains__(self, key: object) -> bool:
+        return key not in KNOWN and key not in COPIES and not (isinstance(key, tuple) and is_sharding(*key))
+
+    def __getitem__(self, key: tuple[str, str]) -> Any:
+        if key in RECONSTRUCTORS:
+            return Call(_reconstructed)
+        if key not in self._made:
+            if len(self._made) >= MOST_CLASSES:
+                raise pickle.UnpicklingError(f"it names more than {MOST_CLASSES} classes")
+            about = {"__slots__": (), "module": key[0], "qualname": key[1]}
+            self._made[key] = type("Foreign", (Foreign,), about)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+def is_sharding(module: str, name: str) -> bool:
+    """True for what sharded tensors are made of; DTensors are wrapper subclasses."""
+    return module.startswith("torch.distributed") or name == "_rebuild_wrapper_subclass"
+
+
+def is_foreign_class(value: Any) -> bool:
+    """True where a pickle names a class, or a function, that is not known."""
+    return isinstance(value, type) and issubclass(value, Foreign)
+
+
+def _reconstructed(kind: Any, base: Any, state: Any) -> Foreign:
+    """How old protocols make an object."""
+    if not is_foreign_class(kind) or not is_foreign_class(base) or base.qualname != "object" or state is not None:
+        raise pickle.UnpicklingError("an object is not made as Python does it")
+    made: Foreign = kind.__new__(kind)
+    return made
 
 
 class StorageKind(Sealed):
@@ -157,7 +236,8 @@ class Default(defaultdict[Any, Any]):
 
     def __init__(self, factory: Any = None) -> None:
         self.factory = getattr(factory, "name", None)
-        if (factory is not None and not isinstance(factory, Name)) or self.factory not in FACTORIES:
+        known = factory is None or isinstance(factory, Name) or is_foreign_class(factory)
+        if not known or self.factory not in FACTORIES:
             raise pickle.UnpicklingError("a defaultdict makes something else than empty values")
 
     def __setstate__(self, state: Any) -> None:
@@ -267,9 +347,13 @@ def _parameter(data: Any, *_: Any) -> SavedTensor:
 
 
 def _of_type(rebuild: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """Tensors with attributes, which are left out."""
-    if not isinstance(rebuild, Call) or not isinstance(kind, Name) or type(args) is not tuple:
+    """Tensors with attributes, which are left out; of a class that is not known, an object with the tensor in it."""
+    known = isinstance(kind, Name) or is_foreign_class(kind)
+    if not isinstance(rebuild, Call) or not known or type(args) is not tuple:
         raise pickle.UnpicklingError("a tensor is of an unknown type")
+    if is_foreign_class(kind):
+        about = {"__slots__": (), "module": kind.module, "qualname": f"{kind.qualname} (a kind of tensor)"}
+        return type("Foreign", (Foreign,), about)(rebuild(*args))
     return _parameter(rebuild(*args))
 
 

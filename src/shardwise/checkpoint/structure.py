@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.checkpoint.formats.writers import Contents
+from shardwise.checkpoint.standins import Foreign, Record, Sealed, is_foreign_class
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, Key, Place
 
@@ -29,6 +30,14 @@ def check_steps(contents: Contents) -> None:
                     f"{name!r} has the key {_text(key)}: keys must be texts or whole numbers. "
                     f"Remedy: give it another key, or convert to format='torch.save'"
                 )
+
+
+def check_keys(contents: Contents) -> None:
+    """Refuse keys that are objects of unknown classes: a conversion does not look into them."""
+    for name in (*contents.tensors, *contents.values):
+        for key in path_of(name, contents):
+            if isinstance(key, Foreign | Sealed | Record) or is_foreign_class(key):
+                raise CheckpointError(f"{name!r} has the key {key!r}, which is not written: select= leaves it out")
 
 
 def path_of(name: str, contents: Contents) -> OBJ_PATH:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from shardwise import report
 from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
 
@@ -29,6 +30,28 @@ def summary(checkpoint: Checkpoint) -> str:
     others = f", {several(len(checkpoint.objects), 'other value')}" if checkpoint.objects else ""
     tensors, where = several(len(checkpoint), "tensor"), several(files, "file")
     return f"{in_line(checkpoint.path)}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
+
+
+def fates(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
+    """What a conversion did with values that it could not simply write."""
+    left = [name for name in source.objects if name not in made.objects]
+    if left:
+        hint = ": --objects carry keeps them" if made.format != "safetensors" and _opaque(source, left) else ""
+        yield f"left out: {several(len(left), 'other value')}, such as {_named(source, left)}{hint}"
+    carried = _opaque(source, made.objects)
+    if carried:
+        yield f"carried on, not rebuilt: {several(len(carried), 'object')}, such as {_named(source, carried)}"
+
+
+def _opaque(source: Checkpoint, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name in source.objects and opaque_in(source.objects[name]) is not None]
+
+
+def _named(source: Checkpoint, names: Sequence[str]) -> str:
+    """The first of some values; of those that are not rebuilt, with its class."""
+    name = next(iter(_opaque(source, names)), names[0])
+    one = opaque_in(source.objects[name])
+    return in_line(name) + (f" ({in_line(one.name)})" if one is not None else "")
 
 
 def several(count: int, what: str) -> str:
@@ -49,8 +72,13 @@ def table(checkpoint: Checkpoint) -> Table:
         texts = name, _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes)
         found.add_row(*map(_text, texts))
     for name, value in checkpoint.objects.items():
-        found.add_row(*map(_text, (name, type(value).__name__, _short(value))))
+        found.add_row(*map(_text, (name, _kind(value), _short(value))))
     return found
+
+
+def _kind(value: Any) -> str:
+    """The type of a value; the class of an object that is not rebuilt."""
+    return value.name if isinstance(value, Opaque) else type(value).__name__
 
 
 class Node:

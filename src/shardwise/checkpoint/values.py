@@ -24,6 +24,7 @@ from uuid import UUID
 import numpy as np
 import torch
 
+from shardwise.checkpoint.opaque import How, Opaque, Parts, attributes
 from shardwise.checkpoint.standins import FACTORIES, numpy_dtype
 from shardwise.checkpoint.writing import write_tensor
 from shardwise.errors import CheckpointError
@@ -101,7 +102,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(_in_order(encoded(value, "value", EVERY)))
+    return json.dumps(_in_order(encoded(value, "value", CARRIED)))
 
 
 def _in_order(said: Any) -> Any:
@@ -112,6 +113,15 @@ def _in_order(said: Any) -> Any:
         return said
     found = {name: _in_order(item) for name, item in said.items()}
     return {name: sorted(item, key=json.dumps) if name in ("dict", "counter") else item for name, item in found.items()}
+
+
+def is_listed(value: Any) -> bool:
+    """True for values of known types, all through."""
+    try:
+        encoded(value, "value", EVERY)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _type(value: Any) -> type:
@@ -170,6 +180,13 @@ def _array(said: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
+def _opaque(module: str, name: str, how: How, args: Any, state: Any, items: Any, pairs: Any) -> Opaque:
+    parts = Parts(args, state, items, pairs)
+    if how not in ("name", "call", "new") or not all(type(part) is tuple for part in (args, items, pairs)):
+        raise CheckpointError(f"an object of {name} is not described as it should be")
+    return Opaque(str(module), str(name), how, lambda: parts, shown=attributes(args, state))
+
+
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     file = BytesIO()
     write_tensor(tensor, file)
@@ -219,9 +236,13 @@ KINDS: dict[type, Kind] = {
     Key: Kind("key", int, Key),
     Place: Kind("place", int, Place),
 }
-READ = {kind.name: kind.read for kind in KINDS.values()}
+OPAQUE = Kind("opaque", lambda o: [o.module, o.qualname, o.how, *o.parts], lambda said: _opaque(*said))
+READ = {kind.name: kind.read for kind in (*KINDS.values(), OPAQUE)}
 # pickles can hold tensors inside of other values, such as sets
 EVERY: Kinds = {
     **KINDS,
     torch.Tensor: Kind("tensor", lambda t: [str(t.dtype), list(t.shape), _tensor_bytes(t)], NotImplemented),
 }
+# what conversions carry on when they are asked to: in JSON, and in pickles
+STORED: Kinds = {**KINDS, Opaque: OPAQUE}
+CARRIED: Kinds = {**EVERY, Opaque: OPAQUE}

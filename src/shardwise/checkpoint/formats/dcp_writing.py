@@ -20,7 +20,7 @@ from shardwise.checkpoint.formats.dcp_nesting import nesting
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
 from shardwise.checkpoint.structure import check_inside, check_steps
-from shardwise.checkpoint.values import EVERY, encoded
+from shardwise.checkpoint.values import CARRIED, encoded
 from shardwise.checkpoint.writing import Folder
 
 END, MAGIC = Struct("<Q16s"), b"shardwise items\n"
@@ -52,7 +52,7 @@ class DcpWriter:
         check_steps(contents)
         nesting(contents)
         for name, value in contents.values.items():
-            encoded(value, name, EVERY)
+            encoded(value, name, CARRIED)
 
     def check(self, contents: Contents) -> None:
         """An earlier one stays whole until this one is."""

@@ -26,7 +26,7 @@ from shardwise.checkpoint.formats.safetensors import (
 )
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit, write_parts
 from shardwise.checkpoint.structure import check_steps
-from shardwise.checkpoint.values import decoded, encoded
+from shardwise.checkpoint.values import STORED, decoded, encoded
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
@@ -64,7 +64,7 @@ class ShardedWriter:
         for name, (dtype, _) in contents.tensors.items():
             name_of(dtype, name)
         for name, value in contents.values.items():
-            encoded(value, name)
+            encoded(value, name, STORED)
 
     def check(self, contents: Contents) -> None:
         """An earlier one stays whole until this one is."""
@@ -103,7 +103,7 @@ def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, 
         "shardwise": VERSION,
         "files": list(files),
         "tensors": listed,
-        "values": {name: encoded(value, name) for name, value in contents.values.items()},
+        "values": {name: encoded(value, name, STORED) for name, value in contents.values.items()},
         "paths": {name: encoded(list(path), name) for name, path in contents.paths.items() if path != (name,)},
     }
     return json.dumps(said, indent=1).encode()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import IO, Any
@@ -14,12 +16,14 @@ from typing import IO, Any
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # names in the format
 
+from shardwise.checkpoint.opaque import Opaque, OpaqueError, opaque_in
 from shardwise.checkpoint.writing import write_tensor
 from shardwise.errors import CheckpointError
 from shardwise.geometry import row_major
 from shardwise.tensor.kinds import is_sharded
 
 ALIGN = 64
+NAMED = re.compile(r"\w+(\.\w+)*")
 LEGACY = {
     torch.float32: torch.FloatStorage,
     torch.float64: torch.DoubleStorage,
@@ -86,6 +90,43 @@ class _Pickler(pickle.Pickler):
         return "storage", torch.UntypedStorage, stored.key, "cpu", count * stored.dtype.itemsize
 
 
+SLOW: Any = pickle._Pickler  # in Python, and open to other instructions
+
+
+class _Carrier(SLOW):  # type: ignore[misc]
+    """Also writes objects of unknown classes, as they were: by the name of the class, which is not imported."""
+
+    def __init__(self, file: IO[bytes], records: Records) -> None:
+        super().__init__(file, protocol=2)
+        self._records = records
+
+    reducer_override, persistent_id = _Pickler.reducer_override, _Pickler.persistent_id
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """The instructions that made the object are written again."""
+        if not isinstance(obj, Opaque):
+            super().save(obj, save_persistent_id)
+            return
+        if not NAMED.fullmatch(obj.module) or not NAMED.fullmatch(obj.qualname):
+            raise CheckpointError(f"{obj!r} has no name that can be written: objects='drop' leaves it out")
+        self.write(pickle.GLOBAL + f"{obj.module}\n{obj.qualname}\n".encode())
+        if obj.how != "name":
+            self._save_parts(obj)
+
+    def _save_parts(self, obj: Opaque) -> None:
+        self.save(obj.parts.args)
+        self.write(pickle.REDUCE if obj.how == "call" else pickle.NEWOBJ)
+        for code, listed in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, sum(obj.parts.pairs, ())):
+            if listed:
+                self.write(pickle.MARK)
+                for item in listed:
+                    self.save(item)
+                self.write(code)
+        if obj.parts.state is not None:
+            self.save(obj.parts.state)
+            self.write(pickle.BUILD)
+
+
 class _Counted(io.RawIOBase):
     """A stream that begins here, and cannot go back: an archive may lie inside of a file."""
 
@@ -109,10 +150,10 @@ def write_archive(file: IO[bytes], value: Any, records: Records) -> int:
 
     Returns the bytes of the archive.
     """
-    counted, text, records = _Counted(file), io.BytesIO(), dict(records)
-    _Pickler(text, records).dump(value)
+    counted = _Counted(file)
+    text, records = _pickled(value, records)
     with zipfile.ZipFile(counted, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in ("data.pkl", text.getvalue()), ("byteorder", b"little"):
+        for name, data in ("data.pkl", text), ("byteorder", b"little"):
             with _opened(archive, counted, name, len(data)) as record:
                 record.write(data)
         for key, (size, write) in records.items():
@@ -121,6 +162,16 @@ def write_archive(file: IO[bytes], value: Any, records: Records) -> int:
         with _opened(archive, counted, "version", 2) as record:
             record.write(b"3\n")
     return counted.tell()
+
+
+def _pickled(value: Any, records: Records) -> tuple[bytes, Records]:
+    """The pickle, and the records with those of tensors in values."""
+    for kind in (_Pickler, _Carrier):  # which is slower
+        text, found = io.BytesIO(), dict(records)
+        with suppress(OpaqueError):
+            kind(text, found).dump(value)
+            break
+    return text.getvalue(), found
 
 
 def _opened(archive: zipfile.ZipFile, counted: _Counted, name: str, size: int) -> IO[bytes]:
@@ -135,5 +186,8 @@ def _opened(archive: zipfile.ZipFile, counted: _Counted, name: str, size: int) -
 def saved(value: Any) -> bytes:
     """What torch.save writes of a value without tensors that are ours."""
     file = io.BytesIO()
-    torch.save(value, file)
+    if opaque_in(value) is None:
+        torch.save(value, file)
+    else:
+        write_archive(file, value, {})
     return file.getvalue()

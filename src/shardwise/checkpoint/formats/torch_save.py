@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, Located, whole_box
 from shardwise.checkpoint.files import WORDS, Files, Span
 from shardwise.checkpoint.formats.safetensors import read_index
-from shardwise.checkpoint.pickles import check_tree, settled, unpickle
-from shardwise.checkpoint.standins import MOST, SavedTensor
+from shardwise.checkpoint.pickles import check_tree, refuse, settled, tensors_in, unpickle
+from shardwise.checkpoint.standins import MOST, Foreign, Foreigners, SavedTensor, is_foreign_class
 from shardwise.checkpoint.zips import BEGIN, Directory, Member, contents, directories, starts
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
@@ -36,7 +36,7 @@ class Archive(NamedTuple):
 
     def root(self) -> Any:
         """What was saved, with stand-ins for its tensors."""
-        value = unpickle(self.pickle, self.where)
+        value = unpickle(self.pickle, self.where, Foreigners())
         check_tree(value, self.where, 8 * len(self.pickle) + 1000)
         return value
 
@@ -119,10 +119,18 @@ def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] |
                 entries[name] = _entry(name, value, archive, number, names, files)
             else:
                 values[name] = archive, value
+    _check_hidden(values.values() if not entries else ())
     for name, file in (expected or {}).items():
         if name not in paths:
             raise CheckpointError(f"{files.shown(file)} should have {name!r}, by the index, but does not")
     return Checkpoint(files, "torch.save", entries, paths=paths, objects=lambda: _settled(files, values))
+
+
+def _check_hidden(values: Iterable[tuple[Archive, Any]]) -> None:
+    """Refuse files whose tensors all lie in objects of unknown classes, such as whole models."""
+    for archive, value in values:
+        if isinstance(value, Foreign) and tensors_in(value):
+            refuse(archive.where, value.module, value.qualname)
 
 
 def open_indexed(files: Files, index: str) -> Checkpoint:
@@ -144,6 +152,8 @@ def _open(files: Files, name: str) -> Archive:
 def _flat(archive: Archive) -> tuple[dict[str, Any], dict[str, OBJ_PATH]]:
     """One level of names with dots; what is no dict gets names."""
     root = archive.root()
+    if isinstance(root, Foreign) or is_foreign_class(root):  # something that was never a checkpoint
+        refuse(archive.where, root.module, root.qualname)
     if isinstance(root, SavedTensor):
         root = {"tensor": root}
     elif isinstance(root, list | tuple):

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpoint.formats.safetensors import INDEX, check_storable
 from shardwise.checkpoint.formats.torch_archive import Records, Stored, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, write_parts
-from shardwise.checkpoint.structure import check_inside
+from shardwise.checkpoint.structure import check_inside, check_keys
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
@@ -96,8 +96,9 @@ class TorchSaveWriter:
 
     @staticmethod
     def fits(contents: Contents) -> None:
-        """Whatever does not lie in one another."""
+        """Whatever does not lie in one another, under keys that can be written."""
         check_inside(contents)
+        check_keys(contents)
 
     def check(self, contents: Contents) -> None:
         """A file of that name is replaced when the new one is whole."""

@@ -1,0 +1,93 @@
+"""Objects of classes that are not known here: they are shown, carried on or left out, and never run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from shardwise.quoting import brief
+
+How = Literal["name", "call", "new"]
+SHOWN = 4  # attributes in a listing
+
+
+class Parts(NamedTuple):
+    """What an object is made of: arguments, state, and what was appended to it or set in it."""
+
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: tuple[Any, ...] = ()
+    pairs: tuple[tuple[Any, Any], ...] = ()
+
+
+class OpaqueError(TypeError):
+    """An object of an unknown class cannot be pickled as others are."""
+
+
+class Opaque:
+    """An object in a checkpoint whose class is not known here. Nothing of it was run or imported.
+
+    `name` is its class, with the module; `args` are the arguments that would make it, `state` is what would be set
+    (most often its attributes), `items` and `pairs` are what lists and dicts have. `tensors`: how many are in it.
+    They are read when the parts are first looked at.
+
+    >>> Opaque("argparse", "Namespace", "new", lambda: Parts(state={"lr": 0.1}), shown="lr=0.1")
+    <argparse.Namespace(lr=0.1), not rebuilt>
+    """
+
+    def __init__(
+        self, module: str, qualname: str, how: How, parts: Callable[[], Parts], *, shown: str = "", tensors: int = 0
+    ) -> None:
+        self.module, self.qualname, self.how, self.tensors = module, qualname, how, tensors
+        self._parts, self._shown = parts, shown
+
+    @property
+    def name(self) -> str:
+        """Its class, or the name that stands here instead of an object."""
+        return f"{self.module}.{self.qualname}"
+
+    @cached_property
+    def parts(self) -> Parts:
+        """All of it."""
+        return self._parts()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments that would make it."""
+        return self.parts.args
+
+    @property
+    def state(self) -> Any:
+        """What would be set: most often a dict of attributes."""
+        return self.parts.state
+
+    def __repr__(self) -> str:
+        inside = f" with {self.tensors} tensors" if self.tensors else ""
+        return f"<{self.name}{f'({self._shown})' if self.how != 'name' else ''}{inside}, not rebuilt>"
+
+    def __reduce__(self) -> NoReturn:
+        raise OpaqueError(f"{self!r} cannot be saved: its class is not known here")
+
+
+def attributes(args: tuple[Any, ...], state: Any) -> str:
+    """The arguments and attributes that are plain, in a few words."""
+    plain = [brief(value) for value in args if _is_plain(value)]
+    if isinstance(state, dict):
+        plain += [f"{key}={brief(value)}" for key, value in state.items() if type(key) is str and _is_plain(value)]
+    return ", ".join(plain[:SHOWN]) + (", ..." if len(plain) > SHOWN else "")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | bytes | int | float | complex | None)
+
+
+def opaque_in(value: Any) -> Opaque | None:
+    """The first object of an unknown class in a value."""
+    if isinstance(value, Opaque):
+        return value
+    inner = [*value, *value.values()] if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        return None
+    return next((found for item in inner if (found := opaque_in(item)) is not None), None)

@@ -1,0 +1,339 @@
+"""Files with objects of unknown classes: their tensors are read, and the objects are listed, carried on or left out."""
+
+import argparse
+import dataclasses
+import enum
+import json
+import pickle
+import sys
+import types
+import zipfile
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as judge
+from checkpoints import has, numbers, same
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint.opaque import opaque_in
+from shardwise.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, without ranks
+WHOLE = {"mesh": {"tp": 1}, "rule": [{"name": "*", "placements": "R"}]}
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float
+    weight: object = None
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Scaler:
+    """As DeepSpeed's LossScaler: attributes, some of them tensors."""
+
+    def __init__(self, scale):
+        self.cur_scale, self.history = scale, [numbers(3)]
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a, self.b = 1, "x"
+
+
+class Listed(list):
+    pass
+
+
+class RanError(Exception):
+    """Raised where a file makes something run."""
+
+
+class Trap:
+    def __init__(self, *args):
+        raise RanError
+
+    def __setstate__(self, state):
+        raise RanError
+
+    def __reduce__(self):
+        return (Trap, (1,), {"a": 2})
+
+
+def objects():
+    listed = Listed([1, numbers(2)])
+    listed.more = 5
+    return {
+        "args": argparse.Namespace(lr=0.1, name="run", nested=argparse.Namespace(deep=(1, 2))),
+        "settings": Settings(0.5, numbers(4)),
+        "color": Color.RED,
+        "scaler": Scaler(2.0**16),
+        "slots": Slotted(),
+        "listed": listed,
+        "class": Settings,
+        "function": json.dumps,
+        "in": {"side": [Color.RED, {"x": Settings(1.5)}], "tuple": (1, Color.RED)},
+        "named tuple": types.SimpleNamespace(x=1),
+    }
+
+
+def write(path, state=None):
+    torch.save({"w": numbers(4, 2), "step": 7, **(objects() if state is None else state)}, path)
+    return path
+
+
+def test_the_tensors_of_a_file_with_unknown_classes_are_read(tmp_path):
+    found = checkpoint.open(write(tmp_path / "s.pt"))
+    assert list(found) == ["w"]
+    same(found["w"].read(), numbers(4, 2))
+    into = {"w": torch.zeros(4, 2), "step": 0}
+    checkpoint.load(tmp_path / "s.pt", into=into)
+    same(into["w"], numbers(4, 2))
+    assert into["step"] == 7
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_an_object_says_what_it_is(tmp_path, protocol):
+    torch.save({"w": numbers(2), **objects()}, tmp_path / "s.pt", pickle_protocol=protocol)
+    found = checkpoint.open(tmp_path / "s.pt").objects
+    args = found["args"]
+    assert isinstance(args, checkpoint.Opaque)
+    assert (args.name, args.state["lr"]) == ("argparse.Namespace", 0.1)
+    assert args.state["nested"].state == {"deep": (1, 2)}
+    assert "argparse.Namespace(lr=0.1, name='run'" in repr(args)
+    assert (found["color"].name.rpartition(".")[2], found["color"].args) == ("Color", (1,))
+    assert found["scaler"].tensors == 1
+    same(found["scaler"].state["history"][0], numbers(3))
+    same(found["settings"].state["weight"], numbers(4))
+    assert found["class"].name.endswith("Settings")
+    assert found["function"].name == "json.dumps"
+    assert found["in.side.0"].args == (1,)
+    assert opaque_in(found["in.tuple"]) is found["in.tuple"][1]
+
+
+def test_the_oldest_protocol_makes_objects_too(tmp_path):
+    torch.save({"w": numbers(2), "args": objects()["args"]}, tmp_path / "s.pt", pickle_protocol=1)
+    found = checkpoint.open(tmp_path / "s.pt").objects["args"]
+    assert (found.name, found.state["lr"]) == ("argparse.Namespace", 0.1)
+
+
+def test_nothing_runs(tmp_path):
+    write(tmp_path / "s.pt", {"trap": Trap.__new__(Trap)})
+    found = checkpoint.open(tmp_path / "s.pt").objects["trap"]
+    assert (found.args, found.state) == ((1,), {"a": 2})
+    for format in "torch.save", "dcp":
+        made = checkpoint.convert(tmp_path / "s.pt", tmp_path / format, format=format, objects="carry")
+        assert made.objects["trap"].state == {"a": 2}
+    with pytest.raises(TypeError, match="cannot be saved: its class is not known here"):
+        pickle.dumps(found)
+    with pytest.raises(RanError):  # the file is a trap where classes are rebuilt
+        torch.load(tmp_path / "s.pt", weights_only=False)
+
+
+def test_no_module_is_imported(tmp_path, monkeypatch):
+    module = types.ModuleType("soon_gone")
+    module.Thing = type("Thing", (), {"__module__": "soon_gone"})
+    monkeypatch.setitem(sys.modules, "soon_gone", module)
+    write(tmp_path / "s.pt", {"thing": module.Thing()})
+    monkeypatch.delitem(sys.modules, "soon_gone")
+    checkpoint.convert(tmp_path / "s.pt", tmp_path / "o.pt", objects="carry")
+    assert checkpoint.open(tmp_path / "o.pt").objects["thing"].name == "soon_gone.Thing"
+    assert "soon_gone" not in sys.modules
+    monkeypatch.setitem(sys.modules, "soon_gone", module)
+    assert type(torch.load(tmp_path / "o.pt", weights_only=False)["thing"]) is module.Thing
+
+
+FORMATS = {"dcp": {}, "sharded": {"rules": WHOLE}, "torch.save": {}}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_conversions_leave_them_out_unless_asked(tmp_path, format):
+    write(tmp_path / "s.pt", without_tensors())
+    write(tmp_path / "t.pt")
+    checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format=format, **FORMATS[format])
+    has(tmp_path / "o", {"w": numbers(4, 2)}, {"step": 7})
+    with pytest.raises(sw.CheckpointError, match=r"'settings' in .* its tensors would be lost. Remedy"):
+        checkpoint.convert(tmp_path / "t.pt", tmp_path / "p", format=format, **FORMATS[format])
+    assert not (tmp_path / "p").exists()
+    checkpoint.convert(tmp_path / "t.pt", tmp_path / "p", format=format, objects="drop", **FORMATS[format])
+    has(tmp_path / "p", {"w": numbers(4, 2)}, {"step": 7})
+
+
+def test_safetensors_files_do_not_lose_tensors_in_objects_either(tmp_path):
+    write(tmp_path / "t.pt")
+    with pytest.raises(sw.CheckpointError, match="its tensors would be lost"):
+        checkpoint.convert(tmp_path / "t.pt", tmp_path / "o.safetensors")
+    made = checkpoint.convert(tmp_path / "t.pt", tmp_path / "o.safetensors", objects="drop")
+    assert list(made) == ["w"]
+
+
+def without_tensors():
+    return {key: value for key, value in objects().items() if key not in ("settings", "scaler", "listed")}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_conversions_carry_them_and_back(tmp_path, format):
+    state = without_tensors() if format == "sharded" else objects()
+    write(tmp_path / "s.pt", state)
+    made = checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format=format, objects="carry", **FORMATS[format])
+    assert made.objects["args"].state["nested"].state == {"deep": (1, 2)}
+    assert checkpoint.verify(tmp_path / "s.pt", tmp_path / "o") == []
+    checkpoint.convert(tmp_path / "o", tmp_path / "back.pt", objects="carry")
+    found = torch.load(tmp_path / "back.pt", weights_only=False)
+    assert found["args"] == objects()["args"]
+    assert (found["color"], found["class"], found["function"]) == (Color.RED, Settings, json.dumps)
+    assert (found["slots"].a, found["slots"].b) == (1, "x")
+    assert found["in"]["side"][1]["x"] == Settings(1.5)
+    assert found["in"]["tuple"] == (1, Color.RED)
+    if "listed" in state:
+        assert (type(found["listed"]), found["listed"][0], found["listed"].more) == (Listed, 1, 5)
+        same(found["listed"][1], numbers(2))
+        same(found["scaler"].history[0], numbers(3))
+        same(found["settings"].weight, numbers(4))
+
+
+def test_tensors_in_objects_are_refused_by_the_sharded_format(tmp_path):
+    write(tmp_path / "s.pt")
+    with pytest.raises(sw.CheckpointError, match=r"Tensor, which is not stored"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format="sharded", rules=WHOLE, objects="carry")
+    assert not (tmp_path / "o").exists()
+
+
+def test_torch_reads_carried_objects_of_a_dcp_checkpoint(tmp_path):
+    write(tmp_path / "s.pt", {"args": objects()["args"]})
+    checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format="dcp", objects="carry")
+    dcp_to_torch_save(tmp_path / "o", tmp_path / "o.pt")
+    assert torch.load(tmp_path / "o.pt", weights_only=False)["args"] == objects()["args"]
+
+
+def test_objects_of_a_dcp_checkpoint_are_listed(tmp_path):
+    judge.save({"w": numbers(2), "args": argparse.Namespace(lr=1)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    found = checkpoint.open(tmp_path / "c").objects
+    assert (found["args"].name, found["args"].state) == ("argparse.Namespace", {"lr": 1})
+
+
+def test_verify_compares_what_they_are_made_of(tmp_path):
+    for name, lr in ("a", 1), ("b", 1), ("c", 1.0):
+        write(tmp_path / f"{name}.pt", {"args": argparse.Namespace(lr=lr)})
+    assert checkpoint.verify(tmp_path / "a.pt", tmp_path / "b.pt") == []
+    assert [one.name for one in checkpoint.verify(tmp_path / "a.pt", tmp_path / "c.pt")] == ["args"]
+
+
+def test_a_leaf_that_wants_one_is_told_what_it_is(tmp_path):
+    write(tmp_path / "s.pt")
+    into = {"w": torch.zeros(4, 2), "args": None}
+    with pytest.raises(sw.CheckpointError, match=r"'args' in .* is <argparse.Namespace\(lr=0.1.*add_safe_globals"):
+        checkpoint.load(tmp_path / "s.pt", into=into)
+    checkpoint.load(tmp_path / "s.pt", into=into, strict=False)
+    same(into["w"], numbers(4, 2))
+    assert into["args"] is None
+
+
+def test_classes_that_torch_was_told_are_safe_are_rebuilt(tmp_path):
+    write(tmp_path / "s.pt")
+    safe = [argparse.Namespace, Settings, Scaler, Color, Listed, Slotted]
+    with torch.serialization.safe_globals(safe):
+        found = dict(checkpoint.open(tmp_path / "s.pt").objects)
+        into = {"w": torch.zeros(4, 2), "args": None}
+        checkpoint.load(tmp_path / "s.pt", into=into)
+    assert found["args"] == into["args"] == objects()["args"]
+    assert (found["color"], found["class"], found["in.side.0"]) == (Color.RED, Settings, Color.RED)
+    same(found["settings"].weight, numbers(4))
+    same(found["scaler"].history[0], numbers(3))
+    same(found["listed"][1], numbers(2))
+    assert (found["listed"].more, found["slots"].b) == (5, "x")
+    assert isinstance(found["function"], checkpoint.Opaque)
+    assert isinstance(checkpoint.open(tmp_path / "s.pt").objects["args"], checkpoint.Opaque)
+
+
+def test_a_whole_model_is_refused_with_a_remedy(tmp_path):
+    for state in torch.nn.Linear(2, 2), {"model": torch.nn.Linear(2, 2), "step": 1}:
+        torch.save(state, tmp_path / "s.pt")
+        with pytest.raises(sw.CheckpointError, match=r"asks for 'torch.nn.modules.linear.Linear'.*Remedy.*state_dict"):
+            checkpoint.open(tmp_path / "s.pt")
+
+
+def test_objects_that_contain_themselves_do_not_hide_tensors(tmp_path):
+    loop = argparse.Namespace()
+    loop.me, loop.weight = loop, numbers(2)
+    write(tmp_path / "s.pt", {"loop": loop, "model": torch.nn.Linear(2, 2)})
+    found = checkpoint.open(tmp_path / "s.pt")
+    same(found["w"].read(), numbers(4, 2))
+    assert (found.objects["loop"].tensors, found.objects["model"].tensors) == (1, 2)
+    with pytest.raises(sw.CheckpointError, match="deep in each other or themselves"):
+        _ = found.objects["loop"].state
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class."""
+
+
+def test_tensors_of_unknown_classes_do_not_hide_others(tmp_path):
+    write(tmp_path / "s.pt", {"marked": numbers(3).as_subclass(Marked), "dict": dict, "layout": torch.strided})
+    found = checkpoint.open(tmp_path / "s.pt")
+    same(found["w"].read(), numbers(4, 2))
+    assert found.objects["marked"].tensors == 1
+    same(found.objects["marked"].args[0], numbers(3))
+    assert found.objects["dict"].name == "builtins.dict"
+    with pytest.raises(sw.CheckpointError, match="has no name that can be written: objects='drop'"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "o.pt", objects="carry")
+
+
+def test_odd_keys_and_factories_do_not_hide_tensors(tmp_path):
+    state = {"by": {Color.RED: numbers(2)}, "made": defaultdict(Settings, {"a": numbers(3)})}
+    found = checkpoint.open(write(tmp_path / "s.pt", state))
+    assert len(found) == 3
+    same(found["made.a"].read(), numbers(3))
+    for format in FORMATS:
+        with pytest.raises(sw.CheckpointError, match="has the key"):
+            checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format=format, **FORMATS[format])
+
+
+def test_hostile_objects_cannot_write_other_names(tmp_path):
+    name = b"x\ncos\nsystem"
+    text = b"\x80\x04}(\x8c\x01w]\x8c\x01a\x8c\x01m\x8c%c%b\x93)\x81u." % (len(name), name)
+    with zipfile.ZipFile(tmp_path / "s.pt", "w") as archive:
+        archive.writestr("s/data.pkl", text)
+    with pytest.raises(sw.CheckpointError, match="has no name that can be written"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "o.pt", objects="carry")
+
+
+def run(capsys, *args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["shardwise", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_the_shell_lists_them_and_says_what_became_of_them(tmp_path, capsys):
+    write(tmp_path / "s.pt", {"args": objects()["args"], "scaler": Scaler(1.0)})
+    _, said = run(capsys, "inspect", tmp_path / "s.pt")
+    assert "argparse.Namespace" in said
+    assert "with 1 tensors" in said
+    code, said = run(capsys, "convert", tmp_path / "s.pt", tmp_path / "o.pt", "--no-bar", "--objects", "drop")
+    assert code == 0
+    assert "left out: 2 other values, such as args (argparse.Namespace): --objects carry keeps them" in said
+    _, said = run(capsys, "convert", tmp_path / "s.pt", tmp_path / "p.pt", "--no-bar", "--objects", "carry")
+    assert "carried on, not rebuilt: 2 objects, such as args (argparse.Namespace)" in said
+    _, said = run(capsys, "inspect", tmp_path / "p.pt", "--json")
+    assert "argparse.Namespace" in json.loads(said)["objects"]["args"]
+    with pytest.raises(ValueError, match="objects= must be 'drop' or 'carry'"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "q.pt", objects="run")
+
+
+def test_an_ordered_dict_with_metadata_is_a_plain_value(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    write(tmp_path / "s.pt", {"model": model.state_dict()})
+    assert isinstance(model.state_dict(), OrderedDict)
+    assert sorted(checkpoint.open(tmp_path / "s.pt")) == ["model.bias", "model.weight", "w"]
+    assert Path(tmp_path / "s.pt").exists()
