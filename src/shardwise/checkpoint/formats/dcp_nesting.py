@@ -21,7 +21,10 @@ from shardwise.checkpoint.structure import path_of
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, Key, Place, set_element
 
-ELSEWHERE = "Remedy: str keys, or another format: the default one of save, 'sharded' or 'torch.save' of convert"
+ELSEWHERE = (
+    "Remedy: str keys (torch's get_optimizer_state_dict gives them), or another format: the default one of save, "
+    "'sharded' or 'torch.save' of convert"
+)
 Paths = Mapping[str, OBJ_PATH]
 
 
