@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -205,9 +206,12 @@ def convert(
 
 @contextmanager
 def _continued() -> Iterator[None]:
-    """Ctrl-C ends it as a signal does, and says what to do next."""
+    """Warnings become notes. Ctrl-C ends it as a signal does, and says what to do next."""
     try:
-        yield
+        with warnings.catch_warnings(record=True) as found:
+            yield
+        for one in found:
+            typer.echo(f"note: {one.message}", err=True)
     except KeyboardInterrupt:
         typer.echo("interrupted: run the same command again to continue; files that are whole are reused", err=True)
         raise SystemExit(130) from None

@@ -177,3 +177,13 @@ def test_a_conversion_to_where_another_one_writes_says_so(shell, saved):
     assert code == 2
     assert "another save or conversion is writing to out (process" in text
     assert text.endswith("wait until it ends, or give another path\n")
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_tied_tensors_that_are_written_twice_are_a_note(shell, tmp_path):
+    torch.save({"embed": WEIGHTS["norm"], "head": WEIGHTS["norm"]}, tmp_path / "in.pt")
+    code, text = shell("convert", "in.pt", "out.safetensors", "--no-bar")
+    assert code == 0
+    assert (
+        "note: 'head' is tied to 'embed': safetensors cannot share bytes, so it is written again (24 B in all)" in text
+    )

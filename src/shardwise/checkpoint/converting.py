@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
+from shardwise.planning import size
 from shardwise.state.casts import Cast
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
@@ -86,6 +88,11 @@ def convert(
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
+    ties = _ties(streams, parts)
+    if format == "safetensors":
+        _warn_of(ties, streams)
+        ties = {}
+    layouts |= {key: layouts[one] for key, one in ties.items()}
     owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
     kept = _kept(opened, select, objects)
     kept = kept if format != "safetensors" else {}
@@ -93,8 +100,9 @@ def convert(
         {key: (stream.dtype, layouts[key]) for key, stream in streams.items()},
         kept,
         {key: path for key, path in opened.paths.items() if key in streams or key in kept},
+        ties,
     )
-    token = _token(opened, streams, layouts, kept, format)
+    token = _token(opened, streams, layouts, kept, ties, format)
     writer = _writer(format, folder, owners, token, name)
     _check_apart(opened, folder, name)
     twice = [key for key in kept if key in streams]
@@ -153,7 +161,7 @@ def _written(
     progress: Progress,
 ) -> dict[int, Any]:
     """Write all files; what the writer says of each."""
-    total = sum(stream.size for stream in streams.values())
+    total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
     with shown(progress, total, "convert", here=True) as tell:
         count = _Count(tell, total)
         parts = _parts(streams, contents, chunk, count)
@@ -235,6 +243,29 @@ def _layouts(
     return layouts
 
 
+def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
+    """The names whose tensors come from the same bytes as those of an earlier name, and are to lie alike; and that."""
+    first, found = dict[Any, str](), dict[str, str]()
+    for name, stream in streams.items():
+        if stream.origin is not None and stream.size:
+            layout = None if rules is None else rules.layout(name, stream.shape)
+            one = first.setdefault((stream.origin, layout), name)
+            found |= {name: one} if one != name else {}
+    return found
+
+
+def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
+    """Say that tied tensors become larger."""
+    if ties:
+        name, one = next(iter(ties.items()))
+        more = f" and {len(ties) - 1} more" if len(ties) > 1 else ""
+        warnings.warn(
+            f"{name!r} is tied to {one!r}: safetensors cannot share bytes, so it is written again{more} "
+            f"({size(sum(streams[key].size for key in ties))} in all); select= leaves it out",
+            stacklevel=3,
+        )
+
+
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...], file: int) -> Layout:
     """All of a tensor in a file. Kept: a model has many tensors of few shapes."""
@@ -244,7 +275,7 @@ def _whole(shape: tuple[int, ...], file: int) -> Layout:
 def _parts(streams: Mapping[str, Stream], contents: Contents, chunk: int, done: _Count) -> Mapping[int, list[Part]]:
     """What every file is to have."""
     found = defaultdict[int, list[Part]](list)
-    for name, stream in streams.items():
+    for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
         empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
         _, layout = contents.tensors[name]
         for owner in layout.owners():
@@ -284,6 +315,7 @@ def _token(
     streams: Mapping[str, Stream],
     layouts: Mapping[str, Layout],
     values: Mapping[str, Any],
+    ties: Mapping[str, str],
     format: str,
 ) -> str:
     """Tells this conversion from others: of other files or other values, or to something else."""
@@ -297,6 +329,7 @@ def _token(
     said += [(name, str(stream.dtype), stream.shape, str(layouts[name])) for name, stream in streams.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew
         said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in values.items()]
+    said += sorted(ties.items())
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
     return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -62,7 +62,8 @@ class Entry:
     """A tensor in files: box i of it lies in file number `file[i]` of `paths`.
 
     `locate` finds for some rows where they are in those files. Formats that have to look into a file for that do so
-    when it is asked. Cuts of files have their offset in bytes, but their strides in elements, as tensors have.
+    when it is asked. Cuts of files have their offset in bytes, but their strides in elements, as tensors have. `shared`
+    is equal for entries that are the same bytes of the same files: tied weights.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Entry:
     locate: Callable[[Ints], Located] = field(repr=False)
     paths: Sequence[str] = field(repr=False)
     files: Files = field(repr=False)
+    shared: Hashable = None
 
     def __post_init__(self) -> None:
         if 0 in self.shape and prod(max(size, 1) for size in self.shape) >= 2**58:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
+from shardwise.checkpoint.comparing import compared
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.opaque import opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
+from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.errors import CheckpointError, RefusedCastError
@@ -26,11 +28,13 @@ from shardwise.state.moving import check_local, memory_of
 from shardwise.state.names import Rename, missing
 from shardwise.state.plan import Tensor
 from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.state.ties import Ties, tied, ties_of
 from shardwise.state.traverse import flatten_state_dict, set_element
 from shardwise.tensor.casting import Change
 from shardwise.tensor.output import check_written
 from shardwise.tensor.overflow import Losses, Lost, Overflow, check_overflow, refusal
 
+T = TypeVar("T")
 Read = Literal["each", "once"]
 
 
@@ -58,17 +62,18 @@ def load(
     checkpoint. `cast`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those
     of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all casts.
     `overflow="refuse"`: raise where a value is beyond the range of its target; "allow" casts it. `strict=False` leaves
-    alone what the checkpoint lacks. `read="each"`: every rank reads what it needs; "once": every byte is read by one
-    rank and sent to all who need it, the better way where files are far away (the default with `group=`). All ranks of
-    the group call, and none returns before all have read, so that the files may be deleted then; without a group each
-    is for itself.
+    alone what the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint has one
+    of them; if it has two that differ, they are refused. `read="each"`: every rank reads what it needs; "once": every
+    byte is read by one rank and sent to all who need it, the better way where files are far away (the default with
+    `group=`). All ranks of the group call, and none returns before all have read, so that the files may be deleted
+    then; without a group each is for itself.
     """
     callers = Callers("load", group, alone=group is None and read != "once")
     flat, paths = dict[str, Any](), dict[str, Any]()
     replaced, linked = dict[str, torch.Tensor](), set[str]()
     found = list[Checkpoint]()
 
-    def say() -> Said:
+    def say() -> tuple[Said, Ties]:
         check_progress(progress)
         check_overflow(overflow)
         if read not in (None, "each", "once"):
@@ -79,26 +84,26 @@ def load(
         replaced.update(replacements(names[0]))
         flat.update(names[0] | replaced)
         paths.update(names[1])
-        return said(flat, callers.wire)
+        return said(flat, callers.wire), ties_of(flat)
 
-    def conclude(told: Mapping[int, Said]) -> dict[str, Tensor]:
-        tensors = tensors_of(told, "state dict")
+    def conclude(told: Mapping[int, tuple[Said, Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")
         if once:
             callers.check(tensors)
-        return tensors
+        return tensors, tied({rank: ties for rank, (_, ties) in told.items()})
 
     once = not callers.alone and read != "each"
     # who reads a byte for all must read it where all others would
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
-    targets = callers.together(say, conclude, **same)
+    targets, ties = callers.together(say, conclude, **same)
     checkpoint, others = found[0], list[str]()
 
     def prepare() -> list[tuple[Link, Entry, Tensor]]:
         others.extend(_others(checkpoint, flat, strict))
-        listed = _links(checkpoint, targets, rename, remap, Into.of(cast), strict)
+        listed = _links(checkpoint, targets, ties, rename, remap, Into.of(cast), strict)
         linked.update(link.target for link, _, _ in listed)
-        return listed
+        return _once(checkpoint, listed, ties, check=callers.first)
 
     values, losses = dict[str, Any](), Losses() if overflow == "refuse" else None
 
@@ -122,6 +127,7 @@ def load(
 def _links(
     checkpoint: Checkpoint,
     targets: Mapping[str, Tensor],
+    ties: Mapping[str, str],
     rename: Rename,
     remap: Iterable[Remap],
     cast: Into,
@@ -134,6 +140,9 @@ def _links(
     several = lacking or rename is not None or remap
     have = {name: checkpoint[name].shape for name in (checkpoint if several else wanted)}
     try:
+        if ties and several:
+            reached = links(have, wanted, rename=rename, remap=remap, strict=False, whole=False, empty=True)
+            wanted = _untied(wanted, ties, {link.target for link in reached})
         found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
         cast.check_used(targets)
     except ValueError as error:
@@ -147,6 +156,32 @@ def _links(
         except ValueError as error:
             raise RefusedCastError(f"{checkpoint.path}: {error}") from error
     return listed
+
+
+def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
+    """Without the names that are filled along with one that they are tied to."""
+    filled = {ties.get(name, name) for name in wanted if name in reached}
+    return {name: one for name, one in wanted.items() if name in reached or ties.get(name, name) not in filled}
+
+
+def _once(
+    checkpoint: Checkpoint, listed: Sequence[tuple[Link, Entry, Tensor]], ties: Mapping[str, str], *, check: bool
+) -> list[tuple[Link, Entry, Tensor]]:
+    """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
+    streams = dict[str, Stream]()
+    for link, entry, tensor in listed if ties else ():
+        before = streams[link.target].sources if link.target in streams else ()
+        streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
+    first = dict[str, str]()
+    again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
+    for name, one in again.items() if check else ():
+        found = compared({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        if found:
+            raise CheckpointError(
+                f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
+                f"({found[0].what}): give each its own memory, or leave one of them out"
+            )
+    return [one for one in listed if one[0].target not in again]
 
 
 def _load_each(

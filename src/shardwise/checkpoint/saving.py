@@ -27,6 +27,7 @@ from shardwise.quoting import printable
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
+from shardwise.state.ties import Ties, tied, ties_of
 from shardwise.state.traverse import flatten_state_dict, is_step
 
 T = TypeVar("T")
@@ -45,22 +46,22 @@ def save(
     """Write a state dict to a directory. Every rank of the group calls; without a process group one process does.
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
-    Replicas are written once, in equal shares. A checkpoint that was at the path stays whole until the new one is, and
-    is removed then. While another save or conversion writes there, this one is refused. Values that are no tensors are
-    those of the first rank; so are plain tensors that differ between ranks, with a warning. `durable`: wait until the
-    disk has it.
+    Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. A checkpoint that
+    was at the path stays whole until the new one is, and is removed then. While another save or conversion writes
+    there, this one is refused. Values that are no tensors are those of the first rank; so are plain tensors that differ
+    between ranks, with a warning. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
-    flat, paths, tensors, differing = _heard(callers, state_dict, format, path)
+    flat, paths, tensors, ties, differing = _heard(callers, state_dict, format, path)
     opened, layouts = list[Saver](), _layouts(tensors, differing)
+    layouts |= {name: layouts[one] for name, one in ties.items()}
     others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
-    contents = Contents(layouts, others, paths)
+    contents = Contents(layouts, others, paths, ties)
 
     def write() -> Any:
         opened.append(_writer(format, Folder(path, durable=durable, run=token), callers, token, contents))
-        parts = [
-            p for name, tensor in tensors.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)
-        ]
+        own = {name: tensor for name, tensor in tensors.items() if name not in ties}
+        parts = [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
         return opened[0].write(callers.me, parts, contents)
 
     def finish(told: Mapping[int, Any]) -> list[str]:
@@ -121,11 +122,11 @@ def _first(told: Mapping[int, T]) -> T:
 
 def _heard(
     callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[str]]:
-    """The flat state dict of this rank, its nested names, what is known of all tensors, and which of them differ."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], dict[str, str], list[str]]:
+    """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
     flat, paths, marked = dict[str, Any](), dict[str, Any](), dict[str, int]()
 
-    def say() -> tuple[Said, list[str]]:
+    def say() -> tuple[Said, list[str], Ties]:
         _check(format)
         found = flatten_state_dict(state_dict)
         refuse_modules(found[0])
@@ -138,21 +139,21 @@ def _heard(
         for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
         marked.update({} if callers.alone else marks(flat))
-        return said(flat, callers.wire), list(others)
+        return said(flat, callers.wire), list(others), ties_of(flat)
 
-    def conclude(told: Mapping[int, tuple[Said, list[str]]]) -> dict[str, Tensor]:
-        (first, (_, names)), *others = told.items()
-        for rank, (_, other) in others:
+    def conclude(told: Mapping[int, tuple[Said, list[str], Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        (first, (_, names, _)), *others = told.items()
+        for rank, (_, other, _) in others:
             if other != names:
                 strange = sorted(set(names) ^ set(other)) or names
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        tensors = tensors_of({rank: one for rank, (one, _) in told.items()}, "state dict")
+        tensors = tensors_of({rank: one for rank, (one, *_) in told.items()}, "state dict")
         callers.check(tensors)
         _check_whole(tensors)
-        return tensors
+        return tensors, tied({rank: ties for rank, (*_, ties) in told.items()})
 
-    tensors = callers.together(say, conclude, format=format, path=str(path))
-    return flat, paths, tensors, unlike(tensors, marked, callers.highest)
+    tensors, ties = callers.together(say, conclude, format=format, path=str(path))
+    return flat, paths, tensors, ties, unlike(tensors, marked, callers.highest)
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
 from mmap import MAP_PRIVATE, mmap
@@ -35,6 +35,18 @@ class Stream:
     def size(self) -> int:
         """The bytes of all cells."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def same_bytes(self, other: Stream) -> bool:
+        """True where the same bytes of files are known to become the same tensor: tied weights that are stored once."""
+        return self.origin is not None and self.origin == other.origin
+
+    @property
+    def origin(self) -> Hashable:
+        """The bytes that it comes from, and what becomes of them; None where it shares none of them with another."""
+        if not self.sources or any(entry.shared is None for _, entry in self.sources):
+            return None
+        parts = [(link.source_view, link.target_view, entry.dtype, entry.shared) for link, entry in self.sources]
+        return self.shape, self.dtype, tuple(parts)
 
     def check(self) -> None:
         """Refuse cells that are stored nowhere."""

@@ -28,7 +28,7 @@ from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
 from shardwise.state.traverse import Key, get_element
 
-METADATA = ".metadata"
+METADATA, TIED = ".metadata", "shardwise_tied"
 LOST = object()
 
 
@@ -131,12 +131,13 @@ def open_dcp(files: Files) -> Checkpoint:
     said, budget = unpickle(data, where, NAMES), Budget(len(data))
     described, stored, paths = _parts(where, said)
     with _sound(where, "its storage_data"):
-        table = _table(files, stored)
+        tied = _tied(said.get(TIED))
+        table = _table(files, stored, tied)
     entries, values, moulds = dict[str, Entry](), dict[str, int](), Moulds(files)
     for name, kind in described.items():
         with _sound(where, name):
             if isinstance(kind, TensorMetadata):
-                entries[name] = _entry(files, name, kind, table, moulds, budget)
+                entries[name] = _entry(files, name, kind, table, moulds, budget, tied.get(name, name))
             elif isinstance(kind, BytesMetadata):
                 values[name] = table.rows[name, None]
             elif isinstance(kind, dict):
@@ -191,7 +192,15 @@ def _sound(where: str, what: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: {what!r} is not described as it should be: {lost}") from error
 
 
-def _table(files: Files, stored: Mapping[Index, Stored]) -> Table:
+def _tied(said: Any) -> dict[str, str]:
+    """The names whose bytes are those of another one, as we note them: torch writes the bytes of every name apart."""
+    found = {} if said is None else said
+    if type(found) is not dict or not all(type(name) is str for pair in found.items() for name in pair):
+        raise TypeError(f"{TIED} is {said!r:.100}")
+    return found
+
+
+def _table(files: Files, stored: Mapping[Index, Stored], tied: Mapping[str, str]) -> Table:
     indexes, infos = [index.state for index in stored], [info.state for info in stored.values()]
     keys = [(index["fqn"], index.get("offset")) for index in indexes]
     for key, info in zip(keys, infos, strict=True):
@@ -209,8 +218,20 @@ def _table(files: Files, stored: Mapping[Index, Stored]) -> Table:
     start, length = (_numbers([info[field] for info in infos]) for field in ("offset", "length"))
     paths = [inside(name, files.shown(METADATA)) for name in number]
     table = Table(rows, ints([number[name] for name in names]), start, start + length, paths)
-    _check_apart(files, table, keys)
+    again = [row for row, (name, _) in enumerate(keys) if name in tied]
+    other = next((keys[row][0] for row in again if not _is_again(table, row, tied[keys[row][0]], keys[row][1])), None)
+    if other is not None:
+        raise ValueError(f"{other!r} is tied to {tied[other]!r}, but has other bytes")
+    _check_apart(files, table, keys, np.setdiff1d(np.arange(len(keys)), again))
     return table
+
+
+def _is_again(table: Table, row: int, other: str, lo: tuple[int, ...] | None) -> bool:
+    """True for a box whose bytes are those of the same box of another tensor."""
+    first = None if lo is None else table.rows.get((other, lo))
+    if first is None or first == row:
+        return False
+    return all(column[row] == column[first] for column in (table.file, table.start, table.stop))
 
 
 def _numbers(values: list[Any]) -> Ints:
@@ -219,9 +240,9 @@ def _numbers(values: list[Any]) -> Ints:
     return ints(values)
 
 
-def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]]) -> None:
+def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]], rows: Ints) -> None:
     """Bytes are those of one box each."""
-    order = np.lexsort((table.start, table.file))
+    order = rows[np.lexsort((table.start[rows], table.file[rows]))]
     file, start, stop = table.file[order], table.start[order], table.stop[order]
     both = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1]))
     if not len(both):
@@ -237,7 +258,9 @@ def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]]) ->
     )
 
 
-def _entry(files: Files, name: str, said: TensorMetadata, table: Table, moulds: Moulds, budget: Budget) -> Entry:
+def _entry(
+    files: Files, name: str, said: TensorMetadata, table: Table, moulds: Moulds, budget: Budget, own: str
+) -> Entry:
     shape, dtype = sizes(said.state["size"]), said.state["properties"].state[0]
     if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MOST:
         raise ValueError(f"its dtype is {brief(dtype)}, its shape {shape}")
@@ -249,7 +272,7 @@ def _entry(files: Files, name: str, said: TensorMetadata, table: Table, moulds: 
     def locate(some: Ints) -> Located:
         return moulds.located(table.spans(files, rows[some], [name] * len(some)), alike.boxes.take(some), name, dtype)
 
-    return Entry(name, shape, dtype, alike, table.file[rows], locate, table.paths, files)
+    return Entry(name, shape, dtype, alike, table.file[rows], locate, table.paths, files, own)
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.formats.dcp import METADATA
+from shardwise.checkpoint.formats.dcp import METADATA, TIED
 from shardwise.checkpoint.formats.dcp_nesting import nesting
 from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
@@ -129,18 +130,25 @@ def _metadata(items: Sequence[Item], contents: Contents) -> Any:
 
     listed, places = dict[str, Any](), dict[Any, Any]()
     chunks = {name: list[Any]() for name in contents.tensors}
+    again = defaultdict[str, list[str]](list)
+    for name, one in contents.tied.items():
+        again[one].append(name)
     for item in items:
-        lo = None if item.lo is None else torch.Size(item.lo)
-        if lo is not None:
-            chunks[item.name].append(torchs.ChunkStorageMetadata(lo, torch.Size(item.shape)))
-        else:
-            listed[item.name] = torchs.BytesStorageMetadata()
-        places[torchs.MetadataIndex(item.name, lo)] = _StorageInfo(item.file, item.start, item.size)
+        lo, place = None if item.lo is None else torch.Size(item.lo), _StorageInfo(item.file, item.start, item.size)
+        for name in (item.name, *again[item.name]):
+            places[torchs.MetadataIndex(name, lo)] = place
+            if lo is not None:
+                chunks[name].append(torchs.ChunkStorageMetadata(lo, torch.Size(item.shape)))
+            else:
+                listed[name] = torchs.BytesStorageMetadata()
     for name, (dtype, layout) in contents.tensors.items():
         properties = torchs.TensorProperties(dtype=dtype)
         listed[name] = torchs.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
     nested = nesting(contents)
     version = getattr(torchs, "CURRENT_DCP_VERSION", None)
-    return torchs.Metadata(
+    found = torchs.Metadata(
         {**nested.skeletons, **listed}, dict(nested.paths), places, **({"version": version} if version else {})
     )
+    if contents.tied:
+        found.__dict__[TIED] = dict(contents.tied)  # torch leaves it alone: without it, shared bytes are an error to us
+    return found

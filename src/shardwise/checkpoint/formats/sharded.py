@@ -2,7 +2,8 @@
 
 The tensor `w` of a file is stored under `w@4,0` where its part begins at row 4. The index, `shardwise.json`, is written
 last: without it there is no checkpoint. For every tensor it has the dtype, the shape and the layout, in the notation of
-layouts, whose owners are numbers of files; beside them values that are no tensors, and nested names.
+layouts, whose owners are numbers of files; beside them values that are no tensors, and nested names. A tensor that is
+`tied` to another one has its parts under that one's name.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, 
         name: {"dtype": name_of(dtype, name), "shape": list(layout.shape), "layout": texts[layout]}
         for name, (dtype, layout) in contents.tensors.items()
     }
+    for name, one in contents.tied.items():
+        listed[name]["tied"] = one
     said = {
         "shardwise": VERSION,
         "files": list(files),
@@ -120,7 +123,7 @@ def open_sharded(files: Files) -> Checkpoint:
         raise CheckpointError(f"{where} has no files, tensors, values and paths")
     names, (tensors, values, paths) = [inside(name, where) for name in parts[0]], parts[1:]
     headers = Headers(files, names)
-    entries = Lazy(tensors, partial(_entry, headers, where))
+    entries = Lazy(tensors, partial(_entry, headers, where, tensors))
     return Checkpoint(
         files,
         "sharded",
@@ -188,7 +191,7 @@ class Headers:
         return self._read[number]
 
 
-def _entry(headers: Headers, where: str, name: str, said: Any) -> Entry:
+def _entry(headers: Headers, where: str, all_said: Mapping[str, Any], name: str, said: Any) -> Entry:
     try:
         dtype, shape, layout = said["dtype"], tuple(said["shape"]), str(said["layout"])
     except (KeyError, TypeError) as error:
@@ -198,8 +201,22 @@ def _entry(headers: Headers, where: str, name: str, said: Any) -> Entry:
         stored = _stored(dtype, shape, layout, len(headers.names))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
-    locate = partial(_locate, headers, name, stored)
-    return Entry(name, stored.shape, stored.dtype, stored.alike, stored.file, locate, headers.names, headers.files)
+    own = _own(all_said, name, said, where)
+    locate = partial(_locate, headers, own, stored)
+    return Entry(name, stored.shape, stored.dtype, stored.alike, stored.file, locate, headers.names, headers.files, own)
+
+
+def _own(tensors: Mapping[str, Any], name: str, said: Mapping[str, Any], where: str) -> str:
+    """The name that a tensor has in its files: that of the one that it is tied to."""
+    one = said.get("tied", name)
+    alike = {key: value for key, value in said.items() if key != "tied"}
+    if one != name and (not isinstance(one, str) or tensors.get(one) != alike):
+        raise CheckpointError(
+            f"{name!r} in {where} is tied to {one!r}, which is not a tensor of its own that lies alike"
+        )
+    if one == name and "tied" in said:
+        raise CheckpointError(f"{name!r} in {where} is tied to {one!r}: to itself")
+    return str(one)
 
 
 class Stored(NamedTuple):

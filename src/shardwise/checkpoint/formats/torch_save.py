@@ -176,7 +176,8 @@ def _entry(name: str, tensor: SavedTensor, archive: Archive, number: int, names:
         strides = None if tensor.strides == row_major(shape) else ints([tensor.strides])[: len(rows)]
         return Located(np.full(len(rows), start), strides)
 
-    return Entry(name, shape, tensor.dtype, alike, np.full(alike.boxes.count, number), locate, names, files)
+    shared = number, tensor.storage.key, tensor.offset, tensor.strides
+    return Entry(name, shape, tensor.dtype, alike, np.full(alike.boxes.count, number), locate, names, files, shared)
 
 
 def _settled(files: Files, values: Mapping[str, tuple[Archive, Any]]) -> dict[str, Any]:

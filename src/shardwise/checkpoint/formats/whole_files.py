@@ -109,8 +109,12 @@ class TorchSaveWriter:
 
     def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
         """All of it."""
-        stored = {part.name: Stored(str(at), part.dtype, part.shape) for at, part in enumerate(parts)}
-        records: Records = {stored[part.name].key: (part.bytes, part.write) for part in parts}
+        keys = {part.name: str(at) for at, part in enumerate(parts)}
+        records: Records = {keys[part.name]: (part.bytes, part.write) for part in parts}
+        stored = {
+            name: Stored(keys[contents.tied.get(name, name)], dtype, layout.shape)
+            for name, (dtype, layout) in contents.tensors.items()
+        }
         flat = {**stored, **contents.values}
         paths = {name: contents.paths.get(name, (name,)) for name in flat}
         with self.folder.write(self.main) as file:

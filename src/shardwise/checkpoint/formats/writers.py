@@ -44,6 +44,7 @@ class Contents(NamedTuple):
     tensors: Mapping[str, tuple[torch.dtype, Layout]]  # the owners are those who wrote
     values: Mapping[str, Any]
     paths: Mapping[str, tuple[Any, ...]]
+    tied: Mapping[str, str] = {}  # names that have no parts of their own: those of another name are theirs, too
 
 
 INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
