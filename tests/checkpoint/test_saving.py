@@ -219,7 +219,7 @@ def test_odd_tensors(tmp_path, count):
     on_ranks(count, run)
     has(tmp_path / "safetensors", odd_tensors())
     has(tmp_path / "dcp", odd_tensors())
-    some = {name: value for name, value in odd_tensors().items() if value.numel()}
+    some = {name: value for name, value in odd_tensors().items() if value.numel() and name != "tied.too"}
     same_tensors({name: value for name, value in pasted(tmp_path / "safetensors").items() if name in some}, some)
 
 
