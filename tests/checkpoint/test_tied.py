@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise import Resharder, checkpoint, reshard_state_dict
 from shardwise.errors import CheckpointError
+from shardwise.state import ties
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled:UserWarning")
@@ -104,6 +105,13 @@ def test_memory_that_is_shared_in_part_or_otherwise_is_not_tied(tmp_path, how):
     target = torch.zeros(8, 8)
     with pytest.raises(CheckpointError, match="has nothing for 'b'"):
         checkpoint.load(tmp_path / "m.safetensors", into={"a": target, "b": UNTIED[how](target)})
+
+
+def test_memory_that_is_made_anew_whenever_it_is_looked_at_is_not_tied(monkeypatch):
+    """It may be at the same address every time."""
+    monkeypatch.setattr(ties, "memory_of", lambda value: [value.clone()])
+    state = {f"w{at}": torch.full((4096,), float(at)) for at in range(20)}
+    assert ties.ties_of(state) == {}
 
 
 def test_tensors_without_cells_are_not_tied(tmp_path):

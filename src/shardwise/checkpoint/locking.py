@@ -105,6 +105,8 @@ class Lock:
         if not keep and self.current:
             with suppress(OSError):
                 os.unlink(self._path)
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
         os.close(self._file)
 
 

@@ -21,7 +21,7 @@ def ties_of(flat: Mapping[str, Any]) -> dict[str, tuple[str, bool]]:
     {'a': ('a', True), 'b': ('a', True)}
     """
     near = _grouped({name: _addresses(v) for name, v in flat.items() if v is None or is_tensor(v)})
-    groups = [names for some in near for names in _grouped({name: _memory(flat[name]) for name in some})]
+    groups = [names for some in near for names in _grouped(_memories({name: flat[name] for name in some}))]
     return {name: (names[0], _has_cells(flat[names[0]])) for names in groups for name in names}
 
 
@@ -57,15 +57,14 @@ def _has_cells(value: Any) -> bool:
     return any(tensor.numel() for tensor in memory_of(value))
 
 
-def _memory(value: Any) -> Hashable:
+def _memories(values: Mapping[str, Any]) -> dict[str, Hashable]:
     """Equal for what lies in the same memory, in the same way; and for what has none here."""
-    if value is None:
-        return None
-    known = known_of(value)
-    parts = [tensor for tensor in memory_of(value) if tensor.numel()]
-    if not all(map(_is_plain, parts)):
-        return id(value), None
-    return known, tuple(map(_place, parts))
+    # all are alive at the same time: what is made anew for every call must not be taken for what was there before
+    parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
+    return {
+        name: None if value is None else (known_of(value), tuple(map(_place, parts[name])))
+        for name, value in values.items()
+    }
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -73,9 +72,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Hashable:
+    if not _is_plain(tensor):
+        return id(tensor)
     strides = tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-    return tensor.data_ptr(), tuple(tensor.shape), strides, tensor.dtype, str(tensor.device), _flags(tensor)
-
-
-def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
-    return tensor.is_conj(), tensor.is_neg()
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tuple(tensor.shape), strides, tensor.dtype, str(tensor.device), flags

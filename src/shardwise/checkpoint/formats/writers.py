@@ -50,7 +50,7 @@ class Contents(NamedTuple):
 INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 NAMES = r"(?:shard-[0-9]+-of-[0-9]+-([0-9a-f]{16})\.safetensors|__[0-9]+_([0-9a-f]{16})\.distcp)"
 OURS, OURS_IN_BYTES = re.compile(NAMES), re.compile(NAMES.encode())
-LOCK = ".shardwise.lock"
+LOCK, TRIES = ".shardwise.lock", 1000
 
 
 def token_of(name: str) -> str | None:
@@ -128,13 +128,14 @@ def claimed(folder: Folder, token: str, name: str | None = None) -> Iterator[Cla
 def _lock(folder: Folder, path: Path, name: str) -> tuple[Lock, list[Path]]:
     """And the directories that were made for it."""
     made = list[Path]()
-    while True:
+    for _ in range(TRIES):
         made += folder.make()
         with writable(folder.shown(name)), suppress(FileNotFoundError):  # another writer failed, and took back all
             lock = Lock(path / name, folder.path if name == LOCK else folder.shown(name[1 : -len(".lock")]))
             if lock.current:
                 return lock, made
             lock.release(keep=True)
+    raise CheckpointError(f"{folder.shown(name)} cannot be locked: it disappears again and again")
 
 
 def _cleared(folder: Folder, lock: Lock, token: str) -> list[Record]:
