@@ -84,7 +84,7 @@ def load(
         replaced.update(replacements(names[0]))
         flat.update(names[0] | replaced)
         paths.update(names[1])
-        return said(flat, callers.wire), ties_of(flat)
+        return said(flat, callers.wire), ties_of(flat, callers.wire)
 
     def conclude(told: Mapping[int, tuple[Said, Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")

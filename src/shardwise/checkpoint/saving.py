@@ -139,7 +139,7 @@ def _heard(
         for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
         marked.update({} if callers.alone else marks(flat))
-        return said(flat, callers.wire), list(others), ties_of(flat)
+        return said(flat, callers.wire), list(others), ties_of(flat, callers.wire)
 
     def conclude(told: Mapping[int, tuple[Said, list[str], Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
         (first, (_, names, _)), *others = told.items()

@@ -9,11 +9,12 @@ import torch
 
 from shardwise.state.leaves import is_tensor, known_of
 from shardwise.state.moving import memory_of
+from shardwise.wires import GroupWire
 
 Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any
 
 
-def ties_of(flat: Mapping[str, Any]) -> dict[str, tuple[str, bool]]:
+def ties_of(flat: Mapping[str, Any], wire: GroupWire | None = None) -> dict[str, tuple[str, bool]]:
     """The tied names of a flat state dict, as this rank sees it: those that have no memory here may be tied elsewhere.
 
     >>> w = torch.ones(3)
@@ -21,7 +22,7 @@ def ties_of(flat: Mapping[str, Any]) -> dict[str, tuple[str, bool]]:
     {'a': ('a', True), 'b': ('a', True)}
     """
     near = _grouped({name: _addresses(v) for name, v in flat.items() if v is None or is_tensor(v)})
-    groups = [names for some in near for names in _grouped(_memories({name: flat[name] for name in some}))]
+    groups = [names for some in near for names in _grouped(_memories({name: flat[name] for name in some}, wire))]
     return {name: (names[0], _has_cells(flat[names[0]])) for names in groups for name in names}
 
 
@@ -57,12 +58,12 @@ def _has_cells(value: Any) -> bool:
     return any(tensor.numel() for tensor in memory_of(value))
 
 
-def _memories(values: Mapping[str, Any]) -> dict[str, Hashable]:
+def _memories(values: Mapping[str, Any], wire: GroupWire | None) -> dict[str, Hashable]:
     """Equal for what lies in the same memory, in the same way; and for what has none here."""
     # all are alive at the same time: what is made anew for every call must not be taken for what was there before
     parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
     return {
-        name: None if value is None else (known_of(value), tuple(map(_place, parts[name])))
+        name: None if value is None else (known_of(value, wire), tuple(map(_place, parts[name])))
         for name, value in values.items()
     }
 
