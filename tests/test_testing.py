@@ -72,6 +72,14 @@ def test_replicas_that_differ_are_found():
         gather(shards, layout)
 
 
+def test_an_average_that_is_not_whole_is_refused_for_integers():
+    layout, terms = parse("2/Pavg@2"), {0: [np.array([1, 2])], 1: [np.array([2, 2])]}
+    with pytest.raises(PlanError, match="an average of int64 terms is not an integer"):
+        gather(terms, layout)
+    halves = {owner: [array.astype(np.float64) for array in arrays] for owner, arrays in terms.items()}
+    np.testing.assert_array_equal(gather(halves, layout), [1.5, 2.0])
+
+
 WRONG = {
     "an owner is missing": lambda shards: {0: shards[0]},
     "a buffer is missing": lambda shards: {0: shards[0], 1: []},

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Self, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -50,7 +51,7 @@ class OnMesh:
     @cached_property
     def layout(self) -> Layout:
         """Kept by value: making one takes longer than moving a small tensor."""
-        return _mesh_layout(self)
+        return _mesh_layout(self, () if _rises(self.mesh) else _unsorted_axes(self.mesh))
 
     @property
     def group(self) -> None:
@@ -66,9 +67,9 @@ class OnMesh:
         return [x]
 
     def local(self, tensors: Tensors) -> list[torch.Tensor]:
-        """This rank's part, where it is in the mesh."""
+        """This rank's part, where it is in the mesh. Detached: `from_local` keeps tensors that autograd follows."""
         with torch.no_grad():
-            return [x.to_local() for x in tensors if isinstance(x, DTensor) and self._here]
+            return [x.to_local().detach() for x in tensors if isinstance(x, DTensor) and self._here]
 
     def dressed(self, local: Tensors) -> list[torch.Tensor]:
         """The DTensor with this local tensor. The shape is given: torch cannot know it where shards are uneven."""
@@ -81,9 +82,12 @@ class OnMesh:
         """What the user gets: None outside the mesh."""
         return tensors[0] if tensors else None  # type: ignore[return-value]
 
-    def gradient(self) -> OnMesh:
-        """How the gradient lies: torch's rule, whole where the value was partial."""
-        return replace(self, placements=tuple(Replicate() if p.is_partial() else p for p in self.placements))
+    def gradient(self, arrived: object = None) -> OnMesh:
+        """How the gradient lies: torch's rule, whole where the value was partial, unless it arrived as such terms."""
+        same = arrived if isinstance(arrived, OnMesh) and arrived.mesh == self.mesh else None
+        terms = same.placements if same else (None,) * len(self.placements)
+        pairs = zip(self.placements, terms, strict=True)
+        return replace(self, placements=tuple(Replicate() if p.is_partial() and p != term else p for p, term in pairs))
 
     def gradient_of(self, grads: Tensors) -> OnMesh | None:
         """A DTensor says itself: operations may have left other placements."""
@@ -191,7 +195,7 @@ class Shards:
         """A ShardedTensor of torch; None on a rank that holds nothing."""
         return torchs_sharded(tensors, self.metadata, self.spec, self.group) if tensors else None
 
-    def gradient(self) -> Shards:
+    def gradient(self, arrived: object = None) -> Shards:
         """As the value: such tensors are never partial."""
         return self
 
@@ -274,11 +278,82 @@ def _torchs(placement: Any, shape: tuple[int, ...]) -> Placement:
 
 
 @lru_cache(maxsize=4096)
-def _mesh_layout(kind: OnMesh) -> Layout:
+def _mesh_layout(kind: OnMesh, unsorted: tuple[int, ...]) -> Layout:
     placements, order = kind.placements, kind.order
     if not _default(order):
         placements = DTensorSpec._convert_shard_order_to_StridedShard(order, placements, kind.mesh)
-    return Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
+    by_coordinate = Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
+    ranks = _in_group_order(kind.mesh, placements, unsorted)
+    if ranks == kind.mesh.mesh.tolist():
+        return by_coordinate
+    by_group = Layout.on_mesh(kind.shape, _named(kind.mesh, ranks), placements)
+    for rank in _ranks(kind.mesh):
+        _check_sizes(kind, rank, by_group.local_shape(rank), by_coordinate.local_shape(rank))
+    return by_group
+
+
+# torch numbers shards in two ways. Collectives (distribute_tensor's scatter, full_tensor's gather) go by the rank in
+# the process group of a mesh axis, which torch sorts; offsets and local splits go by the coordinate in the mesh. Where
+# the ranks of a mesh do not rise, the two differ, and the data is where the collectives put it: see decision 18.
+
+
+def _in_group_order(mesh: DeviceMesh, placements: Sequence[Any], unsorted: tuple[int, ...]) -> Any:
+    """The ranks of a mesh in the places that collectives give them, as nested lists."""
+    ranks = mesh.mesh.numpy()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | _StridedShard) and axis not in unsorted:
+            _check_lines(mesh, ranks, placements, axis)
+            ranks = np.sort(ranks, axis=axis)
+    return ranks.tolist()
+
+
+@lru_cache(maxsize=256)
+def _rises(mesh: DeviceMesh) -> bool:
+    """True where ranks rise along every axis: group order and coordinates are the same."""
+    return all((np.diff(mesh.mesh.numpy(), axis=axis) > 0).all() for axis in range(mesh.ndim))
+
+
+def _unsorted_axes(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Axes whose process groups keep the order of the mesh: made by `new_group(sort_ranks=False)`, for `from_group`.
+
+    Equal meshes may have different groups, so this is never kept by value.
+    """
+    here = mesh.get_coordinate()
+    return () if here is None else tuple(axis for axis in range(mesh.ndim) if _keeps_order(mesh, axis, here))
+
+
+def _keeps_order(mesh: DeviceMesh, axis: int, here: Sequence[int]) -> bool:
+    line: Any = (*here[:axis], slice(None), *here[axis + 1 :])
+    group = dist.get_process_group_ranks(mesh.get_group(axis))
+    return group != sorted(group) and group == mesh.mesh[line].tolist()
+
+
+def _check_lines(mesh: DeviceMesh, ranks: Any, placements: Sequence[Any], axis: int) -> None:
+    """Refuse a mesh on which distribute_tensor loses shards: lines along an axis whose ranks are not ordered alike.
+
+    Lines may differ along an axis that is scattered before; but not for partial and strided placements, which torch
+    gathers in another order.
+    """
+    order = ranks.argsort(axis=axis)
+    for other, placement in enumerate(placements):
+        before = other < axis and {type(placement), type(placements[axis])} <= {Shard, Replicate}
+        if other != axis and not before and (order != order.take([0], axis=other)).any():
+            raise LayoutError(
+                f"mesh {mesh.mesh.tolist()} cannot hold {list(placements)}: its lines along axis {axis} order their "
+                f"ranks differently, and torch's distribute_tensor loses shards there: use a mesh whose ranks rise, "
+                f"such as {np.sort(ranks, axis=None).reshape(ranks.shape).tolist()}"
+            )
+
+
+def _check_sizes(kind: OnMesh, rank: int, by_group: tuple[int, ...], by_coordinate: tuple[int, ...]) -> None:
+    """Refuse uneven shards that torch cuts to the sizes of others."""
+    if by_group != by_coordinate:
+        raise LayoutError(
+            f"mesh {kind.mesh.mesh.tolist()} cannot hold shape {kind.shape} as {list(kind.placements)}: its ranks do "
+            f"not rise, so rank {rank} has a shard of shape {by_group} for torch's collectives, but of {by_coordinate} "
+            f"by its coordinate, and distribute_tensor loses data: use a mesh whose ranks rise, or dims that divide "
+            f"evenly"
+        )
 
 
 def _spec(kind: OnMesh, dtype: torch.dtype) -> DTensorSpec:
@@ -300,11 +375,15 @@ def _default(order: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _mesh(mesh: DeviceMesh) -> Mesh:
-    names = mesh.mesh_dim_names
+    return _named(mesh, mesh.mesh.tolist())
+
+
+def _named(mesh: DeviceMesh, ranks: Any) -> Mesh:
+    """A mesh of the same axes with these ranks."""
     try:
-        return Mesh.of(tuple(mesh.mesh.shape), names, ranks=mesh.mesh.tolist())
+        return Mesh.of(tuple(mesh.mesh.shape), mesh.mesh_dim_names, ranks=ranks)
     except LayoutError:  # torch allows any text as a name
-        return Mesh.of(tuple(mesh.mesh.shape), ranks=mesh.mesh.tolist())
+        return Mesh.of(tuple(mesh.mesh.shape), ranks=ranks)
 
 
 @lru_cache(maxsize=256)

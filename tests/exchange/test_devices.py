@@ -1,13 +1,15 @@
 """Tensors on devices that the wire cannot reach: they are packed, and never read or written by their addresses."""
 
+import far
 import numpy as np
 import pytest
 import torch
-from threads import terms, wires_of
+from threads import terms, together, wires_of
 
 from shardwise import plan
 from shardwise.exchange import Exchange, Move, Views
 from shardwise.exchange.fetch import fetch
+from shardwise.testing import on_ranks
 
 MADE = plan("512x64/S0@2", "512x64/R@2", itemsize=8)
 TURN = (0, 0)
@@ -48,3 +50,35 @@ def test_what_is_read_goes_straight_into_memory_and_else_by_way_of_a_message(dev
     assert peer.bytes == 256 * 64 * 8
     straight = made.targets[0][0].data_ptr() + peer.bytes  # the second half of the rows
     np.testing.assert_array_equal(peer.here, [straight if device == "cpu" else views.spare(peer.bytes).data_ptr()])
+
+
+def reduced_far(made, *, target="far", dtype=torch.int64):
+    """What everybody gets whose terms are on the device; the wire reaches CPU memory only. In a process of its own."""
+    _lib, values = far.set_up(), {}
+
+    def work(wire):
+        wire.serves = lambda _: torch.device("cpu")
+        shape = made.target.local_shapes(wire.me)[0]
+        room = torch.empty(shape, dtype=dtype)
+        source = [far.Far(torch.full(made.source.shape, wire.me + 1, dtype=dtype))]
+        move = Move.of(made, wire.me, source, [far.Far(room) if target == "far" else room], dtype)
+        Exchange(wire, terms(), [move], device=torch.device("far")).start().finish()
+        values[wire.me] = room.unique().tolist()
+
+    together(wires_of(made), work)
+    return values
+
+
+@pytest.mark.parametrize("target", ["far", "cpu"])
+@pytest.mark.parametrize("form", ["4/P@3 4/R@3", "6/P@3 6/S0@3", "90000/P@3 90000/R@3", "90000/P@3 90000/S0@3"])
+def test_terms_on_a_device_are_reduced_on_the_device_of_the_target(form, target):
+    """Also of 32 bytes, which come with the agreement; and where messages lie in CPU memory."""
+    made = plan(*form.split(), itemsize=8)
+    (found,) = on_ranks(1, lambda _: reduced_far(made, target=target))
+    assert found == {0: [6], 1: [6], 2: [6]}
+
+
+def test_short_floats_on_a_device_are_reduced_there_too():
+    made = plan("4/Pavg@2", "4/R@2", itemsize=2)
+    (found,) = on_ranks(1, lambda _: reduced_far(made, dtype=torch.bfloat16))
+    assert found == {0: [1.5], 1: [1.5]}

@@ -23,8 +23,11 @@ def numbers(shape):
 
 @lru_cache(maxsize=1024)
 def layout_on(mesh, placements, shape):
-    """Where the cells of a DTensor of that shape are."""
-    return Layout.on_mesh(shape, Mesh.of(tuple(mesh.mesh.shape), ranks=mesh.mesh.tolist()), placements)
+    """Where the cells of a DTensor of that shape are: torch scatters along the rising ranks of an axis."""
+    ranks = mesh.mesh.numpy()
+    for axis, placement in enumerate(placements):
+        ranks = np.sort(ranks, axis=axis) if isinstance(placement, Shard | _StridedShard) else ranks
+    return Layout.on_mesh(shape, Mesh.of(ranks.shape, ranks=ranks.tolist()), placements)
 
 
 @lru_cache(maxsize=1024)

@@ -101,8 +101,8 @@ MESHES = {  # of a world of six: disjoint, overlapping, inside each other, and n
     "0-3": ([0, 1, 2, 3], [(Shard(0),), (Partial(),)]),
     "4-5": ([4, 5], [(Shard(1),), (Replicate(),)]),
     "2-5": ([[2, 3], [4, 5]], [(Shard(0), Shard(1)), (Partial(), Shard(0))]),
-    "mixed": ([5, 0, 3], [(Shard(0),)]),
-    "turned": ([[4, 1], [0, 2]], [(_StridedShard(0, split_factor=2), Shard(0))]),
+    "mixed": ([3, 0, 5], [(Shard(0),)]),
+    "turned": ([[0, 2], [1, 4]], [(_StridedShard(0, split_factor=2), Shard(0))]),
     "all": ([[0, 1, 2], [3, 4, 5]], [(Shard(1), Shard(0)), (Replicate(), Partial())]),
     "one": ([3], [(Replicate(),)]),
 }
@@ -277,7 +277,7 @@ def test_slices_of_two_axes_move_at_once_and_one_after_the_other_though_their_ra
 
 def test_only_the_ranks_of_a_mesh_call_while_the_others_do_something_else(ranks):  # noqa: F811
     def run(rank):
-        square, line = DeviceMesh("cpu", [[1, 2], [4, 5]]), DeviceMesh("cpu", [5, 2, 1])
+        square, line = DeviceMesh("cpu", [[1, 2], [4, 5]]), DeviceMesh("cpu", [2, 1, 5])
         whole, found, group = numbers((7, 5)), [], dist.new_group([1, 2, 4, 5])
         if square.get_coordinate() is not None:
             x = dtensor(whole, square, [Shard(0), Shard(0)])
@@ -286,7 +286,7 @@ def test_only_the_ranks_of_a_mesh_call_while_the_others_do_something_else(ranks)
             assert_lies(found[1], whole, line, [Shard(0)])
         return [None if y is None else tuple(y.to_local().shape) for y in found]
 
-    assert ranks(6, run) == [[], [(7, 3), (1, 5)], [(7, 3), (3, 5)], [], [(7, 2), None], [(7, 2), (3, 5)]]
+    assert ranks(6, run) == [[], [(7, 3), (3, 5)], [(7, 3), (3, 5)], [], [(7, 2), None], [(7, 2), (1, 5)]]
 
 
 # --- sources of every make --------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_only_the_ranks_of_a_mesh_call_while_the_others_do_something_else(ranks)
 
 def test_the_layout_of_a_dtensor_is_where_its_cells_are(ranks):  # noqa: F811
     def run(rank):
-        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
         made = [(dtensor(numbers((7, 5)), mesh, p), p) for p in [*NESTED, *product(PLACEMENTS, repeat=2)]]
         assert all(sw.layout_of(x) == layout_on(mesh, p, (7, 5)) for x, p in made)
         return len(made)

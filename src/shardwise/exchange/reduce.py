@@ -32,7 +32,12 @@ def check(op: str, dtype: torch.dtype) -> None:
     """Refuse a reduction that this dtype does not have."""
     fractions = dtype.is_floating_point or dtype.is_complex
     unordered = dtype.is_complex or dtype == torch.uint64  # which torch cannot compare
-    if (op in BITWISE and fractions) or (op in ("max", "min") and unordered) or (op == "avg" and dtype == torch.uint64):
+    if op == "avg" and not fractions:
+        raise ExchangeError(
+            f"terms of dtype {dtype} cannot be reduced by 'avg': an average of integers need not be an integer. "
+            f"Cast the terms to a float dtype first, or use 'sum'"
+        )
+    if (op in BITWISE and fractions) or (op in ("max", "min") and unordered):
         raise ExchangeError(f"terms of dtype {dtype} cannot be reduced by {op!r}: there is no such operation")
     one = torch.zeros(1, dtype=dtype)
     try:
@@ -44,18 +49,20 @@ def check(op: str, dtype: torch.dtype) -> None:
 def reduce(target: Tensor, terms: Sequence[Tensor], op: str, look: Look | None = None) -> None:
     """Write the reduction of the terms, of which there are two or more, of the shape of the target.
 
-    `look` sees values that are cast, before they are.
+    It is computed on the device of the target. Terms may lie elsewhere: messages that travel with the agreement, and
+    all messages of wires that cannot reach the device, are in CPU memory. `look` sees values that are cast, before
+    they are.
     """
     dtype, combine = terms[0].dtype, COMBINE[op]
-    wide = accumulator(op, dtype)
+    wide = accumulator(dtype)
     there = target.dtype == wide == dtype
     for at in blocks(target.shape):
-        first, *rest = (term[at].to(wide) for term in terms)
+        first, *rest = (term[at].to(target.device, wide) for term in terms)
         value = combine(first, rest[0], out=target[at] if there else torch.empty_like(first))
         for term in rest[1:]:
             combine(value, term, out=value)
         if op == "avg":
-            value.div_(len(terms), rounding_mode=None if wide.is_floating_point or wide.is_complex else "floor")
+            value.div_(len(terms))
         if not there:
             rounded = value.to(dtype)  # as the value is, whatever it is cast to
             if look is not None:
@@ -63,13 +70,11 @@ def reduce(target: Tensor, terms: Sequence[Tensor], op: str, look: Look | None =
             target[at] = rounded
 
 
-def accumulator(op: str, dtype: torch.dtype) -> torch.dtype:
-    """What terms are reduced in: wide enough that short floats are rounded once, and that an average cannot wrap."""
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What terms are reduced in: wide enough that short floats are rounded once."""
     if dtype.is_floating_point and dtype.itemsize < 4:
         return torch.float32
-    if dtype in UNSIGNED or (op == "avg" and not dtype.is_floating_point and not dtype.is_complex):
-        return torch.int64
-    return dtype
+    return torch.int64 if dtype in UNSIGNED else dtype
 
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no arithmetic for them; int64 wraps to the same bits

@@ -49,13 +49,17 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
             spans[asked.dim] = _sharded(spans[asked.dim], asked, count)
             groups[asked.dim].append(axis)
         elif isinstance(asked, Partial):
-            ops.add(asked.reduce_op)
+            if count > 1:  # one term is the value, whatever the reduction
+                ops.add(asked.reduce_op)
             groups[-2].append(axis)
         else:
             groups[-1].append(axis)
         words.append(str(asked))
     if len(ops) > 1:
-        raise LayoutError(f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one")
+        raise LayoutError(
+            f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one. "
+            f"Reduce the axes of the others first, as DTensor.redistribute does with Replicate() there"
+        )
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
     op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value

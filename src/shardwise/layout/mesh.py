@@ -54,7 +54,9 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.reduce_op not in OPERATIONS:
-            raise LayoutError(f"no reduction {self.reduce_op!r}: use one of {', '.join(OPERATIONS)}")
+            near = get_close_matches(str(self.reduce_op), OPERATIONS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise LayoutError(f"no reduction {self.reduce_op!r}: use one of {', '.join(OPERATIONS)}{hint}")
 
     def __str__(self) -> str:
         return "P" if self.reduce_op == "sum" else f"P{self.reduce_op}"

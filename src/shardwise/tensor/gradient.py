@@ -48,6 +48,6 @@ class Link(torch.autograd.Function):
         # gradients that overflow are inf, as torch's own are: those who scale losses look for it
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
         operation = "backward of a reshard"
-        call = Call(ctx.wire, held, lambda _: source.gradient(), options, key=ctx.key, operation=operation)
+        call = Call(ctx.wire, held, lambda _: source.gradient(held.kind), options, key=ctx.key, operation=operation)
         moved, _ = linked(call.start().run())
         return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

@@ -51,6 +51,7 @@ class Held:
             if x is None:
                 return Held.by(None, (), None)
             kind = kind_of(x)
+            _ = kind.layout  # here, where what it refuses is told to all
             held = Held.by(kind, tuple(kind.taken(x)), getattr(x, "dtype", None))
             return replace(held, stand_in=getattr(x, "_stand_in", None))
         except Exception as error:  # the others have to hear of it first

@@ -59,8 +59,8 @@ class Kind(Protocol):
         """The inverse of `taken`; None on a rank that holds nothing."""
         ...
 
-    def gradient(self) -> Kind:
-        """How the gradient of such a tensor is to lie."""
+    def gradient(self, arrived: object = None) -> Kind:
+        """How the gradient of such a tensor is to lie; `arrived` is the kind of the one that comes from the result."""
         ...
 
     def gradient_of(self, grads: Tensors) -> Kind | None:

@@ -54,7 +54,7 @@ class Own:
         """A ShardedTensor, on the ranks that the layout knows."""
         return ShardedTensor(tensors, self.layout, self.group) if owner_here(self.group) in self.layout else None
 
-    def gradient(self) -> Own:
+    def gradient(self, arrived: object = None) -> Own:
         """Whole where the value was partial: every term has the gradient of the value."""
         return replace(self, layout=self.layout.whole())
 

@@ -201,8 +201,10 @@ def _combined(terms: Sequence[Array], op: str | None) -> Array:
         return reduce(COMBINE[op], terms)
     wide = np.result_type(terms[0], np.int64)  # a sum of narrow numbers may not fit
     value = reduce(np.add, [term.astype(wide) for term in terms])
-    mean = value // len(terms) if wide == np.int64 else value / len(terms)
-    return mean.astype(terms[0].dtype)
+    whole = wide == np.int64
+    if whole and (value % len(terms)).any():
+        raise PlanError(f"an average of {terms[0].dtype} terms is not an integer: use a float dtype")
+    return (value // len(terms) if whole else value / len(terms)).astype(terms[0].dtype)
 
 
 def _terms(value: Array, layout: Layout, random: np.random.Generator) -> list[Array]:
