@@ -104,6 +104,22 @@ def test_a_gradient_of_terms_stays_terms_where_torch_leaves_it_so(ranks):  # noq
     assert ranks(4, run)[0] > 60
 
 
+def test_a_gradient_of_terms_becomes_whole_where_other_ranks_take_part(ranks):  # noqa: F811
+    def run(rank):
+        mesh, found = DeviceMesh("cpu", [0, 1]), None
+        x = _dtensor(mesh, [Partial()], 1).detach().requires_grad_() if rank < 2 else None
+        handle = sw.reshard(x, (mesh, "P"), group=dist.group.WORLD, async_op=True)
+        y = handle.wait()
+        if y is None:
+            handle.backward()
+        else:
+            (found,) = torch.autograd.grad(y, x, _dtensor(mesh, [Partial()], 2))
+            assert_equal(found.to_local(), _dtensor(mesh, [Partial()], 2).full_tensor())
+        return None if found is None else found.placements
+
+    assert ranks(4, run) == [(Replicate(),)] * 2 + [None] * 2
+
+
 def _torch_can(source, target, arrives):
     """Moves that torch makes, forward and backward: never from a full value to terms."""
     return not any(b.is_partial() and not a.is_partial() for a, b in zip(source, target, strict=True)) and any(

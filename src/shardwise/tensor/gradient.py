@@ -47,7 +47,9 @@ class Link(torch.autograd.Function):
         source = ctx.source or Own(ctx.facts.source)
         # gradients that overflow are inf, as torch's own are: those who scale losses look for it
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
+        # a rank that holds nothing of the source cannot know what arrives at the others
+        arrived = held.kind if all(owner in source.layout for owner in ctx.wire.owners) else None
         operation = "backward of a reshard"
-        call = Call(ctx.wire, held, lambda _: source.gradient(held.kind), options, key=ctx.key, operation=operation)
+        call = Call(ctx.wire, held, lambda _: source.gradient(arrived), options, key=ctx.key, operation=operation)
         moved, _ = linked(call.start().run())
         return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

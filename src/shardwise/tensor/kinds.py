@@ -106,8 +106,8 @@ class Renumbered:
         """The container of its job."""
         return self.kind.closed(tensors)
 
-    def gradient(self) -> Kind:
-        """As in its job."""
+    def gradient(self, arrived: object = None) -> Kind:
+        """As in its job; whole where the value was partial, since other jobs do not know what arrives here."""
         return Renumbered(self.kind.gradient(), self.members)
 
     def gradient_of(self, grads: Tensors) -> Kind | None:
