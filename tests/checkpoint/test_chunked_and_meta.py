@@ -11,6 +11,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise import sharded_tensor as ours
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own
@@ -97,6 +98,36 @@ def test_chunks_that_do_not_fit_are_refused(tmp_path):
     ):
         with pytest.raises((ValueError, sw.CheckpointError), match=words):
             checkpoint.load(tmp_path / "saved", {"w": rows})
+
+
+def of_ranks(*held, fill=None):
+    """A container that was made without a process group, with the rows of these ranks of four."""
+    metadata = [ours.ShardMetadata([2 * rank, 0], [2, 6], f"rank:{rank}/cpu") for rank in range(4)]
+    shards = [
+        ours.Shard(WHOLE[2 * r : 2 * r + 2].clone() if fill is None else torch.full((2, 6), fill).double(), metadata[r])
+        for r in held
+    ]
+    whole = ours.ShardedTensorMetadata(metadata, WHOLE.shape, ours.TensorProperties(torch.float64))
+    return ours.ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
+
+
+@pytest.mark.parametrize("held", [(0,), (3,), (2, 1), (0, 1, 2, 3)], ids=str)
+def test_containers_without_a_process_group_are_filled_with_their_own_rows(tmp_path, held):
+    checkpoint.save({"w": WHOLE}, tmp_path / "saved")
+    target = of_ranks(*held, fill=-1.0)
+    checkpoint.load(tmp_path / "saved", {"w": target})
+    for rank, shard in zip(held, target.local_shards(), strict=True):
+        torch.testing.assert_close(shard.tensor, WHOLE[2 * rank : 2 * rank + 2])
+    if len(held) == 4:
+        checkpoint.save({"w": target}, tmp_path / "again")
+        whole = {"w": torch.zeros_like(WHOLE)}
+        checkpoint.load(tmp_path / "again", whole)
+        torch.testing.assert_close(whole["w"], WHOLE)
+    else:
+        with pytest.raises(ValueError, match="has no owner"):
+            checkpoint.save({"w": target}, tmp_path / "again")
+    with pytest.raises(sw.LayoutError, match="made without a process group"):
+        sw.layout_of(target)
 
 
 # --- tensors without memory ------------------------------------------------------------------------------------------

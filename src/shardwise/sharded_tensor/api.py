@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwise.tensor.sharded as plain
 from shardwise.dtensor import in_order, torchs_sharded
-from shardwise.errors import ExchangeError
+from shardwise.errors import ExchangeError, LayoutError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.instances import FamiliarTensor
@@ -368,6 +368,21 @@ class ShardedTensor(ShardedTensorBase):
         """True where no placement has to change for shards on that kind of device."""
         mine = self._kind.device or device
         return same_device(mine, device) and all(other.type == device.type for other in self._kind.devices)
+
+    @property
+    def placed(self) -> bool:
+        """False where it was made without a process group: then it holds shards of any ranks."""
+        return self._kind.own is None
+
+    @property
+    def kind(self) -> BySpec:
+        """How it lies, with its group; refused where the shards are not known to be those of this rank."""
+        if not self.placed:
+            raise LayoutError(
+                f"{self!r} was made without a process group: it can be saved and loaded, and not moved between ranks; "
+                f"ShardedTensor._init_from_local_shards_and_global_metadata makes one that can"
+            )
+        return self._kind
 
     def _part(self) -> tuple[Layout, int]:
         """Where no process group says which rank this is: what it holds, as the only owner."""

