@@ -39,11 +39,10 @@ class Nesting(NamedTuple):
 def nesting(contents: Contents) -> Nesting:
     """By the rules above; refuses what torch's reader would change."""
     tensors, values = ({name: path_of(name, contents) for name in part} for part in (contents.tensors, contents.values))
-    held = {path[:end] for path in tensors.values() for end in range(len(path))}
-    _check(tensors, values, held)
+    _check(tensors, values)
     groups = _groups(tensors.values(), values.values())
     _check_names({**tensors, **values}, map(_name, groups))
-    written = {name: tuple(map(_step, path)) for name, path in {**tensors, **values}.items()}
+    written = {name: _written(path) for name, path in {**tensors, **values}.items()}
     skeletons = _skeletons(tensors)
     return Nesting(
         _grouped(contents.values, values, groups),
@@ -65,6 +64,8 @@ def _groups(tensors: Iterable[OBJ_PATH], values: Iterable[OBJ_PATH]) -> set[OBJ_
     """The containers that are stored as one value: such as torch would change, and lists that it does not enter."""
     changed = {root for path in values if (root := _outermost(path))}
     stored = {_within(path, changed) or path for path in values}
+    if all(int not in map(type, path) for path in stored):
+        return {path for path in changed if _within(path, changed) is None}
     entered = {inside for path in tensors for inside, _ in _lists(path)}
     entered |= {inside for path in stored for inside, end in _lists(path) if end < len(path)}
     found = changed | {inside for path in stored for inside, _ in _lists(path) if inside not in entered}
@@ -86,17 +87,19 @@ def _lists(path: OBJ_PATH) -> Iterable[tuple[OBJ_PATH, int]]:
             end = at
 
 
-def _check(tensors: Paths, values: Paths, held: set[OBJ_PATH]) -> None:
-    for name, path in {**tensors, **values}.items():
+def _check(tensors: Paths, values: Paths) -> None:
+    odd = {name: path for name, path in {**tensors, **values}.items() if not {*map(type, path)} <= {str, int}}
+    inner = {name: root for name, path in odd.items() if name in values and (root := _outermost(path)) is not None}
+    held = {path[:end] for path in tensors.values() for end in range(len(path))} if inner else ()
+    for name, path in odd.items():
         if type(path[0]) is not str:
             _refuse(name, "has an int as a key of the outermost dict")
         if any(type(key) is Key and int(float(key)) != int(key) for key in path):
             _refuse(name, "has a key of more than 53 bits")
         if name in tensors and any(type(key) is Place for key in path):
             _refuse(name, "is a tensor inside of a tuple")
-        root = None if name in tensors else _outermost(path)
-        if root is not None and root in held:
-            _refuse(name, f"is no tensor, and lies beside tensors in {_name(root)!r}, which has int keys")
+        if name in inner and inner[name] in held:
+            _refuse(name, f"is no tensor, and lies beside tensors in {_name(inner[name])!r}, which has int keys")
 
 
 def _refuse(name: str, why: str) -> NoReturn:
@@ -131,7 +134,7 @@ def _grouped(values: Mapping[str, Any], paths: Paths, groups: set[OBJ_PATH]) -> 
 def _skeletons(tensors: Paths) -> dict[str, tuple[OBJ_PATH, Any]]:
     """Dicts with int keys that have tensors, without them: by a name of their own, the path and the dict."""
     roots, trees = {root for path in tensors.values() if (root := _outermost(path))}, dict[str, Any]()
-    for path in tensors.values():
+    for path in tensors.values() if roots else ():
         for root in (path[:end] for end in range(1, len(path)) if path[:end] in roots):
             set_element(trees, (_name(root), *path[len(root) :]), None)
     return {_unused(f"{_name(root)}{{}}", tensors): (root, trees[_name(root)]) for root in roots}
@@ -139,6 +142,10 @@ def _skeletons(tensors: Paths) -> dict[str, tuple[OBJ_PATH, Any]]:
 
 def _unused(name: str, names: Paths) -> str:
     return name if name not in names else _unused(f"{name}{{}}", names)
+
+
+def _written(path: OBJ_PATH) -> tuple[Any, ...]:
+    return path if {*map(type, path)} <= {str, int} else tuple(map(_step, path))
 
 
 def _step(key: Any) -> Any:
