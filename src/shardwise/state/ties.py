@@ -13,6 +13,8 @@ from shardwise.wires import GroupWire
 
 Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def ties_of(flat: Mapping[str, Any], wire: GroupWire | None = None) -> dict[str, tuple[str, bool]]:
     """The tied names of a flat state dict, as this rank sees it: those that have no memory here may be tied elsewhere.
@@ -35,7 +37,10 @@ def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
 
 
 def _addresses(value: Any) -> Hashable:
-    """Quick to tell: most tensors lie elsewhere than all others."""
+    """Quick to tell: most tensors lie elsewhere than all others. Empty where there are no cells."""
+    if type(value) in PLAIN and value.layout == torch.strided:
+        address = value.data_ptr()
+        return (address,) if address else ()
     return tuple(tensor.data_ptr() for tensor in memory_of(value) if tensor.numel() and _is_plain(tensor))
 
 
