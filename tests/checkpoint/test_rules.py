@@ -278,3 +278,46 @@ def test_ready_rules_refuse_what_they_do_not_know(ready):
 def test_on_more_axes_ready_rules_replicate():
     rules = read_rules("mixtral").with_mesh(dp=2, tp=4)
     assert rules.layout("lm_head.weight", (32, 8)) == Layout.on_mesh((32, 8), Mesh(dp=2, tp=4), "R,S0")
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+K, Q, OUT = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kqo")
+
+
+@pytest.mark.parametrize("ready", READY)
+def test_ready_rules_refuse_to_cut_heads(ready):
+    for config in (HEADS, {"text_config": HEADS}):
+        rules = read_rules(ready).with_config(config)
+        with pytest.raises(LayoutError, match=r"Mesh\(tp=8\) cuts 4 heads \(num_key_value_heads .*at most 4 ranks"):
+            rules.with_mesh(tp=8).layout(K, (64, 32))
+        for name, tp, shape in ((Q, 3, (128, 32)), (OUT, 16, (32, 128))):
+            with pytest.raises(LayoutError, match=r"cuts 8 heads \(num_attention_heads"):
+                rules.with_mesh(tp=tp).layout(name, shape)
+        for tp in (1, 2, 4):
+            assert rules.with_mesh(tp=tp).layout(K, (64, 32)) == Layout.on_mesh((64, 32), Mesh(tp=tp), "S0")
+        assert rules.with_mesh(tp=8).layout(Q, (128, 32)) == Layout.on_mesh((128, 32), Mesh(tp=8), "S0")
+
+
+def test_without_grouped_heads_k_and_v_have_as_many_as_q():
+    rules = read_rules("llama").with_config({"num_attention_heads": 4}).with_mesh(tp=8)
+    with pytest.raises(LayoutError, match="cuts 4 heads"):
+        rules.layout(K, (64, 32))
+
+
+def test_without_a_config_nothing_is_known_of_heads():
+    assert read_rules("llama").with_mesh(tp=8).layout(K, (64, 32)) == Layout.on_mesh((64, 32), Mesh(tp=8), "S0")
+
+
+def test_a_conversion_reads_the_config_beside_the_weights(tmp_path):
+    import torch
+
+    from shardwise import checkpoint
+
+    torch.save({K: torch.zeros(64, 32)}, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 4}')
+    rules = read_rules("llama")
+    with pytest.raises(LayoutError, match="cuts 4 heads"):
+        checkpoint.convert(tmp_path / "model.pt", tmp_path / "tp8", format="sharded", rules=rules.with_mesh(tp=8))
+    assert not (tmp_path / "tp8").exists()
+    made = checkpoint.convert(tmp_path / "model.pt", tmp_path / "tp4", format="sharded", rules=rules.with_mesh(tp=4))
+    assert made[K].shards == 4

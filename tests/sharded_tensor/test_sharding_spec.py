@@ -179,3 +179,9 @@ def test_other_shards_are_enumerated(api):
         found = api.infer(metadata(api, boxes))
         assert isinstance(found, api.EnumerableShardingSpec)
         assert len(found.shards) == len(boxes)
+
+
+def test_check_tensor_refuses_cells_that_are_held_twice_and_hide_a_gap():
+    twice = [ours.ShardMetadata([0, 0], [5, 3], f"rank:{rank}/cpu") for rank in range(2)]
+    with pytest.raises(ValueError, match=r"overlap in \[0:5, 0:3\]"):
+        ours.check_tensor(twice, (10, 3))

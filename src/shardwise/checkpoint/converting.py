@@ -17,6 +17,7 @@ from shardwise.checkpoint.asked import size_in_bytes
 from shardwise.checkpoint.comparing import check_jobs, compared, ordered, refuse_overflow
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
+from shardwise.checkpoint.formats.safetensors import parsed
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_archive import saved
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
@@ -41,6 +42,7 @@ from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.tensor.overflow import Overflow
 
 Objects = Literal["drop", "carry"]
+CONFIG = "config.json"  # of the model, beside its weights
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
 
 
@@ -82,7 +84,7 @@ def convert(
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    parts = None if rules is None else read_rules(rules)
+    parts = None if rules is None else _for_model(read_rules(rules), opened)
     streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
     streams = {key: stream for key, stream in streams.items() if parts is None or not parts.skips(key)}
     chunk = _chunk(max_bytes, jobs)
@@ -211,6 +213,13 @@ def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, st
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
         return said, Folder(f"{scheme}{separator}{here}", durable=durable), name
     return said, Folder(path, durable=durable), None
+
+
+def _for_model(rules: Rules, source: Checkpoint) -> Rules:
+    """With the config.json beside the weights, where there is one: it knows the number of heads."""
+    if not rules.needs_config or rules.config is not None or not source.files.has(CONFIG):
+        return rules
+    return rules.with_config(parsed(source.files.read(CONFIG), source.files.shown(CONFIG)))
 
 
 def _layouts(

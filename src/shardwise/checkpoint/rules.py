@@ -16,6 +16,11 @@
     fused = {dim = 0, ratio = [1, 1], axis = "tp"}          # of any size; `axis` where the mesh has several
 
     [[rule]]
+    name = "*.k_proj.weight"
+    placements = {tp = "S0"}
+    heads = "num_key_value_heads"   # a number in the config.json beside the weights: no head may be cut
+
+    [[rule]]
     name = "*._extra_state"
     skip = true                 # left out of the checkpoint
 
@@ -45,7 +50,7 @@ import numpy as np
 
 from shardwise.checkpoint.files import readable
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Mesh, Placement, Replicate
+from shardwise.layout import Layout, Mesh, Placement, Replicate, Shard
 from shardwise.layout.mesh import placement
 from shardwise.quoting import brief
 from shardwise.state.names import matched
@@ -89,6 +94,7 @@ class Rule:
     fused: Fused | None
     skip: bool
     where: str
+    heads: str | None = None  # the number in config.json that says how many heads a split dim has
 
     def fits(self, name: str) -> bool:
         """True for a name that it speaks of."""
@@ -115,6 +121,7 @@ class Rules:
     pattern: str | None
     prefix: str
     where: str
+    config: Mapping[str, Any] | None = None  # of the model: its config.json
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -130,6 +137,20 @@ class Rules:
         Mesh(dp=2, tp=4)
         """
         return replace(self, mesh=Mesh.of(list(sizes.values()), list(sizes)))
+
+    def with_config(self, config: Mapping[str, Any]) -> Rules:
+        """The same rules for a model with that config.json: layouts that cut its heads are refused.
+
+        >>> rules = read_rules("llama").with_mesh(tp=4).with_config({"num_key_value_heads": 4})
+        >>> print(rules.layout("model.layers.0.self_attn.k_proj.weight", (512, 4096)))
+        512x4096/S0@tp=4
+        """
+        return replace(self, config=config)
+
+    @property
+    def needs_config(self) -> bool:
+        """True where rules name numbers of heads."""
+        return any(rule.heads for rule in self.rules)
 
     def rule(self, name: str) -> Rule:
         """The first rule that fits a name."""
@@ -170,7 +191,10 @@ class Rules:
         """
         rule, words = self._said(name)
         with _at(f"{rule.where}: {name!r}"):
-            return layout_on(shape, self.known_mesh(), words)
+            found = layout_on(shape, self.known_mesh(), words)
+            if rule.heads is not None and (count := _number(self.config or {}, rule.heads)):
+                _check_heads(found, words, count, f"{self.mesh} cuts {count} heads ({rule.heads} in config.json)")
+            return found
 
     def _said(self, name: str) -> tuple[Rule, tuple[Word, ...]]:
         rule = self.rule(name)
@@ -188,6 +212,28 @@ def layout_on(shape: Sequence[int], mesh: Mesh, words: Sequence[Word]) -> Layout
             length = shape[word.dim] if -len(shape) <= word.dim < len(shape) else 0  # which Layout.fused refuses
             return Layout.fused(shape, word.dim, word.sizes(length), mesh.ranks.reshape(-1).tolist())
     return Layout.on_mesh(shape, mesh, words)
+
+
+def _number(config: Mapping[str, Any], name: str) -> int | None:
+    """A number of heads in a config.json; models without grouped heads have as many of k and v as of q."""
+    for table in (config, config.get("text_config")):
+        if isinstance(table, Mapping):
+            for key in (name, "num_attention_heads"):
+                if type(found := table.get(key)) is int and found > 0:
+                    return found
+    return None
+
+
+def _check_heads(layout: Layout, words: Sequence[Word], count: int, what: str) -> None:
+    """Refuse parts of heads. A dim that is split holds `count` heads of one size."""
+    for dim in {word.dim for word in words if isinstance(word, Shard)}:
+        size = layout.shape[dim] // count
+        edges = {edge[dim] for o in layout.owners() for p in layout.pieces(o) for edge in (p.box.lo, p.box.hi)}
+        if layout.shape[dim] % count or any(edge % size for edge in edges):
+            raise LayoutError(
+                f"{what} of {layout.shape[dim] / count:g} cells along dim {dim}: "
+                f"use at most {count} ranks that divide {count}, or rules that replicate heads"
+            )
 
 
 def places_of(mesh: Mesh, rank: int) -> dict[str, int]:
@@ -299,12 +345,13 @@ def _rule(said: Any, where: str) -> Rule:
             raise LayoutError(f"name must be a pattern of names or a list of them, not {brief(name)}")
     where = f"{where} ({brief(patterns)[1:-1]})"
     with _at(where):
-        _check_keys(said, ("name", "placements", "fused", "skip"))
+        _check_keys(said, ("name", "placements", "fused", "skip", "heads"))
         skip = _typed(said, "skip", bool, False)
         if ("placements" in said) + ("fused" in said) + skip != 1:
             raise LayoutError("it needs placements, or fused, or skip = true, and only one of them")
+        heads = _typed(said, "heads", str, None)
         fused = _fused(said["fused"]) if "fused" in said else None
-        return Rule(tuple(patterns), _placements(said.get("placements", "R")), fused, skip, where)
+        return Rule(tuple(patterns), _placements(said.get("placements", "R")), fused, skip, where, heads)
 
 
 def _placements(said: Any) -> tuple[Placement, ...] | Mapping[str, Placement]:

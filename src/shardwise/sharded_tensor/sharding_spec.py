@@ -161,6 +161,7 @@ def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> 
             f"Total volume of shards: {volume} does not match tensor volume: {prod(shape)}, in other words all the "
             f"individual shards do not cover the entire tensor: no shard holds {missing}"
         )
+    validate_non_overlapping_shards_metadata(shards_metadata)  # else a gap may hide behind cells that are held twice
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
