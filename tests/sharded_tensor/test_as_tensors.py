@@ -126,6 +126,10 @@ def test_such_modules_are_loaded_copied_and_cast(ranks):  # noqa: F811
             one.register_buffer("table", sw.ShardedTensor(torch.full((3,), value), "6/S0@2"))
         module.load_state_dict(other.state_dict())
         assert (parts(module.weight), module.table.shards[0].tolist()) == (parts(other.weight), [2.0] * 3)
+        loaded = pickle.loads(pickle.dumps(module))
+        assert [name for name, _ in loaded.named_parameters()] == ["weight"]
+        assert isinstance(loaded.weight, torch.nn.Parameter)
+        assert parts(loaded.weight) == parts(module.weight)
         again = copy.deepcopy(module).half()
         assert isinstance(again.weight, torch.nn.Parameter)
         assert (again.weight.dtype, again.table.dtype, again.weight.requires_grad) == (
@@ -168,12 +172,30 @@ def test_equal_means_the_same_values_on_every_rank(ranks):  # noqa: F811
         assert not torch.equal(st, ours.zeros(columns(0, 1), 6, 4))
         with pytest.raises(TypeError, match=r"Both arguments to torch\.equal need to be of type ShardedTensor"):
             torch.equal(st, torch.zeros(6, 4) if rank else other)
+        with pytest.raises(TypeError, match=r"Both arguments to torch\.allclose need to be of type ShardedTensor"):
+            torch.allclose(torch.zeros(6, 4) if rank else st, other)
         partial = sw.ShardedTensor(torch.ones(2), "2/Psum@2")
         with pytest.raises(ValueError, match="partial"):
             torch.equal(partial, partial.clone())
         assert torch.equal(sw.ShardedTensor([], "2/R@1:5"), sw.ShardedTensor([], "2/R@1:5"))
 
     ranks(2, run)
+
+
+def test_gradients_are_set_as_they_lie():
+    x = sw.ShardedTensor(torch.ones(2), "2/Psum@2").requires_grad_()
+    x.grad = sw.ShardedTensor(torch.full((2,), 3.0), "2/R@2")
+    assert x.local_tensor().grad.tolist() == [3.0, 3.0]
+    assert x.grad.layout == sw.parse("2/R@2")
+    with pytest.raises(sw.UnsupportedError, match=r"grad: .* same metadata"):
+        x.grad = x.detach()
+    x.grad = None
+    assert x.grad is None
+
+
+def test_arguments_may_be_named():
+    x = sw.ShardedTensor(torch.ones(2), "2/R@1")
+    assert torch.zeros_like(input=x).local_tensor().tolist() == [0.0, 0.0]
 
 
 def test_equal_needs_no_process_group():

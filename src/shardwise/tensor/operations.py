@@ -20,8 +20,8 @@ def refuse(name: str, case: str = "", remedy: str = COMPUTE) -> NoReturn:
 
 
 def name_of(func: Any) -> str:
-    """What it is called; of what reads a property, the property."""
-    return str(func.__self__.__name__ if func.__name__ == "__get__" else func.__name__)
+    """What it is called; of what reads or sets a property, the property."""
+    return str(func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__)
 
 
 def _functions(names: str) -> Iterator[tuple[str, Any]]:

@@ -204,7 +204,7 @@ class ShardedTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: ShardedTensor | None) -> None:
-        given = [None] * len(self.shards) if value is None else _alike(self, value, "grad").shards
+        given = [None] * len(self.shards) if value is None else _alike(self._kind.gradient(), value, "grad").shards
         for shard, grad in zip(self.shards, given, strict=True):
             shard.grad = grad
 
@@ -267,7 +267,7 @@ class ShardedTensor(torch.Tensor):
 
     def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
         """Copy the values of another ShardedTensor that lies in the same way; of any dtype and device."""
-        for mine, theirs in zip(self.shards, _alike(self, other, "copy_").shards, strict=True):
+        for mine, theirs in zip(self.shards, _alike(self._kind, other, "copy_").shards, strict=True):
             mine.copy_(theirs, non_blocking)
         return self
 
@@ -316,7 +316,8 @@ class ShardedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Operations that look at the whole or go shard by shard; all others are refused."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        args = args or tuple(kwargs.pop(name) for name in ("input",) if name in kwargs)
         x = args[0] if args else None
         if func in OF_THE_WRAPPER:
             return _of_the_wrapper(func, args, kwargs)
@@ -327,6 +328,8 @@ class ShardedTensor(torch.Tensor):
                 return x._each(lambda shard: func(shard, *args[1:], **kwargs))
         elif func is torch.Tensor.copy_ and isinstance(x, torch.Tensor):
             return x.copy_(args[1]._whole(), *args[2:], **kwargs)
+        elif OWN.get(func) in ("equal", "allclose") and len(args) > 1:
+            return args[1]._compared(name_of(func), x, func)  # which tells all ranks that this is not one
         refuse(name_of(func))
 
     @classmethod
@@ -376,17 +379,16 @@ class ShardedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """Copied shards, in the same group. A parameter stays one."""
-        found = self._deepcopied(memo)
         if isinstance(self, torch.nn.Parameter):
-            found._is_param = True
-        return found
+            return _parameter(self._deepcopied, (memo,))
+        return self._deepcopied(memo)
 
     def _deepcopied(self, memo: dict[int, Any]) -> ShardedTensor:
         return self._each(lambda shard: deepcopy(shard, memo))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Tensors have one of their own, which comes first."""
-        return self.__reduce__()
+        """Tensors have one of their own, which comes first. A parameter stays one."""
+        return (_parameter, self.__reduce__()[:2]) if isinstance(self, torch.nn.Parameter) else self.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""
@@ -407,6 +409,13 @@ class ShardedTensor(torch.Tensor):
         return report.glance(self.layout, repr(self))
 
 
+def _parameter(make: Callable[..., ShardedTensor], given: tuple[Any, ...]) -> ShardedTensor:
+    """What is made, marked as torch.nn.Parameter marks it."""
+    found = make(*given)
+    found._is_param = True
+    return found
+
+
 def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if OF_THE_WRAPPER[func] and x.dtype is None:
@@ -415,14 +424,14 @@ def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _alike(x: ShardedTensor, other: Any, what: str) -> ShardedTensor:
-    """The other, if it lies in the same way."""
+def _alike(kind: Kind, other: Any, what: str) -> ShardedTensor:
+    """The other, if it lies in that way."""
     if not isinstance(other, ShardedTensor):
-        refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {x.layout!r}")
-    if other.layout != x.layout:
+        refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {kind.layout!r}")
+    if other.layout != kind.layout:
         raise UnsupportedError(
             f"{what}: inplace copy can only happen between two ShardedTensor with same metadata! This one lies as "
-            f"{x.layout!r}, the other as {other.layout!r}: shardwise.reshard(other, out=x) moves between layouts"
+            f"{kind.layout!r}, the other as {other.layout!r}: shardwise.reshard(other, out=x) moves between layouts"
         )
     return other
 
