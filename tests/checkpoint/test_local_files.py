@@ -1,14 +1,19 @@
 """Files of this machine, read by many threads, and more of them than may be open."""
 
+import os
 import resource
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from confined import refused
 
 from shardwise import Layout, ShardedTensor, checkpoint
 from shardwise.checkpoint.files import Span
 from shardwise.checkpoint.local_files import LocalFiles
+from shardwise.errors import CheckpointError
 from shardwise.testing import on_ranks
 
 
@@ -77,3 +82,61 @@ def test_what_only_some_ranks_have_is_saved_from_the_first_of_them(tmp_path):
     found = checkpoint.open(tmp_path / "made")
     assert found["own"].read().tolist() == [1.0, 1.0, 1.0]
     assert found["w"].read().tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def rewritten(path, change):
+    """The same file with other bytes, written in place; its times are as they were."""
+    was = path.stat()
+    with path.open("r+b") as file:
+        change(file)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def other_values(file):
+    file.seek(-16, 2)
+    file.write(bytes(range(16)))
+
+
+def cut_off(file):
+    file.truncate(200)
+
+
+READERS = {
+    "read": lambda found: found["w"].read(),
+    "load": lambda found: checkpoint.load(found, {"w": torch.zeros(5_000)}),
+    "verify": lambda found: checkpoint.verify(found, found),
+    "convert": lambda found: checkpoint.convert(found, "out.pt"),
+    "copy": lambda found: checkpoint.convert(found, "out.safetensors"),
+}
+
+
+@pytest.mark.parametrize("change", [other_values, cut_off])
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "torch.save"])
+def test_files_that_are_written_to_after_a_read_are_noticed(tmp_path, monkeypatch, format, change):
+    """Also where they are cut off, which would end a process that reads what is mapped: so in one of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name, read in READERS.items():
+        path = Path(f"{name}.pt")
+        if format == "torch.save":
+            torch.save({"w": torch.ones(5_000)}, path)
+        else:
+            checkpoint.save({"w": torch.ones(5_000)}, path, format=format)
+        (data,) = [path] if path.is_file() else [p for p in path.iterdir() if p.suffix in (".safetensors", ".distcp")]
+
+        def work(path=path, data=data, read=read):
+            found = checkpoint.open(path)
+            assert found["w"].read().sum() == 5_000
+            time.sleep(0.02)  # longer than what clocks of file systems count
+            rewritten(data, change)
+            return read(found)
+
+        refused(work, CheckpointError, data.name, "changed since it was opened")
+
+
+def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path):
+    torch.save({"w": torch.ones(5_000)}, tmp_path / "m.pt")
+    found = checkpoint.open(tmp_path / "m.pt")
+    assert found["w"].read().sum() == 5_000
+    torch.save({"w": torch.zeros(5_000)}, tmp_path / "new.pt")
+    (tmp_path / "new.pt").replace(tmp_path / "m.pt")
+    assert found["w"].read().sum() == 5_000

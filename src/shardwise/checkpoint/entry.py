@@ -170,10 +170,14 @@ class Entry:
     def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut], look: Look | None = None) -> None:
         """Copy the elements of cuts of files into tensors; `look` sees them as they are in the files."""
         for at in range(0, len(cuts), TOGETHER):
-            views = self.views(cuts[at : at + TOGETHER])
+            some = cuts[at : at + TOGETHER]
+            names = {self.paths[cut.tensor] for cut in some}
+            self.files.check_unchanged(names)  # what is mapped and cut off is not read: that would end the process
+            views = self.views(some)
             if look is not None:
                 look(views)
             torch._foreach_copy_(tensors[at : at + TOGETHER], views)
+            self.files.check_unchanged(names)
 
     def _parts(self, cut: Cut, outer: int) -> list[Cut]:
         """A cut as one for every step along its first dims."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,6 +62,9 @@ class Files(ABC):
     @abstractmethod
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """The bytes of each, not to be written."""
+
+    def check_unchanged(self, names: Iterable[str]) -> None:  # noqa: B027  # not every place can tell
+        """Refuse files that were written to after they were first looked at, where that can be seen."""
 
     def copy(self, span: Span, file: Any) -> None:
         """Append the bytes to a file that is being written, a little at a time."""

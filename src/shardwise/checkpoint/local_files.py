@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -24,8 +24,14 @@ class Seen(NamedTuple):
 
     size: int
     written: int
+    changed: int
     device: int
     number: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> Seen:
+        """By its status. That a file was written to can be hidden, that it changed cannot."""
+        return Seen(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino)
 
 
 class Mapped(NamedTuple):
@@ -66,6 +72,7 @@ class LocalFiles(Files):
 
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """Parts of the mapped files."""
+        self.check_unchanged({span.file for span in spans})
         found = [self._map(span.file).data[span.start : span.stop] for span in spans]
         for span, part in zip(spans, found, strict=True):
             if len(part) != span.stop - span.start or span.start < 0:
@@ -93,6 +100,7 @@ class LocalFiles(Files):
         if not hasattr(file, "take"):
             return super().copy(span, file)
         file.take(self._opened(span.file), span.start, span.stop - span.start)
+        self.check_unchanged([span.file])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Without mapping it: headers of very many files may be read."""
@@ -103,7 +111,26 @@ class LocalFiles(Files):
             found = os.pread(file.number, span.stop - span.start, start)
         if len(found) < span.stop - span.start:
             raise CheckpointError(f"{self.shown(name)}: {len(found)} bytes came where {span} was asked for")
+        self._check_same(name, os.fstat(file.number))
         return found
+
+    def check_unchanged(self, names: Iterable[str]) -> None:
+        """Refuse files that were written to after they were first looked at, which are then of two checkpoints.
+
+        What was replaced or removed is not meant: that which was looked at is still there, for us.
+        """
+        for name in names:
+            try:
+                now = os.stat(f"{self.root}/{name}")
+            except OSError:
+                continue
+            if name in self._seen and now.st_ino == self._seen[name].number:
+                self._check_same(name, now)
+
+    def _check_same(self, name: str, status: os.stat_result) -> None:
+        now = Seen.of(status)
+        if self._seen.setdefault(name, now) != now:
+            raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
 
     def _opened(self, name: str) -> Descriptor:
         """A file; refused where it is not the one that was looked at before."""
@@ -116,9 +143,7 @@ class LocalFiles(Files):
         status = os.fstat(file.number)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{self.shown(name)} is no file that could be read in parts")
-        now = Seen(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
-        if self._seen.setdefault(name, now) != now:
-            raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
+        self._check_same(name, status)
         with self._lock:
             while len(self._open) >= OPEN:  # it is closed when the last one who uses it lets go of it
                 self._open.pop(next(iter(self._open)))
