@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from shardwise.exchange.reduce import Look
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 
+UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
 
 
@@ -154,6 +156,7 @@ class Entry:
 
     def views(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         """The elements of cuts of files, as tensors: of the mapped file, or of what was fetched."""
+        self._check_dtype()
         if isinstance(self.files, LocalFiles):
             return [self.files.elements(self._span(cut), self.dtype, cut.shape, cut.strides) for cut in cuts]
         blocks = [(cut, _outer(cut, self.dtype.itemsize)) for cut in cuts]
@@ -166,6 +169,13 @@ class Entry:
             several[0] if not outer else torch.stack(several).reshape(cut.shape)
             for (cut, outer), several in zip(blocks, tensors, strict=True)
         ]
+
+    def _check_dtype(self) -> None:
+        if UNCOPIED.fullmatch(str(self.dtype)):
+            raise CheckpointError(
+                f"{self.files.root}: {self.name!r} is {self.dtype}, which torch cannot copy: only floats, whole bytes of "
+                f"integers, bool and complex are read. Remedy: leave it out, or save its int_repr() and its scales"
+            )
 
     def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut], look: Look | None = None) -> None:
         """Copy the elements of cuts of files into tensors; `look` sees them as they are in the files."""
@@ -191,6 +201,7 @@ class Entry:
 
     def copy(self, cut: Cut, file: Any) -> None:
         """Append the bytes between the first and the last element of a cut to a file."""
+        self._check_dtype()
         self.files.copy(self._span(cut), file)
 
     def _span(self, cut: Cut) -> Span:
