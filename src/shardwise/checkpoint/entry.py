@@ -140,7 +140,8 @@ class Entry:
         return self.places(np.unique(rows)).once(boxes)[1]
 
     def check(self, boxes: Boxes) -> None:
-        """Refuse cells that no file has. Exact, also where boxes overlap."""
+        """Refuse cells that no file has, and dtypes that cannot be copied. Exact, also where boxes overlap."""
+        self._check_dtype()
         with self._provable():
             if _tiled(self.alike, self.shape):
                 return
@@ -173,8 +174,8 @@ class Entry:
     def _check_dtype(self) -> None:
         if UNCOPIED.fullmatch(str(self.dtype)):
             raise CheckpointError(
-                f"{self.files.root}: {self.name!r} is {self.dtype}, which torch cannot copy: only floats, whole bytes of "
-                f"integers, bool and complex are read. Remedy: leave it out, or save its int_repr() and its scales"
+                f"{self.files.root}: {self.name!r} is {self.dtype}, which torch cannot copy: floats, complex, bool and "
+                f"integers of whole bytes are read. Remedy: leave it out, or save its int_repr() and its scales"
             )
 
     def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut], look: Look | None = None) -> None:

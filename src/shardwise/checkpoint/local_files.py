@@ -25,13 +25,16 @@ class Seen(NamedTuple):
     size: int
     written: int
     changed: int
+    links: int
     device: int
     number: int
 
     @staticmethod
     def of(status: os.stat_result) -> Seen:
         """By its status. That a file was written to can be hidden, that it changed cannot."""
-        return Seen(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino)
+        return Seen(
+            status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink, status.st_dev, status.st_ino
+        )
 
 
 class Mapped(NamedTuple):
@@ -129,7 +132,10 @@ class LocalFiles(Files):
 
     def _check_same(self, name: str, status: os.stat_result) -> None:
         now = Seen.of(status)
-        if self._seen.setdefault(name, now) != now:
+        was = self._seen.setdefault(name, now)
+        if now.links != was.links:  # a name more or less changes the file, too, but not what is in it
+            now = now._replace(links=was.links, changed=was.changed)
+        if now != was:
             raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
 
     def _opened(self, name: str) -> Descriptor:
