@@ -188,6 +188,7 @@ class Entry:
             if look is not None:
                 look(views)
             torch._foreach_copy_(tensors[at : at + TOGETHER], views)
+            del views  # they keep files mapped, of which a process has few
             self.files.check_unchanged(names)
 
     def _parts(self, cut: Cut, outer: int) -> list[Cut]:
