@@ -15,9 +15,10 @@ import shardwise.wires.attach
 import shardwise.wires.neighbours
 import shardwise.wires.shared as sharing
 from shardwise.exchange import Views
+from shardwise.tensor.wiring import group_wire
 
-PATIENCE = 6  # seconds, of the group
-SOON = 3  # well before that
+PATIENCE = 50  # seconds, of the group
+SOON = PATIENCE / 2  # long before that, however busy the machine is
 SHAPE = (256, 256)
 ROWS, COLUMNS = both(SHAPE, 4)
 
@@ -144,14 +145,20 @@ def test_a_rank_may_leave_once_it_is_done(ranks):  # noqa: F811
     assert ranks(4, run, dying={0}) == [None, [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
 
 
-def test_a_child_of_a_killed_rank_does_not_keep_it_alive(ranks):  # noqa: F811
+def test_a_child_of_a_killed_rank_does_not_keep_it_alive(ranks, tmp_path):  # noqa: F811
     def arm():
         if os.fork():
             kill()
-        time.sleep(SOON)
+        while len(list(tmp_path.iterdir())) < 3:  # it lives until all survivors have heard
+            time.sleep(0.01)
         os._exit(0)
 
-    reports = ranks(4, lambda rank: survive("staged", rank, arm), patience=PATIENCE, dying={2})
+    def run(rank):
+        report = survive("staged", rank, arm)
+        (tmp_path / str(rank)).touch()
+        return report
+
+    reports = ranks(4, run, patience=PATIENCE, dying={2})
     assert reports.pop(2) is None
     check_survivors(reports)
 
@@ -161,28 +168,30 @@ def test_an_interrupt_while_ranks_meet_leaves_a_wire_that_says_so(ranks):  # noq
         if rank == 1:
             shardwise.wires.neighbours.allowed = interrupt
         calls = [raised(lambda: sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2")) for _ in range(2)]
-        return [(kind, text) for kind, text, _ in calls], calls[1][2]
+        return [(kind, text) for kind, text, _ in calls], max(took for *_, took in calls)
 
-    reports = ranks(2, run, patience=2, dying={9})
+    reports = ranks(2, run, patience=PATIENCE, dying={9})
     assert [calls[0][0] for calls, _ in reports] == ["ExchangeError", "KeyboardInterrupt"]
     for calls, took in reports:
         assert calls[1][0] == "ExchangeError"
         assert "destroy the process group and make a new one" in calls[1][1]
-        assert took < 1
+        assert took < SOON
     assert "broke on rank 1 (KeyboardInterrupt while it met the others)" in reports[1][0][1][1]
 
 
-def test_one_that_does_not_call_is_waited_for_as_long_as_the_group_says(ranks):  # noqa: F811
+def test_one_that_does_not_call_is_waited_for_as_long_as_the_group_says(ranks, tmp_path):  # noqa: F811
     def run(rank):
         use("staged")
         sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2")
-        if rank == 1:
-            time.sleep(2.5)
-            return None
-        return raised(lambda: sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2"))
+        group_wire(None).seconds = 1.5
+        while rank == 1 and not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        report = raised(lambda: sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2")) if rank == 0 else None
+        (tmp_path / str(rank)).touch()
+        return report
 
-    kind, text, took = ranks(2, run, patience=1.5, dying={9})[0]
+    kind, text, took = ranks(2, run, patience=PATIENCE, dying={9})[0]
     assert kind == "ExchangeError"
-    assert "nothing came within 1.5 s" in text
+    assert "nothing came within 1.5 s from rank 1" in text
     assert "a rank did not call" in text
-    assert 1.4 < took < 2.4
+    assert 1.4 < took < SOON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet
@@ -95,6 +96,10 @@ class End:
         self.views = WeakSet[Views]()  # of exchanges that are repeated
         self.memory = dict[Any, Any]()  # what earlier calls left for later ones
 
+    def budget(self) -> AbstractContextManager[None]:
+        """All waits inside share one timeout. This wire has none."""
+        return nullcontext()
+
     def number(self, me: int, owners: Sequence[int]) -> None:
         """Everybody on this wire, and so everybody who takes part in its exchanges."""
         self.me, self.owners = me, tuple(owners)
@@ -158,6 +163,10 @@ class Wire(Protocol):
     memory: dict[Any, Any]
     name: str  # tells wires with common owners apart
     tagged: bool  # messages with different tags never meet
+
+    def budget(self) -> AbstractContextManager[None]:
+        """All waits inside share one timeout: a call never takes longer than that, however many waits it has."""
+        ...
 
     def serves(self, device: torch.device) -> torch.device:
         """Where the bytes of tensors on this device are to lie: the same device, or one that the wire can reach."""

@@ -64,6 +64,7 @@ class Mover:
         self.buckets = list(plan.buckets())
         self._bytes = [sum(plan.entries[at].bytes for at in bucket) for bucket in self.buckets]
         self._views = dict[int, tuple[Sequence[Move], Views]]()  # of buckets that are moved again and again
+        self._writing = False  # into the target: from when all have agreed on the first bucket
 
     @property
     def total(self) -> int:
@@ -118,6 +119,23 @@ class Mover:
         `fresh`: nobody sees the targets before all is done. `again`: it will be repeated with the same moves. Who calls
         tells progress of the end.
         """
+        self._writing = False
+        try:
+            self._run(moves_of, check, progress, fresh=fresh, again=again)
+        except BaseException as error:  # also an interrupt
+            if self._writing and not fresh:
+                error.add_note(f"in a {self.operation}: its target may be partly written")
+            raise
+
+    def _run(
+        self,
+        moves_of: Callable[[list[int]], Sequence[Move]],
+        check: Callable[[], None],
+        progress: Tell,
+        *,
+        fresh: bool,
+        again: bool,
+    ) -> None:
         done = 0
         self._reduced.clear()
         for number, bucket in enumerate(self.buckets):
@@ -148,7 +166,10 @@ class Mover:
         started = Exchange(self.wire, terms, moves, device=device, fresh=fresh, views=views, direct=direct)
         lane = Lane.of(self.wire)
         started.start(alone=lane.idle)
-        lane.run(started.finish)
+        try:
+            lane.run(started.finish)
+        finally:
+            self._writing |= started.writing
 
     def _kept_views(self, bucket: int, moves: Sequence[Move]) -> Views:
         """Those of the last time, unless a move is another one now."""

@@ -150,9 +150,13 @@ class Resharder:
             verify=True,
             progress=progress,
         )
-        for name in self.plan.targets:
-            for ours, theirs in zip(memory_of(self._target.get(name)), found[name], strict=False):
-                ours.copy_(theirs)  # which autograd does see
+        try:
+            for name in self.plan.targets:
+                for ours, theirs in zip(memory_of(self._target.get(name)), found[name], strict=False):
+                    ours.copy_(theirs)  # which autograd does see
+        except BaseException as error:
+            error.add_note("in a sync: its target may be partly written")
+            raise
 
     def _memory(self, source: str) -> list[torch.Tensor]:
         return memory_of(self._source.get(source))

@@ -74,7 +74,7 @@ class Call:
         assert self._exchange is not None, "start first"
         try:
             self._finish(self._exchange)
-        except ExchangeError as error:
+        except BaseException as error:  # also an interrupt
             error.add_note(self._where())
             raise
         return self

@@ -18,14 +18,14 @@ Task = tuple[Callable[[], Any], Future[Any]]
 
 
 class Lane:
-    """Runs tasks one after the other.
+    """Runs tasks one after the other. All that a task waits for is within one timeout of the wire.
 
     Every task that is submitted brings a thread, which does those before it too; or, where the order of messages is all
     that tells them apart, who waits does them, so that calls reach the wire in the order of the program.
     """
 
-    def __init__(self, *, threaded: bool) -> None:
-        self._threaded = threaded
+    def __init__(self, wire: Wire) -> None:
+        self._threaded, self._budget = wire.tagged, wire.budget
         self._tasks = deque[Task]()
         self._turn = Condition()
         self._busy = False  # a task is being done
@@ -34,7 +34,7 @@ class Lane:
     def of(wire: Wire) -> Lane:
         """The lane of a wire."""
         if "lane" not in wire.memory:
-            wire.memory["lane"] = Lane(threaded=wire.tagged)
+            wire.memory["lane"] = Lane(wire)
         lane: Lane = wire.memory["lane"]
         return lane
 
@@ -59,7 +59,8 @@ class Lane:
         with self._turn:
             self._busy = True
         try:
-            return work()
+            with self._budget():
+                return work()
         finally:
             with self._turn:
                 self._busy = False
@@ -75,7 +76,9 @@ class Lane:
                 work, future = self._tasks.popleft()
                 self._busy = True
             try:
-                future.set_result(work())
+                with self._budget():
+                    found = work()
+                future.set_result(found)
             except BaseException as error:
                 future.set_exception(error)
             finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, get_args
 from weakref import ref
@@ -20,9 +22,11 @@ from shardwise.exchange import Message, in_words
 from shardwise.exchange.wire import End, combined
 from shardwise.layout import Layout
 from shardwise.wires.members import Member, Members, registered_ranks, remember
+from shardwise.wires.notices import CauseError, cut, publish, published, silent
 
 Way = Literal["auto", "group", "shared"]  # through shared memory where it can be, never, or not without
 MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
+LOST = ("gloo/transport", "timed out")  # what gloo says of connections that broke, and of waits that ran out
 HINT = (
     "Most often a rank did not call (a branch, an error before, no backward: handle.backward() of a Handle, or "
     "backward() of a ShardedTensor, on ranks without a result), called with another group=, or died"
@@ -46,6 +50,9 @@ class GroupWire(End):
         self._backends = _backends(group)
         self.tagged = set(self._backends.values()) <= {"gloo", "mpi"}  # others may know only the order of messages
         self.name = str(crc32(str(self.ranks).encode()))
+        self._gloo = set(self._backends.values()) == {"gloo"}
+        self.seconds = _timeout(group)
+        self._end: float | None = None  # until when this call may wait
         self._broken: str | None = None
         self._abandoned = list[Any]()
         self._lacking = dict[Layout, tuple[int, ...]]()
@@ -73,6 +80,27 @@ class GroupWire(End):
         if group is None:
             raise ExchangeError("the process group of this exchange is gone: it was destroyed")
         return group
+
+    @contextmanager
+    def budget(self) -> Iterator[None]:
+        """All waits inside end within the timeout of the group."""
+        outer, self._end = self._end, self._end or time.monotonic() + self.seconds
+        try:
+            yield
+        finally:
+            self._end = outer
+
+    @property
+    def left(self) -> float:
+        """Seconds that a wait may take."""
+        return self.seconds if self._end is None else max(self._end - time.monotonic(), 1e-3)
+
+    def wait(self, work: Any) -> None:
+        """For a message, or a collective call. (On nccl a limit would make it block; mpi has none.)"""
+        if self._gloo:
+            work.wait(timedelta(seconds=self.left))
+        else:
+            work.wait()
 
     def meet(self) -> None:
         """Everybody on the wire calls, before anything else: find out whether the group is of one job."""
@@ -192,7 +220,7 @@ class GroupWire(End):
 
         def wait() -> torch.Tensor:
             with self._guarded(self._meeting):
-                work.wait()
+                self.wait(work)
             held.clear()
             return found
 
@@ -260,10 +288,23 @@ class GroupWire(End):
         self._abandoned.append(posted)
         self.staging.release()
 
-    def fail(self, reason: str) -> None:
-        """Messages of a broken exchange may still be under way: nothing more can be told apart from them."""
-        self._broken = self._broken or reason
+    def fail(self, reason: str, cause: str | None = None) -> None:
+        """Messages of a broken exchange may still be under way: nothing more can be told apart from them.
+
+        The others hear of it at once. `cause` is what to tell them, where it happened elsewhere.
+        """
+        if self._broken is not None:
+            return
+        self._broken = reason
         self.staging.release()  # they may still be written into it
+        self._tell_of(cause or f"an exchange broke on rank {self.me} ({reason})")
+
+    def _tell_of(self, cause: str) -> None:
+        """Those who may wait for a message of this rank; not where others of the group have no part in the wire."""
+        group = self._group()
+        if group is not None and self._whole and self._gloo and len(self.ranks) > 1:
+            publish(group, self.name, cause)
+            cut(group, (group.rank() + 1) % group.size(), self._tag("cut"))
 
     @contextmanager
     def _guarded(self, doing: str) -> Iterator[None]:
@@ -275,9 +316,26 @@ class GroupWire(End):
         try:
             yield
         except RuntimeError as error:  # what all of torch.distributed raises, also for lost connections and timeouts
-            self.fail(f"{doing}: {_first_line(error)}")
-            why = _first_line(error) + (f". {HINT}" if doing == self._meeting else "")
-            raise ExchangeError(f"rank {self.me} was {doing} when the wire broke: {why}") from error
+            cause = self._cause_of(error)
+            why = cause or _first_line(error)
+            self.fail(f"{doing}: {why}", cause)
+            hint = f". {HINT}" if doing == self._meeting and cause is None else ""
+            raise ExchangeError(f"rank {self.me} was {doing} when the wire broke: {why}{hint}") from error
+
+    def _cause_of(self, error: RuntimeError) -> str | None:
+        """What happened elsewhere, where that is known: it says more than what this rank sees of it."""
+        if isinstance(error, CauseError):
+            return str(error)
+        if not (self._whole and self._gloo and any(words in str(error) for words in LOST)):
+            return None
+        lost = silent(self.group, self.name)
+        found = published(self.group, self.name)
+        if found is not None or not lost:
+            return found
+        has = "has" if len(lost) == 1 else "have"
+        return (
+            f"{in_words([self.owners[rank] for rank in lost])} {has} ended, or {has} not called: {_first_line(error)}"
+        )
 
 
 class GroupSwap:
@@ -290,11 +348,11 @@ class GroupSwap:
         """In the order of the receives."""
         for at, (peer, room) in enumerate(self._receives):
             with self._wire._guarded(f"waiting for {room.numel()} bytes from rank {peer}"):
-                self._works[at].wait()
+                self._wire.wait(self._works[at])
             yield at
         with self._wire._guarded("waiting for its messages to be taken"):
             for work in self._works[len(self._receives) :]:
-                work.wait()
+                self._wire.wait(work)
 
 
 def _ranks_of(group: dist.ProcessGroup, owners: Sequence[int]) -> tuple[int, ...]:
@@ -310,6 +368,15 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of the backend that a group has for every kind of device, as in {"cpu": "gloo", "cuda": "nccl"}."""
     found = {device.type: group._get_backend(device).name() for device in group._device_types}
     return found or {"cpu": group.name()}
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """How long the group waits, in seconds."""
+    try:
+        kind = torch.device("cpu")
+        return float(group._get_backend(kind).options._timeout.total_seconds())
+    except Exception:  # not every backend says so
+        return float(dist.constants.default_pg_timeout.total_seconds())
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:

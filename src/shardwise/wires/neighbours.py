@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from shardwise.wires.attach import allowed, trial
-from shardwise.wires.post import GoneError, Post
+from shardwise.wires.post import PATIENCE, GoneError, Post
+
+SHORT = 0.2  # seconds to wait for those who may have been turned away
 
 
 class Card(NamedTuple):
@@ -39,18 +43,17 @@ class Neighbours(NamedTuple):
 
     @staticmethod
     def met(me: int, owners: Sequence[int], tell: Callable[[Any], list[Any]]) -> Neighbours:
-        """Everybody calls. Two are neighbours where both reach each other: what is told twice is known to both."""
-        cards = dict(zip(owners, tell(_card()), strict=True))
-        reached, mine = dict[int, int](), cards[me]
-        for owner, card in cards.items():
-            if owner != me and mine is not None and card is not None and card.host == mine.host:
-                try:
-                    reached[owner] = Post.here().connect(card.address)
-                except (OSError, GoneError):
-                    continue
-        readable = {owner: pid for owner, pid in reached.items() if allowed(pid, *cards[owner].trial)}
-        told = dict(zip(owners, tell((sorted(reached), sorted(readable))), strict=True))
-        found = [owner for owner in reached if me in told[owner][0]]
+        """Everybody calls. Two are neighbours where both reach and hear each other: both know what is told."""
+        mine = _card()
+        with nullcontext() if mine is None else Post.here().attending():
+            cards = dict(zip(owners, tell(mine), strict=True))
+            near = [o for o, card in cards.items() if o != me and mine and card and card.host == mine.host]
+            reached = {owner: pid for owner in near if (pid := _reached(cards[owner].address)) is not None}
+            calling = [owner for owner, others in zip(owners, tell(sorted(reached)), strict=True) if me in others]
+            heard = _heard({owner: cards[owner].address for owner in calling if owner in reached})
+            readable = {owner: reached[owner] for owner in heard if allowed(reached[owner], *cards[owner].trial)}
+            told = dict(zip(owners, tell((heard, sorted(readable))), strict=True))
+        found = [owner for owner in heard if me in told[owner][0]]
         listed = str([card and card.meeting for card in cards.values()])
         return Neighbours(
             int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
@@ -60,6 +63,26 @@ class Neighbours(NamedTuple):
             all(len(others) == len(owners) - 1 for others, _ in told.values()),
             _hosts(cards),
         )
+
+
+def _reached(address: str) -> int | None:
+    """The process at an address of this host, where it can be written to."""
+    try:
+        return Post.here().connect(address)
+    except (OSError, GoneError):
+        return None
+
+
+def _heard(calling: Mapping[int, str]) -> list[int]:
+    """Those of these owners who have come in. All are at the door, but some may have been turned away."""
+    if not calling:
+        return []
+    begun = time.monotonic()
+    while not all(map(Post.here().hears, calling.values())):
+        if time.monotonic() - begun > (SHORT if Post.here().turned_away else PATIENCE):
+            break
+        time.sleep(1e-3)
+    return [owner for owner, address in calling.items() if Post.here().hears(address)]
 
 
 def _hosts(cards: Mapping[int, Card | None]) -> list[list[int]]:

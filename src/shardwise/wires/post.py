@@ -14,9 +14,9 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from threading import Condition, Lock
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Condition, Event, Lock, Thread
 from typing import NamedTuple
 
 from shardwise.errors import ExchangeError
@@ -28,7 +28,10 @@ MOST_FILES = 2  # in a packet: a segment, and the file of a payload
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
 FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
-PATIENCE = 60.0  # seconds that who comes to a full door waits
+PATIENCE = (
+    5.0  # seconds that who comes to a full door waits: it is answered while ranks meet, unless somebody floods it
+)
+MOST_SILENT = 256  # connections that have not said who they are: strangers, if they are so many
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
 
 
@@ -42,10 +45,11 @@ class Key(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """What came: bytes, and descriptors, which are now this process's own."""
+    """What came: bytes, and descriptors, which are now this process's own; not `whole` where some could not be had."""
 
     payload: bytes
     files: tuple[int, ...]
+    whole: bool = True
 
 
 class GoneError(Exception):
@@ -86,6 +90,8 @@ class Post:
         self._gone, self._failed = set[str](), dict[int, str]()
         self._news, self._boxes, self._reading = Condition(), Lock(), False
         self._connecting = Lock()
+        self.turned_away = 0  # how many could not be let in: too many files are open
+        self._spare = _spare()  # a descriptor, to turn others away when there is no other
 
     # --- connections -------------------------------------------------------------------------------------------------
 
@@ -113,10 +119,33 @@ class Post:
             raise PermissionError(errno.EPERM, "the address belongs to another user")
         return sock
 
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Answer the door meanwhile: those who are to be met come, and strangers may stand in their way."""
+        done = Event()
+
+        def attend() -> None:
+            while not done.is_set():
+                self._turn(done.is_set, 0.02)
+
+        thread = Thread(target=attend, name="shardwise door", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def hears(self, address: str) -> bool:
+        """True where the process with that address has come in, and said so."""
+        return any(sender == address for _, sender in list(self._in.values()))
+
     def leave(self) -> None:
         """Of a forked process: what it has got is its parent's."""
         for sock in (self._door, *self._out.values(), *(sock for sock, _ in self._in.values())):
             sock.close()
+        spare, self._spare = self._spare, None
+        close([] if spare is None else [spare])
 
     # --- packets -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +182,8 @@ class Post:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
         except ConnectionError as error:
+            self.failure(wire)  # it may have told why, before it ended
+            self._check_unbroken(wire)
             raise GoneError(to) from error
         finally:
             if large:
@@ -172,6 +203,12 @@ class Post:
 
     def take(self, key: Key) -> Packet | None:
         """The next packet of a key that has come; None where none has."""
+        packet = self._next(key)
+        if packet is not None and not packet.whole:
+            raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
+        return packet
+
+    def _next(self, key: Key) -> Packet | None:
         with self._boxes:
             queue = self._queues.get(key)
             if not queue:
@@ -198,7 +235,7 @@ class Post:
 
     def discard(self, key: Key) -> None:
         """What came and will not be taken."""
-        while (packet := self.take(key)) is not None:
+        while (packet := self._next(key)) is not None:
             close(packet.files)
 
     def discard_all(self, those: Callable[[Key], bool]) -> None:
@@ -212,24 +249,35 @@ class Post:
             return False
         return not any(key.sender == address and key.wire for key in list(self._queues))
 
+    def failure(self, wire: int) -> str | None:
+        """Why a wire has failed elsewhere, if anybody has told so by now."""
+        while wire not in self._failed and self._turn(lambda: False, 0.0):
+            continue
+        return self._failed.get(wire)
+
     def _check_unbroken(self, wire: int) -> None:
         if wire in self._failed:
             raise BrokenError(self._failed[wire])
 
-    def _turn(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it."""
+    def _turn(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it.
+
+        True where this thread has read something.
+        """
         with self._news:
             if self._reading and not ready():
                 self._news.wait(max(seconds, 1e-3))
             if self._reading or ready():
-                return
+                return False
             self._reading = True
         try:
-            for descriptor, _ in self._poll.poll(1000 * min(seconds, 3600)):
+            came = self._poll.poll(1000 * min(seconds, 3600))
+            for descriptor, _ in came:
                 if descriptor == self._door.fileno():
                     self._accept()
                 else:
                     self._read(descriptor)
+            return bool(came)
         finally:
             with self._news:
                 self._reading = False
@@ -240,20 +288,35 @@ class Post:
             sock, _ = self._door.accept()
         except (BlockingIOError, ConnectionError):  # who came has left again
             return
-        except OSError as error:
-            raise ExchangeError(f"another process of this host cannot be met: {error.strerror}") from error
+        except OSError:  # too many files are open
+            self._turn_away()
+            return
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             return
         sock.setblocking(False)
         self._in[sock.fileno()] = sock, None
         self._poll.register(sock, select.POLLIN)
+        silent = [descriptor for descriptor, (_, sender) in self._in.items() if sender is None]
+        if len(silent) > MOST_SILENT:
+            self._hang_up(silent[0])
+
+    def _turn_away(self) -> None:
+        """Let somebody in by the descriptor that is kept for this, and out again: nobody waits at the door for good."""
+        self.turned_away += 1
+        if self._spare is None:
+            time.sleep(1e-3)
+            return
+        close([self._spare])
+        with suppress(OSError):
+            self._door.accept()[0].close()
+        self._spare = _spare()
 
     def _read(self, descriptor: int) -> None:
         sock, sender = self._in[descriptor]
         try:
-            data, files = _receive(sock)
-            wire, tag, kind, payload, files = _opened(data, files)
+            data, files, whole = _receive(sock)
+            wire, tag, kind, payload, files = _opened(data, files, whole)
         except BlockingIOError:
             return
         except (OSError, ValueError):  # it has ended, or is none of us
@@ -268,7 +331,7 @@ class Post:
             self._failed[wire] = payload.decode(errors="replace")
         else:
             with self._boxes:
-                self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files))
+                self._queues[Key(sender, wire, kind, tag)].append(Packet(payload, files, whole))
 
     def _hang_up(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
@@ -301,22 +364,23 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
         sock.sendmsg(parts)
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
+def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...], bool]:
+    """Bytes and descriptors; False where the process could not take all of them."""
     data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES), socket.MSG_CMSG_CLOEXEC)
     files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
     if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:  # else more came than any of us would send
         close(files)
-        raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
-    return data, files
+        return data, (), False
+    return data, files, True
 
 
-def _opened(data: bytes, files: tuple[int, ...]) -> tuple[int, int, int, bytes, tuple[int, ...]]:
+def _opened(data: bytes, files: tuple[int, ...], whole: bool) -> tuple[int, int, int, bytes, tuple[int, ...]]:
     """Wire, tag, kind, payload and descriptors of a packet; a ValueError for what is none."""
     if len(data) < HEADER.size:
         close(files)
         raise ValueError("nothing, or not from here")
     wire, tag, kind, large = HEADER.unpack_from(data)
-    if not large:
+    if not large or not whole:
         return wire, tag, kind, data[HEADER.size :], files
     if not files:
         raise ValueError("a payload without its file")
@@ -334,6 +398,12 @@ def _read_file(file: int) -> bytes:
     with open(file, "rb") as stream:
         stream.seek(0)
         return stream.read()
+
+
+def _spare() -> int | None:
+    with suppress(OSError):
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
 
 def close(files: Iterable[int]) -> None:

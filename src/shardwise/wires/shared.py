@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,6 +28,7 @@ from shardwise.wires import attach, letters
 from shardwise.wires.group import GroupSwap, GroupWire
 from shardwise.wires.letters import Letter, TheirTensors
 from shardwise.wires.neighbours import Neighbours
+from shardwise.wires.notices import CauseError
 from shardwise.wires.post import FAILED, BrokenError, GoneError, Key, Packet, Post
 from shardwise.wires.segments import Segment, SharedMemoryError, SharedStaging, hand, shared
 
@@ -45,9 +46,8 @@ class SharedWire(GroupWire):
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
         super().__init__(group, owners)
         self.near, self._spins = Neighbours(0, {}, {}, frozenset(), all=False, hosts=[]), False
-        self.packed = SharedStaging()
+        self.packed, self._over_group = SharedStaging(), False  # True once others of this host wait at the group for us
         self._numbers = count()
-        self._seconds = _timeout(group)
 
     @property
     def _post(self) -> Post:
@@ -57,8 +57,9 @@ class SharedWire(GroupWire):
     def meet(self) -> None:
         """Find who is on this host. Everybody on the wire calls, before anything else."""
         try:
-            super().meet()
-            self.near = Neighbours.met(self.me, self.owners, self.tell)
+            with self.budget():
+                super().meet()
+                self.near = Neighbours.met(self.me, self.owners, self.tell)
         except BaseException as error:  # also an interrupt: others may take this one for their neighbour
             self.fail(f"{type(error).__name__} while it met the others")
             raise
@@ -98,8 +99,10 @@ class SharedWire(GroupWire):
         to, key = self.near.addresses[owner], Key("", self.near.wire, kind, tag)
         try:
             for segment in segments:
-                hand.out(self._post, to, segment, seconds=self._seconds, wire=key.wire)
-            self._post.send(to, key, payload, seconds=self._seconds)
+                hand.out(self._post, to, segment, seconds=self.left, wire=key.wire)
+            self._post.send(to, key, payload, seconds=self.left)
+        except TimeoutError as error:
+            raise RuntimeError(f"nothing was taken by rank {owner} within {self.seconds:g} s") from error
         except (GoneError, BrokenError, OSError) as error:
             raise self._lost(error) from error
 
@@ -122,20 +125,30 @@ class SharedWire(GroupWire):
                         ready,
                         wire=self.near.wire,
                         expected=lambda: [key.sender for key in left.values()],
-                        seconds=self._seconds,
+                        seconds=self.left,
                         spin=self._spins,
                     )
-                except (GoneError, BrokenError, TimeoutError) as error:
+                except TimeoutError as error:
+                    late = in_words(self._owners_at({key.sender for key in left.values()}))
+                    raise RuntimeError(f"nothing came within {self.seconds:g} s from {late}") from error
+                except (GoneError, BrokenError) as error:
                     raise self._lost(error) from error
             yield from came
             came.clear()
 
+    def _cause_of(self, error: RuntimeError) -> str | None:
+        """What was told by packets comes first: it was sent before connections were cut."""
+        told = self._post.failure(self.near.wire) if self.near.addresses else None
+        return told or super()._cause_of(error)
+
     def _lost(self, error: Exception) -> RuntimeError:
         """What may happen to other processes, as the errors that wires have."""
-        if not isinstance(error, GoneError):
-            return RuntimeError(str(error))
-        rank = next(owner for owner, address in self.near.addresses.items() if address == error.address)
-        return RuntimeError(f"rank {rank} has ended")
+        if isinstance(error, GoneError):
+            return CauseError(f"{in_words(self._owners_at({error.address}))} has ended")
+        return CauseError(str(error)) if isinstance(error, BrokenError) else RuntimeError(str(error))
+
+    def _owners_at(self, addresses: Collection[str]) -> list[int]:
+        return [owner for owner, address in self.near.addresses.items() if address in addresses]
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +236,7 @@ class SharedWire(GroupWire):
     def _by_group(self, one: Send, tag: int) -> GroupSwap:
         room = torch.empty(one.bytes, dtype=torch.uint8)
         one.pack(room)
+        self._over_group = True
         self._send(one.peer, LETTER, tag, *letters.by_group())
         return self.swap([], [(one.peer, room)], tag)
 
@@ -247,17 +261,15 @@ class SharedWire(GroupWire):
         with self._guarded(f"reading from the memory of rank {peer}"):
             attach.read(self.near.processes[peer], here, there, sizes)
 
-    def fail(self, reason: str) -> None:
-        """The others on this host hear of it at once."""
-        first = not self.broken
-        super().fail(reason)
+    def _tell_of(self, cause: str) -> None:
+        """Packets to those on this host; the others, and those who wait for messages of the group, by the group."""
         self.packed.release()
-        if first:
-            told = f"an exchange broke on rank {self.me} ({reason})".encode()[:1000]
-            for address in self.near.addresses.values():
-                self._post.try_to_send(address, Key("", self.near.wire, FAILED, 0), told)
-            if self.near.addresses:  # what has come will not be taken
-                self._post.discard_all(lambda key: key.wire == self.near.wire)
+        for address in self.near.addresses.values():
+            self._post.try_to_send(address, Key("", self.near.wire, FAILED, 0), cause.encode()[:1000])
+        if self.near.addresses:  # what has come will not be taken
+            self._post.discard_all(lambda key: key.wire == self.near.wire)
+        if not self.near.all or self._over_group:
+            super()._tell_of(cause)
 
     def abandon(self, posted: Any) -> None:
         """Others may read what was packed for as long as they like."""
@@ -345,12 +357,3 @@ def _peers(receives: Iterable[Receive]) -> str:
 
 def _peers_of(peers: Sequence[int]) -> str:
     return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    """How long the group waits, in seconds."""
-    try:
-        kind = torch.device("cpu")
-        return float(group._get_backend(kind).options._timeout.total_seconds())
-    except Exception:  # not every backend says so
-        return float(dist.constants.default_pg_timeout.total_seconds())
