@@ -31,6 +31,7 @@ FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descript
 PATIENCE = (
     5.0  # seconds that who comes to a full door waits: it is answered while ranks meet, unless somebody floods it
 )
+MOST_PACKETS = 2**14  # to look through for the one that says why: a stranger may send without end
 MOST_SILENT = 256  # connections that have not said who they are: strangers, if they are so many
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
 
@@ -251,8 +252,9 @@ class Post:
 
     def failure(self, wire: int) -> str | None:
         """Why a wire has failed elsewhere, if anybody has told so by now."""
-        while wire not in self._failed and self._turn(lambda: False, 0.0):
-            continue
+        for _ in range(MOST_PACKETS):
+            if wire in self._failed or not self._turn(lambda: False, 0.0):
+                break
         return self._failed.get(wire)
 
     def _check_unbroken(self, wire: int) -> None:
