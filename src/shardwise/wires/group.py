@@ -26,6 +26,7 @@ from shardwise.wires.notices import CauseError, cut, publish, published, silent
 
 Way = Literal["auto", "group", "shared"]  # through shared memory where it can be, never, or not without
 MOST_LAYOUTS = 4096  # whose owners a wire remembers to have
+LOOK = 1.0  # seconds
 LOST = ("gloo/transport", "timed out")  # what gloo says of connections that broke, and of waits that ran out
 HINT = (
     "Most often a rank did not call (a branch, an error before, no backward: handle.backward() of a Handle, or "
@@ -101,6 +102,20 @@ class GroupWire(End):
             work.wait(timedelta(seconds=self.left))
         else:
             work.wait()
+
+    def _wait_for_all(self, work: Any) -> None:
+        """For a collective call. gloo may miss that a connection was cut: look from time to time who has told."""
+        while self._gloo and self._whole and self.left > LOOK:
+            try:
+                work.wait(timedelta(seconds=LOOK))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            cause = published(self.group, self.name)
+            if cause is not None:
+                raise CauseError(cause)
+        self.wait(work)
 
     def meet(self) -> None:
         """Everybody on the wire calls, before anything else: find out whether the group is of one job."""
@@ -220,7 +235,7 @@ class GroupWire(End):
 
         def wait() -> torch.Tensor:
             with self._guarded(self._meeting):
-                self.wait(work)
+                self._wait_for_all(work)
             held.clear()
             return found
 
