@@ -31,6 +31,7 @@ from shardwise.state.names import missing
 
 NUMBER = re.compile("[0-9]+")
 SAMPLE = 1024  # cells of replicas that are compared
+NAMED = 1024  # files that may be missing and are still named one by one
 
 
 def open_ranks(files: Files, rules: Any) -> Checkpoint:
@@ -64,7 +65,7 @@ def rank_files(files: Files, rules: Rules) -> list[str]:
     if rules.pattern is None:
         return _numbered_files(files, rules.known_mesh())
     mesh, pattern, there = rules.known_mesh(), rules.pattern, set(files.names(below=True))
-    if mesh.ranks.size > len(there):  # before a name is made for each
+    if mesh.ranks.size > len(there) + NAMED:
         raise CheckpointError(f"{files.root} has {len(there)} files, too few for the {mesh.ranks.size} ranks of {mesh}")
     names = [inside(file_name(pattern, places_of(mesh, rank)), rules.where) for rank in range(mesh.ranks.size)]
     if len(set(names)) < len(names):
