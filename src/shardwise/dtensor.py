@@ -28,7 +28,7 @@ import shardwise.layout.mesh as ours
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
-from shardwise.wires.members import owner_here
+from shardwise.wires.members import of_job, owner_here
 
 Tensors = Sequence[torch.Tensor]
 RemoteDevice = _remote_device  # "rank:1/cpu": torch's own, so that they are equal and print alike
@@ -132,6 +132,11 @@ def torchs_sharded(tensors: Tensors, metadata: Any, spec: Any, group: dist.Proce
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
+    if not of_job(group):
+        raise LayoutError(
+            "torch's ShardedTensor knows ranks of one job alone, but owners of this group are ranks of the group: "
+            "keep the container of shardwise.sharded_tensor"
+        )
     made = torchs_metadata(metadata)
     if tensors:
         made = replace(made, tensor_properties=TensorProperties.create_from_tensor(tensors[0]))

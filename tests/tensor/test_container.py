@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import ranks  # noqa: F401
 
 import shardwise as sw
@@ -84,6 +85,21 @@ def test_it_is_pickled_with_its_layout(ranks):  # noqa: F811
         return back.layout == x.layout and torch.equal(back.gather(dst=None), torch.arange(12.0).reshape(2, 6))
 
     assert ranks(2, run) == [True, True]
+
+
+def test_a_pickle_is_only_loaded_where_the_same_cells_are(ranks):  # noqa: F811
+    def run(rank):
+        for text, fits in (("2x6/S0@2", False), ("1x6/R@2", True)):
+            mine = pickle.dumps(sw.ShardedTensor(torch.full((1, 6), float(rank)), text))
+            told = [None, None]
+            dist.all_gather_object(told, mine)
+            if fits:
+                assert pickle.loads(told[1 - rank]).local_tensor()[0, 0] == 1 - rank
+            else:
+                with pytest.raises(sw.LayoutError, match=f"was pickled on rank {1 - rank}, and cannot be loaded"):
+                    pickle.loads(told[1 - rank])
+
+    ranks(2, run)
 
 
 def test_layouts_of_all_that_can_be_asked_for():

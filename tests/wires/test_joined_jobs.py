@@ -1,6 +1,7 @@
 """Groups that join separately started jobs, or that torch's registry does not know; ranks without a default group."""
 
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 import torch.distributed as dist
 from jobs import GROUPS, bare_group, custom_group, leave_the_first_group, start_job
 from ranks import ranks  # noqa: F401
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from wired import raised
 
 import shardwise as sw
+from shardwise import sharded_tensor as familiar
 
 VALUES = torch.arange(96.0).reshape(8, 12)
 TRAINERS, SERVERS = 4, 2
@@ -232,6 +235,55 @@ def test_a_group_of_one_job_keeps_the_ranks_of_the_job(ranks, tmp_path):  # noqa
         return raised(lambda: sw.reshard(y, "8x12/S1@2:1,2", group=group))[0]
 
     assert ranks(3, run) == [None, "RefusedValueError", "RefusedValueError"]
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_familiar_containers_count_ranks_of_the_group(ranks, tmp_path, kind):  # noqa: F811
+    def run(at):
+        group, _ = joined(tmp_path, at, GROUPS[kind], [5, 0, 4, 1, 3, 2])
+        me, values = group.rank(), VALUES[:6]
+        rows = familiar.ChunkShardingSpec(0, [f"rank:{owner}/cpu" for owner in range(EVERYBODY)])
+        columns = familiar.ChunkShardingSpec(1, ["rank:5/cpu", "rank:2/cpu"])
+        row = values[me : me + 1].clone()
+        mine = familiar.Shard.from_tensor_and_offsets(row, [me, 0], me)
+        made = {
+            "zeros": familiar.zeros(rows, 6, 12, process_group=group),
+            "local shards": familiar.init_from_local_shards([mine], 6, 12, process_group=group),
+            "computed": familiar.init_from_local_shards([mine], None, None, process_group=group),
+            "local tensor": familiar.ShardedTensor._init_from_local_tensor(row, rows, 6, 12, process_group=group),
+            "whole": familiar.shard_tensor(values if me == 4 else None, rows, src_rank=4, process_group=group),
+            "whole everywhere": familiar.shard_tensor(values.clone(), columns, process_group=group),
+        }
+        metadata = made["computed"].metadata()
+        made["metadata"] = familiar.ShardedTensor.init_from_local_shards_and_global_metadata(
+            [mine], metadata, process_group=group
+        )
+        with familiar.load_with_process_group(group):
+            made["pickled"] = pickle.loads(pickle.dumps(made["metadata"]))
+        for name, st in made.items():
+            same(st.reshard(columns).gather(dst=None), values * (name != "zeros"))
+        shards, _ = familiar.reshard_local_shard(row, (6, 12), rows, columns, group)
+        assert [shard.metadata.placement.rank() for shard in shards] == ([me] if me in (2, 5) else [])
+        theirs = ChunkShardingSpec(0, ["rank:0/cpu"])  # of torch, which would name the shards by ranks of the job
+        assert raised(lambda: made["metadata"].to_torch())[0] == "LayoutError"
+        assert raised(lambda: familiar.zeros(theirs, 6).to(torch.half, process_group=group))[0] == "ValueError"
+        return raised(lambda: sw.reshard(made["metadata"], theirs, group=group))[:2]
+
+    said = set(on_jobs(ranks, run))
+    assert len(said) == 1
+    assert "knows ranks of one job alone" in said.pop()[1]
+
+
+def test_a_tensor_over_several_jobs_is_not_pickled(ranks, tmp_path):  # noqa: F811
+    def run(at):
+        group, _ = joined(tmp_path, at, custom_group)
+        x = sw.ShardedTensor(VALUES[at : at + 1], "6x12/S0@6", group)
+        sw.fingerprint(x)
+        return raised(lambda: pickle.dumps(x))[:2]
+
+    for kind, text in on_jobs(ranks, run):
+        assert kind == "UnsupportedError"
+        assert "make it again: ShardedTensor(shards, layout, group)" in text
 
 
 def test_a_job_whose_store_is_gone_is_told_to_all(ranks, tmp_path):  # noqa: F811

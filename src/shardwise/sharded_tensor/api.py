@@ -35,6 +35,7 @@ from shardwise.tensor.overflow import Overflow
 from shardwise.tensor.resharding import called, gather, result_of
 from shardwise.tensor.together import together
 from shardwise.tensor.work import Options
+from shardwise.wires.members import of_job, owner_here
 
 
 class ShardedTensorBase(plain.ShardedTensor, metaclass=FamiliarTensor):
@@ -133,11 +134,11 @@ class ShardedTensor(ShardedTensorBase):
         found = [list(tensor.size()) for tensor in tensors]
         if kind.mine and found != [m.shard_sizes for m in kind.mine]:
             raise ValueError(
-                f"the spec gives rank {dist.get_rank()} shards of sizes {[m.shard_sizes for m in kind.mine]}, "
-                f"but it brought {found}"
+                f"the spec gives rank {owner_here(process_group)} shards of sizes "
+                f"{[m.shard_sizes for m in kind.mine]}, but it brought {found}"
             )
         for tensor, shard in zip(tensors, kind.mine, strict=False):
-            check_local_tensor(tensor, shard, properties, dist.get_rank())
+            check_local_tensor(tensor, shard, properties, owner_here(process_group))
         return kind.holding(tensors if kind.mine else [])
 
     @staticmethod
@@ -149,7 +150,7 @@ class ShardedTensor(ShardedTensorBase):
         sharding_spec: Any = None,
     ) -> ShardedTensor:
         """From this rank's shards and the metadata of all, ours or torch's. Nothing is sent: each rank is believed."""
-        metadata, me = checked_metadata(sharded_tensor_metadata), dist.get_rank()
+        metadata, me = checked_metadata(sharded_tensor_metadata), owner_here(process_group)
         refuse(init_rrefs)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         kind = BySpec.by_metadata(metadata, spec, process_group)
@@ -324,6 +325,11 @@ class ShardedTensor(ShardedTensorBase):
 
     def to(self, *args: Any, process_group: Group = None, **kwargs: Any) -> ShardedTensor:
         """Shards on another device or of another dtype, as Tensor.to; itself where nothing changes."""
+        if process_group is not None and process_group is not self.group and not of_job(process_group):
+            raise ValueError(
+                f"{self!r} cannot be taken to a group whose owners are ranks of the group, and not of a job: "
+                f"shardwise.reshard(st, layout, group=process_group) moves it there"
+            )
         probe = self._probe()
         same = probe.to(*args, **kwargs) is probe and "memory_format" not in kwargs
         if same and self._all_on(probe.device) and process_group in (None, self.group):

@@ -21,6 +21,7 @@ from shardwise.tensor.held import Held
 from shardwise.tensor.resharding import called, result_of
 from shardwise.tensor.together import together
 from shardwise.tensor.work import Options
+from shardwise.wires.members import owner_here
 
 Factory = TypeVar("Factory", bound=Callable[..., ShardedTensor])
 
@@ -121,10 +122,9 @@ def _scattered(
     tensor: torch.Tensor | None, sharding_spec: Any, source: int, whole: Whole, process_group: Group
 ) -> ShardedTensor:
     def mine() -> plain.ShardedTensor | None:
-        layout = Layout.replicated(whole.size, [source])
-        return (
-            plain.ShardedTensor(tensor.detach(), layout) if tensor is not None and dist.get_rank() == source else None
-        )
+        if tensor is None or owner_here(process_group) != source:
+            return None
+        return plain.ShardedTensor(tensor.detach(), Layout.replicated(whole.size, [source]), process_group)
 
     target = Target(sharding_spec, TensorProperties(whole.dtype))
     call = called(Held.made(mine), target, Options(), group=process_group)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardwise.dtensor import torchs_loading
+from shardwise.dtensor import default_group, torchs_loading
 from shardwise.sharded_tensor.kind import BySpec, Group, Tensors
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 
@@ -34,10 +34,11 @@ def load_with_process_group(process_group: Group) -> Iterator[Group]:
 
 def place(group: Group) -> dict[str, int]:
     """Where this rank is in the group."""
+    known = group or default_group()
     return {
-        "Local rank": dist.get_rank(group),
+        "Local rank": known.rank(),
         "Global rank": dist.get_rank(),
-        "Local world size": dist.get_world_size(group),
+        "Local world size": known.size(),
         "Global world size": dist.get_world_size(),
     }
 

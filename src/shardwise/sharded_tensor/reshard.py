@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.dtensor import owner_of
 from shardwise.sharded_tensor.kind import BySpec, Target, inside
@@ -15,6 +14,7 @@ from shardwise.tensor import ShardedTensor
 from shardwise.tensor.held import Held
 from shardwise.tensor.resharding import called, result_of
 from shardwise.tensor.work import Options
+from shardwise.wires.members import owner_here, owners_of
 
 Local = torch.Tensor | Sequence[torch.Tensor] | None
 
@@ -66,8 +66,8 @@ def reshard_local_shard(
     call = called(Held.made(source), Target(resharding_spec, TensorProperties()), Options(), group=pg)
     assert call is not None, "every rank of the group has a part in it"
     tensors = result_of(call.run())[0].shards
-    metadata, _ = build_reshard_metadata(st_size, resharding_spec, dist.get_world_size(pg))
-    mine = [shard for shard in metadata if shard is not None and owner_of(shard) == dist.get_rank()]
+    metadata, _ = build_reshard_metadata(st_size, resharding_spec, len(owners_of(pg)))
+    mine = [shard for shard in metadata if shard is not None and owner_of(shard) == owner_here(pg)]
     return [Shard(tensor, shard) for tensor, shard in zip(tensors, mine, strict=True)], metadata
 
 

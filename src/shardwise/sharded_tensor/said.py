@@ -21,6 +21,7 @@ from shardwise.sharded_tensor.utils import (
     build_global_metadata,
     build_metadata_from_local_shards,
 )
+from shardwise.wires.members import owner_here
 
 Size = tuple[int | None, ...]
 Said = tuple[Size, ShardedTensorMetadata | None]
@@ -44,7 +45,7 @@ def said(local_shards: Any, global_size: Sequence[Any], group: Group, init_rrefs
             raise ValueError(f"{shard.metadata} is no shard of a tensor with {len(size)} dims: the size is {known}")
     if not shards:
         return known, None
-    return known, build_metadata_from_local_shards(shards, size, dist.get_rank(), group or dist.group.WORLD)
+    return known, build_metadata_from_local_shards(shards, size, owner_here(group), group or dist.group.WORLD)
 
 
 def concluded(told: dict[int, Said], group: Group) -> BySpec:

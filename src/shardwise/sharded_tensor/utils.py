@@ -15,6 +15,7 @@ from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, same_device
 from shardwise.sharded_tensor.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
+from shardwise.wires.members import owners_of
 
 
 def _parse_and_validate_remote_device(pg: Any, remote_device: Any) -> tuple[int | None, torch.device]:
@@ -25,7 +26,7 @@ def _parse_and_validate_remote_device(pg: Any, remote_device: Any) -> tuple[int 
     if name is not None:
         return worker_rank(name), device
     if rank is not None and pg is not None and pg != dist.GroupMember.NON_GROUP_MEMBER:
-        known = dist.get_process_group_ranks(pg)
+        known = list(owners_of(pg))
         if rank not in known:
             raise ValueError(f"Global rank {rank} does not exist in input process group: {known}")
     return rank, device
@@ -155,7 +156,7 @@ def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, s
 
 def check_owners(layout: Layout, group: Any) -> None:
     """Refuse a layout with ranks that are not in the group."""
-    known = dist.get_process_group_ranks(group)
+    known = list(owners_of(group))
     strange = sorted(set(layout.owners()).difference(known))
     if strange:
         raise ValueError(f"Global {in_words(strange)} does not exist in input process group: it has {in_words(known)}")

@@ -170,6 +170,11 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
         kind: Kind = to.kind_for(shape, group)
         return kind
     if is_spec(to):
+        if not of_job(group):
+            raise RefusedValueError(
+                f"{to!r} is a spec of torch, whose ShardedTensor knows ranks of one job alone, but owners of this "
+                f"group are ranks of the group: use a spec of shardwise.sharded_tensor, or a Layout"
+            )
         return Shards.by(to, shape, group)
     if is_sharded(to):
         return kind_of(to)

@@ -18,7 +18,7 @@ from shardwise.layout import Layout, parse
 from shardwise.tensor import chunks
 from shardwise.tensor.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
 from shardwise.tensor.overflow import Overflow
-from shardwise.wires.members import owner_here
+from shardwise.wires.members import of_job, owner_here
 
 if TYPE_CHECKING:
     from shardwise.tensor.kinds import Kind
@@ -392,7 +392,12 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""
-        return ShardedTensor, (self.shards, self.layout)
+        if not of_job(self.group):
+            raise UnsupportedError(
+                f"{self!r} cannot be pickled: its owners are ranks of a group that is not pickled with it. Pickle its "
+                f"shards and its layout, and make it again: ShardedTensor(shards, layout, group)"
+            )
+        return _unpickled, (self.shards, self.layout, owner_here(self.group))
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -407,6 +412,21 @@ class ShardedTensor(torch.Tensor):
     def _repr_html_(self) -> str:
         """Who holds what, in notebooks; no value is read."""
         return report.glance(self.layout, repr(self))
+
+
+def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
+    """What a rank pickled, on a rank with the same part. Shapes do not tell: other cells may have the same."""
+    me = owner_here(None)
+    if _boxes(layout, owner) != _boxes(layout, me):
+        raise LayoutError(
+            f"this part of a {layout!r} was pickled on rank {owner}, and cannot be loaded on rank {me}, which holds "
+            f"other cells: load it on rank {owner}"
+        )
+    return ShardedTensor(shards, layout)
+
+
+def _boxes(layout: Layout, owner: int) -> list[Box]:
+    return [piece.box for piece in layout.pieces(owner)] if owner in layout else []
 
 
 def _parameter(make: Callable[..., ShardedTensor], given: tuple[Any, ...]) -> ShardedTensor:

@@ -114,9 +114,23 @@ def owner_here(group: Any) -> int:
     return job_rank() if of_job(group) else int(group.rank())
 
 
+def owners_of(group: Any) -> Sequence[int]:
+    """The owners of a group, as far as this process knows without asking others; the default group unless given."""
+    if not isinstance(group, dist.ProcessGroup):
+        return range(dist.get_world_size() if _started() else 1)
+    if group in _known:
+        return _known[group].owners
+    ranks = registered_ranks(group) if _registered(group) else None
+    return range(group.size()) if ranks is None else ranks
+
+
 def job_rank() -> int:
     """The rank of this process in its job: 0 where it has no default group, and so is a job of its own."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _started() else 0
+
+
+def _started() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
