@@ -28,7 +28,7 @@ import shardwise.layout.mesh as ours
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
-from shardwise.wires.members import of_job, owner_here
+from shardwise.wires.members import has_default_group, of_job, owner_here
 
 Tensors = Sequence[torch.Tensor]
 RemoteDevice = _remote_device  # "rank:1/cpu": torch's own, so that they are equal and print alike
@@ -514,7 +514,7 @@ def with_memory(x: torch.Tensor) -> torch.Tensor:
     local, spec = (x._local_tensor, x._spec) if isinstance(x, DTensor) else (x, None)
     if spec is not None:
         return dressed_as(spec, torch.empty_like(local, device=spec.mesh.device_type, requires_grad=False))
-    device = dist.distributed_c10d._get_pg_default_device() if dist.is_initialized() else "cpu"
+    device = dist.distributed_c10d._get_pg_default_device() if has_default_group() else "cpu"
     return torch.empty_like(local, device=device, requires_grad=False)
 
 

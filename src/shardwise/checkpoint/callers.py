@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.state.plan import Tensor
 from shardwise.tensor.together import together
 from shardwise.tensor.wiring import group_wire
-from shardwise.wires.members import job_rank
+from shardwise.wires.members import has_default_group, job_rank
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class Callers:
 
     def __init__(self, operation: str, group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
         self.operation, self.group = operation, group
-        self.alone = alone or (group is None and not (dist.is_available() and dist.is_initialized()))
+        self.alone = alone or (group is None and not has_default_group())
         self.wire = None if self.alone else group_wire(group)
         self.me = job_rank() if self.wire is None else self.wire.me
         self.owners: tuple[int, ...] = (self.me,) if self.wire is None else self.wire.owners

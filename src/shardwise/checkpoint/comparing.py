@@ -78,7 +78,7 @@ def verify(
 
 def _structure(one: Checkpoint, other: Checkpoint, names: Iterable[str]) -> list[Difference]:
     """What differs in the containers of leaves that both have: dict, list or tuple, and the types of keys."""
-    steps = {name: differing_step(one.path_of(name), other.path_of(name)) for name in names}
+    steps = {name: differing_step(one.paths.get(name), other.paths.get(name)) for name in names}
     return [Difference(name, what) for name, what in steps.items() if what is not None]
 
 

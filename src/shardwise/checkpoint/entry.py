@@ -293,11 +293,6 @@ class Checkpoint(Mapping[str, Entry]):
         """What is no tensor, by name: counters, settings."""
         return self._objects()
 
-    def path_of(self, name: str) -> tuple[Any, ...] | None:
-        """Where a name lies in nested containers; None where that is not known."""
-        flat = (name,) if self.format == "sharded" and (name in self or name in self.objects) else None
-        return self.paths.get(name, flat)
-
     @property
     def bytes(self) -> int:
         """Of all tensors."""

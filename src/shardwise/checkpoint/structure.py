@@ -14,7 +14,7 @@ STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # int
 
 def check_inside(contents: Contents) -> None:
     """Refuse what would lie inside of another leaf."""
-    names = {path_of(name, contents): name for name in (*contents.tensors, *contents.values)}
+    names = {contents.path_of(name): name for name in (*contents.tensors, *contents.values)}
     for path, name in names.items():
         around = next((names[path[:end]] for end in range(1, len(path)) if path[:end] in names), None)
         if around is not None:
@@ -24,7 +24,7 @@ def check_inside(contents: Contents) -> None:
 def check_steps(contents: Contents) -> None:
     """Refuse keys of other types than str and int: no index can tell them from their texts."""
     for name in (*contents.tensors, *contents.values):
-        for key in path_of(name, contents):
+        for key in contents.path_of(name):
             if type(key) not in STEPS:
                 raise CheckpointError(
                     f"{name!r} has the key {_text(key)}: keys must be texts or whole numbers. "
@@ -35,14 +35,9 @@ def check_steps(contents: Contents) -> None:
 def check_keys(contents: Contents) -> None:
     """Refuse keys that are objects of unknown classes: a conversion does not look into them."""
     for name in (*contents.tensors, *contents.values):
-        for key in path_of(name, contents):
+        for key in contents.path_of(name):
             if isinstance(key, Foreign | Sealed | Record) or is_foreign_class(key):
                 raise CheckpointError(f"{name!r} has the key {key!r}, which is not written: select= leaves it out")
-
-
-def path_of(name: str, contents: Contents) -> OBJ_PATH:
-    """Where a leaf lies; names without a path are keys of the outermost dict."""
-    return contents.paths.get(name, (name,))
 
 
 def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,8 @@ from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_sha
 from shardwise.state.traverse import OBJ_PATH, set_element, traverse_state_dict
 from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.sharded import ShardedTensor
-from shardwise.tensor.together import together
-from shardwise.wires.members import owner_here
-
-S = TypeVar("S")
-T = TypeVar("T")
+from shardwise.tensor.together import together_or_alone
+from shardwise.wires.members import has_default_group, owner_here
 
 
 class Part(NamedTuple):
@@ -54,29 +51,20 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
         traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
         return [path for path in values if _is_nested(values[path])]
 
-    nested = _together(operation, look, _any, group)
+    nested = together_or_alone(operation, look, _any, group=group)
     parts = dict[OBJ_PATH, list[Part]]()
 
     def say() -> dict[OBJ_PATH, Told]:
         parts.update({path: list(_parts(values[path])) for path in nested if is_sharded(values.get(path))})
         return {path: _told(values[path], parts[path]) for path in parts}
 
-    whole = _together(operation, say, _whole, group) if nested else {}
+    whole = together_or_alone(operation, say, _whole, group=group) if nested else {}
     for path, value in values.items():
         set_element(found, path, _flat(whole[path], parts[path], group) if path in parts else value)
     return found
 
 
 _flatten_sharded_tensors = flatten_sharded_tensors
-
-
-def _together(
-    operation: str, say: Callable[[], S], conclude: Callable[[dict[int, S]], T], group: dist.ProcessGroup | None
-) -> T:
-    """What follows from what all ranks say; without a process group this one is all there are."""
-    if group is None and not dist.is_initialized():
-        return conclude({0: say()})
-    return together(operation, say, conclude, group=group)
 
 
 def _any(told: Mapping[int, list[OBJ_PATH]]) -> list[OBJ_PATH]:
@@ -172,7 +160,7 @@ def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> Sha
     if not prod(flat.layout.shape):
         return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)
     tensors = [part.tensor for part in parts]
-    if not flat.layout.form.holders.single or not dist.is_initialized():
+    if not flat.layout.form.holders.single or not has_default_group():
         return ShardedTensor(tensors, flat.layout, group)
     shards = [
         ShardMetadata(

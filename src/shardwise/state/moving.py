@@ -16,8 +16,9 @@ from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.view import View, seen
 from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.lane import Lane
-from shardwise.tensor.output import check_memory, local_shapes
+from shardwise.tensor.output import check_memory
 from shardwise.tensor.overflow import Losses, Lost, Overflow, refuse_loss
+from shardwise.tensor.sharded import local_shapes
 from shardwise.tensor.verify import compared, worst_of_all
 from shardwise.wires import GroupWire, Way
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange.pages import fresh
-from shardwise.layout import Layout
 from shardwise.tensor.casting import ONLY_PLAIN, PLAIN, check_cast
 from shardwise.tensor.kinds import Kind, is_sharded, kind_of, on_wire
+from shardwise.tensor.sharded import local_shapes
 from shardwise.wires import GroupWire
 
 
@@ -45,12 +44,6 @@ def room(
         )
     _check_out(given, source)
     return given
-
-
-@lru_cache(maxsize=4096)
-def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of an owner's tensors, none for who is no owner. Kept by value: they are asked for at every call."""
-    return layout.local_shapes(owner) if owner in layout else ()
 
 
 def _given(out: Any, target: Kind, wire: GroupWire) -> list[torch.Tensor]:

@@ -297,7 +297,7 @@ class ShardedTensor(torch.Tensor):
         return self._compared("allclose", other, lambda a, b: torch.allclose(a, b, rtol, atol, equal_nan))
 
     def _compared(self, what: str, other: Any, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
-        from shardwise.tensor.together import together  # which makes ShardedTensors
+        from shardwise.tensor.together import together_or_alone  # which makes ShardedTensors
 
         def mine() -> bool:
             if not isinstance(other, ShardedTensor):
@@ -306,9 +306,7 @@ class ShardedTensor(torch.Tensor):
                 raise ValueError(f"torch.{what} cannot compare partial values ({self.layout!r}): reduce them first")
             return self.layout == other.layout and all(map(same, self.shards, other.shards))
 
-        if not _in_group():
-            return mine()
-        return together(f"torch.{what}", mine, lambda told: all(told.values()), group=self.group)
+        return together_or_alone(f"torch.{what}", mine, lambda told: all(told.values()), group=self.group)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         return ShardedTensor([change(shard) for shard in self.shards], self.layout, self.group)
@@ -458,7 +456,7 @@ def _alike(kind: Kind, other: Any, what: str) -> ShardedTensor:
 
 def _check(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
     """Refuse shards that are not what the layout gives this rank."""
-    expected = _shapes(layout, me)
+    expected = local_shapes(layout, me)
     strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
     if strange:
         raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
@@ -473,10 +471,6 @@ def _check(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
-    """By value: containers are made at every call."""
+def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of an owner's tensors, none for who is no owner. Kept by value: they are asked for at every call."""
     return tuple(layout.local_shapes(owner)) if owner in layout else ()
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -12,6 +12,7 @@ from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueErro
 from shardwise.exchange import Exchange, Terms
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.wiring import group_wire
+from shardwise.wires.members import has_default_group
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -114,3 +115,12 @@ def together(
         raise RefusedValueError(f"{operation}: {error}") from error
     except TypeError as error:
         raise RefusedTypeError(f"{operation}: {error}") from error
+
+
+def together_or_alone(
+    operation: str, say: Callable[[], S], conclude: Callable[[dict[int, S]], T], *, group: dist.ProcessGroup | None
+) -> T:
+    """The same; a process that has no group at all is rank 0 of one."""
+    if group is None and not has_default_group():
+        return conclude({0: say()})
+    return together(operation, say, conclude, group=group)

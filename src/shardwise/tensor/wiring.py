@@ -13,7 +13,7 @@ from shardwise.dtensor import OnMesh, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError
 from shardwise.tensor.held import Held
 from shardwise.wires import GroupWire
-from shardwise.wires.members import job_rank
+from shardwise.wires.members import has_default_group, job_rank
 
 _wires = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupWire]]()
 
@@ -42,7 +42,7 @@ def group_wire(group: dist.ProcessGroup | None) -> GroupWire:
 
 
 def _check_initialized() -> None:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_default_group():
         raise ExchangeError(
             "there is no process group: call torch.distributed.init_process_group first, or give group="
         )

@@ -117,7 +117,7 @@ def owner_here(group: Any) -> int:
 def owners_of(group: Any) -> Sequence[int]:
     """The owners of a group, as far as this process knows without asking others; the default group unless given."""
     if not isinstance(group, dist.ProcessGroup):
-        return range(dist.get_world_size() if _started() else 1)
+        return range(dist.get_world_size() if has_default_group() else 1)
     if group in _known:
         return _known[group].owners
     ranks = registered_ranks(group) if _registered(group) else None
@@ -126,17 +126,18 @@ def owners_of(group: Any) -> Sequence[int]:
 
 def job_rank() -> int:
     """The rank of this process in its job: 0 where it has no default group, and so is a job of its own."""
-    return dist.get_rank() if _started() else 0
+    return dist.get_rank() if has_default_group() else 0
 
 
-def _started() -> bool:
+def has_default_group() -> bool:
+    """True where this process is part of a job."""
     return dist.is_available() and dist.is_initialized()
 
 
 def registered_ranks(group: dist.ProcessGroup) -> list[int] | None:
     """The ranks in the job that torch's registry has for those of a group; None where it does not know the group."""
     try:
-        return dist.get_process_group_ranks(group) if dist.is_initialized() else None
+        return dist.get_process_group_ranks(group) if has_default_group() else None
     except KeyError:
         return None
 
@@ -150,7 +151,7 @@ def _registered(group: dist.ProcessGroup) -> bool:
 
 
 def _is_world(group: dist.ProcessGroup) -> bool:
-    return dist.is_initialized() and group is dist.group.WORLD
+    return has_default_group() and group is dist.group.WORLD
 
 
 _tokens = WeakKeyDictionary[dist.ProcessGroup, str]()  # of jobs, by their default groups
@@ -158,7 +159,7 @@ _tokens = WeakKeyDictionary[dist.ProcessGroup, str]()  # of jobs, by their defau
 
 def _token() -> str:
     """The first of a job to ask writes it into the job's own store: not all of a job need be in the group."""
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = dist.group.WORLD if has_default_group() else None
     if world is None:
         return secrets.token_hex(16)  # a process without a default group is a job of its own
     if world not in _tokens:

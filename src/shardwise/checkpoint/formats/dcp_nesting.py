@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from shardwise.checkpoint.formats.writers import Contents
-from shardwise.checkpoint.structure import path_of
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, Key, Place, set_element
 
@@ -38,7 +37,7 @@ class Nesting(NamedTuple):
 
 def nesting(contents: Contents) -> Nesting:
     """By the rules above; refuses what torch's reader would change."""
-    tensors, values = ({name: path_of(name, contents) for name in part} for part in (contents.tensors, contents.values))
+    tensors, values = ({name: contents.path_of(name) for name in part} for part in (contents.tensors, contents.values))
     _check(tensors, values)
     groups = _groups(tensors.values(), values.values())
     _check_names({**tensors, **values}, map(_name, groups))

@@ -122,13 +122,14 @@ def open_sharded(files: Files) -> Checkpoint:
     if not isinstance(parts[0], list) or not all(isinstance(part, dict) for part in parts[1:]):
         raise CheckpointError(f"{where} has no files, tensors, values and paths")
     names, (tensors, values, paths) = [inside(name, where) for name in parts[0]], parts[1:]
+    nested = {name: _path(path, name, where, len(paths)) for name, path in paths.items()}
     headers = Headers(files, names)
     entries = Lazy(tensors, partial(_entry, headers, where, tensors))
     return Checkpoint(
         files,
         "sharded",
         entries,
-        paths={name: _path(path, name, where, len(paths)) for name, path in paths.items()},
+        paths={name: (name,) for name in (*tensors, *values)} | nested,  # the index leaves out what is not nested
         objects=lambda: {name: _decoded(value, name, where) for name, value in values.items()},
     )
 

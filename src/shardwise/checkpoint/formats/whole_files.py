@@ -116,7 +116,7 @@ class TorchSaveWriter:
             for name, (dtype, layout) in contents.tensors.items()
         }
         flat = {**stored, **contents.values}
-        paths = {name: contents.paths.get(name, (name,)) for name in flat}
+        paths = {name: contents.path_of(name) for name in flat}
         with self.folder.write(self.main) as file:
             write_archive(file, unflatten_state_dict(flat, paths), records)
 

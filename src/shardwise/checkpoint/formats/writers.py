@@ -46,6 +46,10 @@ class Contents(NamedTuple):
     paths: Mapping[str, tuple[Any, ...]]
     tied: Mapping[str, str] = {}  # names that have no parts of their own: those of another name are theirs, too
 
+    def path_of(self, name: str) -> tuple[Any, ...]:
+        """Where a leaf lies; names without a path are keys of the outermost dict."""
+        return self.paths.get(name, (name,))
+
 
 INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 NAMES = r"(?:shard-[0-9]+-of-[0-9]+-([0-9a-f]{16})\.safetensors|__[0-9]+_([0-9a-f]{16})\.distcp)"
