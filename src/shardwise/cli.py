@@ -33,9 +33,9 @@ LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@
 Page = Annotated[Path | None, typer.Option(help="Also write a page to look at.")]
 
 
-def _say(text: str) -> None:
-    """Print text that may have names from files in it: no terminal is steered by it."""
-    typer.echo(printable(text))
+def _say(text: str, *, err: bool = False) -> None:
+    """Print text that may have names from files in it, without control characters."""
+    typer.echo(printable(text), err=err)
 
 
 def _version(asked: bool) -> None:
@@ -197,7 +197,7 @@ def convert(
         )
     if made.reused:
         again = tables.several(len(made.reused), "file")
-        typer.echo(f"reused {again} of an interrupted conversion, such as {made.reused[0]}")
+        _say(f"reused {again} of an interrupted conversion, such as {made.reused[0]}")
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
     for line in tables.fates(opened, made):
@@ -211,9 +211,9 @@ def _continued() -> Iterator[None]:
         with warnings.catch_warnings(record=True) as found:
             yield
         for one in found:
-            typer.echo(f"note: {one.message}", err=True)
+            _say(f"note: {one.message}", err=True)
     except KeyboardInterrupt:
-        typer.echo("interrupted: run the same command again to continue; files that are whole are reused", err=True)
+        _say("interrupted: run the same command again to continue; files that are whole are reused", err=True)
         raise SystemExit(130) from None
 
 

@@ -29,6 +29,7 @@ KINDS = ("split", "cyclic", "fused", "boxes", "overlapping", "flat")
 OPERATIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 PLACEMENT = re.compile(rf"R|S(?P<dim>-?\d+)(:(?P<factor>\d+))?|P(?P<op>{'|'.join(OPERATIONS)})?")
 MOST_AXES = 32  # of a mesh
+LONGEST = 40  # characters of a placement: its numbers are small
 MOST_OWNERS = 2**18  # far above any world, and still little memory
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -149,7 +150,7 @@ class _Reader:
             return "mesh", None, self._list(",", self._placement)
         if word not in KINDS:
             self.at -= len(word)
-            upper = PLACEMENT.match(self.text[self.at : self.at + 40].upper())
+            upper = PLACEMENT.match(self.text[self.at : self.at + LONGEST].upper())
             near = get_close_matches(word, KINDS, 1) or ([upper.group()] if upper else [])
             hint = f"; did you mean {near[0]}?" if near else ""
             self._fail(f"a placement (S0, R, P) or one of {', '.join(KINDS)}{hint}")
@@ -191,7 +192,7 @@ class _Reader:
             self._fail(f"a reduction: {', '.join(OPERATIONS)}")
         expected = "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
         word, start = self._match(PLACEMENT.pattern, expected), self.at
-        if len(word) > 40:
+        if len(word) > LONGEST:
             self.at = start - len(word)
             self._fail(f"{expected}; this number is absurdly large")
         return word

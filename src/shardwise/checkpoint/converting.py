@@ -90,26 +90,15 @@ def convert(
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
-    ties = _ties(streams, parts)
-    if format == "safetensors":
+    ties, kept = _ties(streams, parts), _kept(opened, select, objects)
+    if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
-        ties = {}
-    layouts |= {key: layouts[one] for key, one in ties.items()}
-    owners = sorted({owner for layout in layouts.values() for owner in layout.owners()}) or [0]
-    kept = _kept(opened, select, objects)
-    kept = kept if format != "safetensors" else {}
-    contents = Contents(
-        {key: (stream.dtype, layouts[key]) for key, stream in streams.items()},
-        kept,
-        {key: path for key, path in opened.paths.items() if key in streams or key in kept},
-        ties,
-    )
-    token = _token(opened, streams, layouts, kept, ties, format)
+        ties, kept = {}, {}
+    contents = _contents(opened, streams, layouts, kept, ties)
+    owners = sorted({owner for _, layout in contents.tensors.values() for owner in layout.owners()}) or [0]
+    token = _token(opened, streams, contents, format)
     writer = _writer(format, folder, owners, token, name)
     _check_apart(opened, folder, name)
-    twice = [key for key in kept if key in streams]
-    if twice:
-        raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
     writer.fits(contents)
     refuse_overflow(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claimed(folder, token, name) as claim, _resumable(claim, folder, token):
@@ -122,6 +111,25 @@ def convert(
         if verify:
             _verify(streams, made, chunk, jobs, progress)
     return made
+
+
+def _contents(
+    opened: Checkpoint,
+    streams: Mapping[str, Stream],
+    layouts: Mapping[str, Layout],
+    values: Mapping[str, Any],
+    ties: Mapping[str, str],
+) -> Contents:
+    """What is written. Tied tensors lie as the one that they are tied to."""
+    twice = [key for key in values if key in streams]
+    if twice:
+        raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
+    return Contents(
+        {key: (stream.dtype, layouts[ties.get(key, key)]) for key, stream in streams.items()},
+        values,
+        {key: path for key, path in opened.paths.items() if key in streams or key in values},
+        ties,
+    )
 
 
 @contextmanager
@@ -319,14 +327,7 @@ def _check_apart(opened: Checkpoint, folder: Folder, name: str | None) -> None:
         )
 
 
-def _token(
-    opened: Checkpoint,
-    streams: Mapping[str, Stream],
-    layouts: Mapping[str, Layout],
-    values: Mapping[str, Any],
-    ties: Mapping[str, str],
-    format: str,
-) -> str:
+def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
     """Tells this conversion from others: of other files or other values, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
     said: list[Any] = [
@@ -335,10 +336,10 @@ def _token(
         sorted(opened.metadata.items()),
         [(path, opened.files.stamp(path)) for path in files],
     ]
-    said += [(name, str(stream.dtype), stream.shape, str(layouts[name])) for name, stream in streams.items()]
+    said += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew
-        said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in values.items()]
-    said += sorted(ties.items())
+        said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in contents.values.items()]
+    said += sorted(contents.tied.items())
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
     return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
 

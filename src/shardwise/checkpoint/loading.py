@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from shardwise.state.names import Rename, missing
 from shardwise.state.plan import Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.ties import Ties, tied, ties_of
-from shardwise.state.traverse import flatten_state_dict, set_element
+from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
 from shardwise.tensor.casting import Change
 from shardwise.tensor.output import check_written
 from shardwise.tensor.overflow import Losses, Lost, Overflow, check_overflow, refusal
@@ -69,35 +69,20 @@ def load(
     then; without a group each is for itself.
     """
     callers = Callers("load", group, alone=group is None and read != "once")
-    flat, paths = dict[str, Any](), dict[str, Any]()
-    replaced, linked = dict[str, torch.Tensor](), set[str]()
-    found = list[Checkpoint]()
+    once = not callers.alone and read != "each"
 
-    def say() -> tuple[Said, Ties]:
+    def opened() -> Checkpoint:
         check_progress(progress)
         check_overflow(overflow)
         if read not in (None, "each", "once"):
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
-        found.append(path if isinstance(path, Checkpoint) else open(path, rules=rules))
-        names = flatten_state_dict(into)
-        refuse_modules(names[0])
-        replaced.update(replacements(names[0]))
-        flat.update(names[0] | replaced)
-        paths.update(names[1])
-        return said(flat, callers.wire), ties_of(flat, callers.wire)
+        return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
-    def conclude(told: Mapping[int, tuple[Said, Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        tensors = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")
-        if once:
-            callers.check(tensors)
-        return tensors, tied({rank: ties for rank, (_, ties) in told.items()})
-
-    once = not callers.alone and read != "each"
     # who reads a byte for all must read it where all others would
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
-    targets, ties = callers.together(say, conclude, **same)
-    checkpoint, others = found[0], list[str]()
+    checkpoint, (flat, paths, replaced), targets, ties = _heard(callers, opened, into, once=once, **same)
+    others, linked = list[str](), set[str]()
 
     def prepare() -> list[tuple[Link, Entry, Tensor]]:
         others.extend(_others(checkpoint, flat, strict))
@@ -122,6 +107,38 @@ def load(
         callers.together(finish if once else read_all, lambda told: _refuse_losses(told, disjoint=once))
     for name, value in {**values, **filled(replaced, linked)}.items():
         set_element(into, paths[name], value)
+
+
+class State(NamedTuple):
+    """The state dict of a rank: its leaves, their paths, and those that are new since the meta device had them."""
+
+    flat: dict[str, Any]
+    paths: FLATTEN_MAPPING
+    replaced: dict[str, torch.Tensor]
+
+
+def _heard(
+    callers: Callers, opened: Callable[[], Checkpoint], into: Mapping[Any, Any], *, once: bool, **same: str
+) -> tuple[Checkpoint, State, dict[str, Tensor], dict[str, str]]:
+    """The checkpoint and the state dict of this rank; what is known of all tensors, and what is tied."""
+    found = list[tuple[Checkpoint, State]]()
+
+    def say() -> tuple[Said, Ties]:
+        checkpoint, (leaves, paths) = opened(), flatten_state_dict(into)
+        refuse_modules(leaves)
+        replaced = replacements(leaves)
+        flat = leaves | replaced
+        found.append((checkpoint, State(flat, paths, replaced)))
+        return said(flat, callers.wire), ties_of(flat, callers.wire)
+
+    def conclude(told: Mapping[int, tuple[Said, Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")
+        if once:
+            callers.check(tensors)
+        return tensors, tied({rank: ties for rank, (_, ties) in told.items()})
+
+    targets, ties = callers.together(say, conclude, **same)
+    return *found[0], targets, ties
 
 
 def _links(

@@ -18,6 +18,7 @@ from platform import node
 from time import time
 
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # the file system has none
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # links are not followed, pipes are not waited for
@@ -58,7 +59,7 @@ class Record:
         return f"{json.dumps(asdict(self))}\n"
 
     def __str__(self) -> str:
-        return f"process {self.process!r:.20} on host {self.host!r:.80}"
+        return f"process {brief(self.process)} on host {brief(self.host)}"
 
 
 class Lock:

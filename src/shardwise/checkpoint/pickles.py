@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardwise.checkpoint.foreign import Foreign, is_foreign_class, is_sharding
 from shardwise.checkpoint.opaque import How, Opaque, Parts, attributes
 from shardwise.checkpoint.standins import (
     COPIES,
@@ -27,7 +28,6 @@ from shardwise.checkpoint.standins import (
     KNOWN,
     Call,
     Default,
-    Foreign,
     Frozen,
     Holder,
     Name,
@@ -42,8 +42,6 @@ from shardwise.checkpoint.standins import (
     Tally,
     Wide,
     frozen,
-    is_foreign_class,
-    is_sharding,
     sizes,
 )
 from shardwise.errors import CheckpointError

@@ -15,6 +15,7 @@ from uuid import UUID
 import numpy as np
 import torch
 
+from shardwise.checkpoint.foreign import Foreign, foreign_class, is_foreign_class, is_sharding
 from shardwise.quoting import brief
 
 FACTORIES: dict[str | None, Callable[[], Any] | None] = {  # of defaultdicts
@@ -80,39 +81,6 @@ class Record:
         return state.get(field) if isinstance(state, dict) else None
 
 
-class Foreign:
-    """An object of a class that is not known here: what a pickle does to it is recorded. Each name has a subclass."""
-
-    __slots__ = ("args", "called", "items", "pairs", "state")
-    module = qualname = ""
-    args: tuple[Any, ...]
-    items: list[Any]
-    pairs: list[tuple[Any, Any]]
-    called: bool
-    state: Any
-
-    def __new__(cls, *args: Any) -> Foreign:
-        made = super().__new__(cls)
-        made.args, made.state, made.called, made.items, made.pairs = args, None, False, [], []
-        return made
-
-    def __init__(self, *args: Any) -> None:
-        self.called = True  # the class was called; else only its __new__ is
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, item: Any) -> None:
-        """As pickles do with lists."""
-        self.items.append(item)
-
-    def __setitem__(self, key: Any, item: Any) -> None:
-        self.pairs.append((key, item))
-
-    def __repr__(self) -> str:
-        return f"<{self.module}.{self.qualname}>"
-
-
 class Foreigners(Mapping[tuple[str, str], Any]):
     """A class of its own for every name that is not known; but for sharded tensors, which are no plain values."""
 
@@ -128,8 +96,7 @@ class Foreigners(Mapping[tuple[str, str], Any]):
         if key not in self._made:
             if len(self._made) >= MOST_CLASSES:
                 raise pickle.UnpicklingError(f"it names more than {MOST_CLASSES} classes")
-            about = {"__slots__": (), "module": key[0], "qualname": key[1]}
-            self._made[key] = type("Foreign", (Foreign,), about)
+            self._made[key] = foreign_class(*key)
         return self._made[key]
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
@@ -137,16 +104,6 @@ class Foreigners(Mapping[tuple[str, str], Any]):
 
     def __len__(self) -> int:
         return len(self._made)
-
-
-def is_sharding(module: str, name: str) -> bool:
-    """True for what sharded tensors are made of; DTensors are wrapper subclasses."""
-    return module.startswith("torch.distributed") or name == "_rebuild_wrapper_subclass"
-
-
-def is_foreign_class(value: Any) -> bool:
-    """True where a pickle names a class, or a function, that is not known."""
-    return isinstance(value, type) and issubclass(value, Foreign)
 
 
 def _reconstructed(kind: Any, base: Any, state: Any) -> Foreign:
@@ -352,8 +309,7 @@ def _of_type(rebuild: Any, kind: Any, args: Any, *_: Any) -> Any:
     if not isinstance(rebuild, Call) or not known or type(args) is not tuple:
         raise pickle.UnpicklingError("a tensor is of an unknown type")
     if is_foreign_class(kind):
-        about = {"__slots__": (), "module": kind.module, "qualname": f"{kind.qualname} (a kind of tensor)"}
-        return type("Foreign", (Foreign,), about)(rebuild(*args))
+        return foreign_class(kind.module, f"{kind.qualname} (a kind of tensor)")(rebuild(*args))
     return _parameter(rebuild(*args))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from shardwise.checkpoint.foreign import Foreign, is_foreign_class
 from shardwise.checkpoint.formats.writers import Contents
-from shardwise.checkpoint.standins import Foreign, Record, Sealed, is_foreign_class
+from shardwise.checkpoint.standins import Record, Sealed
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief
 from shardwise.state.traverse import OBJ_PATH, Key, Place
 
 STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # into what they lead
@@ -27,7 +27,7 @@ def check_steps(contents: Contents) -> None:
         for key in contents.path_of(name):
             if type(key) not in STEPS:
                 raise CheckpointError(
-                    f"{name!r} has the key {_text(key)}: keys must be texts or whole numbers. "
+                    f"{name!r} has the key {brief(key)} ({type(key).__name__}): keys must be str or int. "
                     f"Remedy: give it another key, or convert to format='torch.save'"
                 )
 
@@ -37,7 +37,7 @@ def check_keys(contents: Contents) -> None:
     for name in (*contents.tensors, *contents.values):
         for key in contents.path_of(name):
             if isinstance(key, Foreign | Sealed | Record) or is_foreign_class(key):
-                raise CheckpointError(f"{name!r} has the key {key!r}, which is not written: select= leaves it out")
+                raise CheckpointError(f"{name!r} has the key {brief(key)}, which is not written: select= leaves it out")
 
 
 def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:
@@ -53,8 +53,4 @@ def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:
 
 def _shown(path: OBJ_PATH) -> str:
     into = "; ".join(STEPS.get(type(key), type(key).__name__) for key in path[1:])
-    return f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}" + (f" ({into})" if into else "")
-
-
-def _text(key: Any) -> str:
-    return f"{key!r:.80} ({type(key).__name__})"
+    return f"{path[0]}{''.join(f'[{brief(key)}]' for key in path[1:])}" + (f" ({into})" if into else "")

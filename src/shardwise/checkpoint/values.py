@@ -28,6 +28,7 @@ from shardwise.checkpoint.opaque import How, Opaque, Parts, attributes
 from shardwise.checkpoint.standins import FACTORIES, numpy_dtype
 from shardwise.checkpoint.writing import write_tensor
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief
 from shardwise.state.traverse import Key, Place
 
 
@@ -67,7 +68,7 @@ def encoded(value: Any, where: str, kinds: Kinds | None = None) -> Any:
             return [encode(item, (*at, place)) for place, item in enumerate(value)]
         kind = table.get(_type(value))
         if kind is None:
-            steps = "".join(f"[{key!r:.40}]" for key in at)
+            steps = "".join(f"[{brief(key)}]" for key in at)
             raise CheckpointError(f"'{where}{steps}' is {type(value).__name__}, which is not stored: {remedy(value)}")
         if isinstance(value, dict) and type(value) is not defaultdict:
             return {kind.name: [[encode(key, at), encode(item, (*at, key))] for key, item in value.items()]}
@@ -88,7 +89,7 @@ def decoded(said: Any) -> Any:
         (name, item), *_ = said.items()
         if name in READ:
             return READ[name](decoded(item))
-    raise CheckpointError(f"{said!r:.100} is no value that is known here")
+    raise CheckpointError(f"{brief(said)} is no value that is known here")
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch
 
 from shardwise.checkpoint.files import Descriptor, below, readable
+from shardwise.checkpoint.locking import FLAGS
 from shardwise.checkpoint.places import place_of
 from shardwise.errors import CheckpointError
 from shardwise.exchange.pages import bytes_at
@@ -128,7 +129,7 @@ class Folder:
     def _plain(self, name: str) -> Iterator[int | None]:
         """A file that only its own name leads to, open; None for links, pipes and all else, and for none at all."""
         try:
-            file = os.open(Path(self._place, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(Path(self._place, name), os.O_RDONLY | FLAGS)
         except OSError:
             yield None
             return

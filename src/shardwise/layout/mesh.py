@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.geometry import Ints
 from shardwise.layout.checks import counted, owner_array, refuse_repeats
-from shardwise.notation import MOST_AXES, NAME, OPERATIONS, PLACEMENT
+from shardwise.notation import LONGEST, MOST_AXES, NAME, OPERATIONS, PLACEMENT
 from shardwise.quoting import brief
 
 
@@ -91,8 +91,9 @@ def placement(asked: Any) -> Placement:
 
 def _read(word: str) -> Placement:
     plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
-    found = PLACEMENT.fullmatch(plain) if len(plain) <= 40 else None  # DTensor writes S(0), P(max) and _S(0, 2)
-    if not found and plain[:1] == "P" and len(plain) <= 40:
+    short = len(plain) <= LONGEST
+    found = PLACEMENT.fullmatch(plain) if short else None  # DTensor writes S(0), P(max) and _S(0, 2)
+    if not found and plain[:1] == "P" and short:
         return Partial(plain[1:])  # which knows the reductions
     if not found:
         raise LayoutError(f"{brief(word)} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")

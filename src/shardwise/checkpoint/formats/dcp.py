@@ -196,7 +196,7 @@ def _tied(said: Any) -> dict[str, str]:
     """The names whose bytes are those of another one, as we note them: torch writes the bytes of every name apart."""
     found = {} if said is None else said
     if type(found) is not dict or not all(type(name) is str for pair in found.items() for name in pair):
-        raise TypeError(f"{TIED} is {said!r:.100}")
+        raise TypeError(f"{TIED} is {brief(said)}")
     return found
 
 

@@ -11,9 +11,10 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, Located, whole_box
 from shardwise.checkpoint.files import WORDS, Files, Span
+from shardwise.checkpoint.foreign import Foreign, is_foreign_class
 from shardwise.checkpoint.formats.safetensors import read_index
 from shardwise.checkpoint.pickles import check_tree, refuse, settled, tensors_in, unpickle
-from shardwise.checkpoint.standins import MOST, Foreign, Foreigners, SavedTensor, is_foreign_class
+from shardwise.checkpoint.standins import MOST, Foreigners, SavedTensor
 from shardwise.checkpoint.zips import BEGIN, Directory, Member, contents, directories, starts
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
