@@ -482,6 +482,8 @@ def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_chunked(x: Any) -> bool:
     """True for what lists its chunks as distributed checkpoints ask for them: LocalShardsWrapper, also in a DTensor."""
     inner = x._local_tensor if isinstance(x, DTensor) else x
+    if type(inner) is torch.Tensor:  # asked of every tensor in every sync, and what is missing takes long to look for
+        return False
     return hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
 
 
