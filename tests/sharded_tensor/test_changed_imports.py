@@ -1,6 +1,7 @@
 """Code written for torch, with its imports changed: the same bodies run against torch's names and ours."""
 
 import copy
+import pickle
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from ranks import ranks  # noqa: F401
 from torch.distributed._shard.sharded_tensor import api as torchs_api
 from torch.distributed._shard.sharded_tensor import reshard as torchs_reshard
 
+import shardwise as sw
 from shardwise import sharded_tensor as ours
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")  # torch's word on its own
@@ -139,6 +141,25 @@ def test_what_has_no_process_group_can_be_copied_cast_and_shown():
         same(found.local_tensor(), held[0].tensor)
     assert st.to(torch.int32).local_tensor().dtype == torch.int32
     assert "[5:10, 5:10]" in repr(st)
+
+
+def test_what_has_no_process_group_keeps_its_own_shards_in_pickles(ranks):  # noqa: F811
+    def run(rank):
+        held, metadata = block(ours, 3)
+        st = ours.ShardedTensorBase._init_from_local_shards_and_global_metadata(held, metadata)
+        found = pickle.loads(pickle.dumps(st))
+        assert told(s.metadata for s in found.local_shards()) == told(s.metadata for s in held)
+        same(found.local_tensor(), held[0].tensor)
+
+    ranks(1, run)
+
+
+def test_what_has_no_process_group_is_copied_between_the_same_shards_alone():
+    one, other = (ours.ShardedTensorBase._init_from_local_shards_and_global_metadata(*block(ours, r)) for r in (0, 3))
+    one.copy_(one.clone())
+    assert not torch.equal(one, other)
+    with pytest.raises(sw.UnsupportedError, match="same metadata"):
+        one.copy_(other)
 
 
 @BOTH

@@ -220,6 +220,19 @@ def test_a_tensor_of_another_group_is_refused(ranks, tmp_path):  # noqa: F811
     assert len({report[0] for report in reports}) == 1
 
 
+def test_values_are_not_copied_between_groups_that_number_a_rank_differently(ranks, tmp_path):  # noqa: F811
+    def run(at):
+        group, _ = joined(tmp_path, at, bare_group)
+        other = bare_group(tmp_path, "other", EVERYBODY - 1 - at, EVERYBODY)
+        x = sw.ShardedTensor(torch.full((1, 12), float(at)), "6x12/S0@6", group)
+        y = sw.ShardedTensor(torch.full((1, 12), float(at)), "6x12/S0@6", other)  # the same cells here, by their values
+        assert not torch.equal(x, y)
+        x.copy_(x.clone())
+        return raised(lambda: x.copy_(y))[0]
+
+    assert on_jobs(ranks, run) == ["UnsupportedError"] * EVERYBODY
+
+
 def test_a_group_of_one_job_keeps_the_ranks_of_the_job(ranks, tmp_path):  # noqa: F811
     def run(rank):
         group = dist.new_group([1, 2])

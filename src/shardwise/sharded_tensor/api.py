@@ -26,7 +26,7 @@ from shardwise.sharded_tensor.metadata import (
     TensorProperties,
     same_device,
 )
-from shardwise.sharded_tensor.pickling import loaded, place
+from shardwise.sharded_tensor.pickling import loaded, place, unplaced
 from shardwise.sharded_tensor.said import checked_metadata, concluded, refuse, said
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
@@ -414,7 +414,9 @@ class ShardedTensor(ShardedTensorBase):
         return kind.holding([deepcopy(shard, memo) for shard in self.shards])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with its place in the group: it can only be loaded there, see `load_with_process_group`."""
+        """Pickled with its place in the group, if it has one: it can only be loaded there (see pickling.py)."""
+        if self._kind.own is not None:
+            return unplaced, (self.metadata(), self.sharding_spec(), self.shards, self._kind.own)
         return loaded, (self.metadata(), self.sharding_spec(), self.shards, place(self.group))
 
 

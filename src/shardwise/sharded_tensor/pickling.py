@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -41,6 +42,11 @@ def place(group: Group) -> dict[str, int]:
         "Local world size": known.size(),
         "Global world size": dist.get_world_size(),
     }
+
+
+def unplaced(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, own: tuple[Any, ...]) -> ShardedTensor:
+    """What was pickled without a process group: it holds these shards wherever it is loaded."""
+    return replace(BySpec.by_metadata(metadata, spec, None), own=own).holding(tensors)
 
 
 def loaded(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, saved: dict[str, int]) -> ShardedTensor:

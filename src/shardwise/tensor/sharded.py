@@ -204,7 +204,7 @@ class ShardedTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: ShardedTensor | None) -> None:
-        given = [None] * len(self.shards) if value is None else _alike(self._kind.gradient(), value, "grad").shards
+        given = [None] * len(self.shards) if value is None else self._alike(value, "grad", self._kind.gradient()).shards
         for shard, grad in zip(self.shards, given, strict=True):
             shard.grad = grad
 
@@ -267,7 +267,7 @@ class ShardedTensor(torch.Tensor):
 
     def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
         """Copy the values of another ShardedTensor that lies in the same way; of any dtype and device."""
-        for mine, theirs in zip(self.shards, _alike(self._kind, other, "copy_").shards, strict=True):
+        for mine, theirs in zip(self.shards, self._alike(other, "copy_", self._kind).shards, strict=True):
             mine.copy_(theirs, non_blocking)
         return self
 
@@ -304,9 +304,24 @@ class ShardedTensor(torch.Tensor):
                 raise TypeError(f"Both arguments to torch.{what} need to be of type ShardedTensor, not {type(other)}")
             if self.layout.op or other.layout.op:
                 raise ValueError(f"torch.{what} cannot compare partial values ({self.layout!r}): reduce them first")
-            return self.layout == other.layout and all(map(same, self.shards, other.shards))
+            return self._fits(other, self.layout) and all(map(same, self.shards, other.shards))
 
         return together_or_alone(f"torch.{what}", mine, lambda told: all(told.values()), group=self.group)
+
+    def _fits(self, other: ShardedTensor, layout: Layout) -> bool:
+        """True where the other has that layout, and the same cells here: groups may give this process other numbers."""
+        return other.layout == layout and _boxes(*other._part()) == _boxes(*self._part())
+
+    def _alike(self, other: Any, what: str, kind: Kind) -> ShardedTensor:
+        """The other, if it lies in that way."""
+        if not isinstance(other, ShardedTensor):
+            refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {kind.layout!r}")
+        if not self._fits(other, kind.layout):
+            raise UnsupportedError(
+                f"{what}: inplace copy can only happen between two ShardedTensor with same metadata! This one is "
+                f"{self!r}, and the other {other!r}: shardwise.reshard(other, out=x) moves between layouts"
+            )
+        return other
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         return ShardedTensor([change(shard) for shard in self.shards], self.layout, self.group)
@@ -440,18 +455,6 @@ def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
         raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _alike(kind: Kind, other: Any, what: str) -> ShardedTensor:
-    """The other, if it lies in that way."""
-    if not isinstance(other, ShardedTensor):
-        refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {kind.layout!r}")
-    if other.layout != kind.layout:
-        raise UnsupportedError(
-            f"{what}: inplace copy can only happen between two ShardedTensor with same metadata! This one lies as "
-            f"{kind.layout!r}, the other as {other.layout!r}: shardwise.reshard(other, out=x) moves between layouts"
-        )
-    return other
 
 
 def _check(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
