@@ -16,7 +16,8 @@ from shardwise.activation.digest import difference
 from shardwise.activation.frame import Frame, Rule
 from shardwise.activation.kept import Home
 from shardwise.activation.saved import Saved, Untouched
-from shardwise.dtensor import backward_task, is_mesh, saved_tensors_hooks_on, transforming
+from shardwise.dtensor import is_mesh
+from shardwise.dtensor.autograd import backward_task, saved_tensors_hooks_on, transforming
 from shardwise.errors import LayoutError
 from shardwise.tensor.together import together
 from shardwise.tensor.wiring import group_wire

@@ -12,7 +12,9 @@ from shardwise.activation.account import Account
 from shardwise.activation.digest import digest
 from shardwise.activation.kept import Home, Kept
 from shardwise.activation.saved import Cells, Saved, has_memory
-from shardwise.dtensor import is_dtensor, local_of, random_state, replicated_along, storage_of, watched_storage
+from shardwise.dtensor import is_dtensor, replicated_along
+from shardwise.dtensor.autograd import random_state
+from shardwise.dtensor.memory import local_of, storage_of, watched_storage
 from shardwise.tensor.kinds import is_sharded
 
 

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.activation.account import Account
 from shardwise.activation.digest import difference
-from shardwise.dtensor import after_backward, backward_task
+from shardwise.dtensor.autograd import after_backward, backward_task
 from shardwise.errors import ExchangeError
 from shardwise.exchange.wire import Message, Swap
 from shardwise.wires import GroupWire

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.dtensor import chunks_in, is_chunked
+from shardwise.dtensor.memory import chunks_in, is_chunked
 from shardwise.layout import Layout
 from shardwise.state.plan import Tensor
 from shardwise.tensor.kinds import is_sharded, kind_of, on_wire

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import chunks_in, is_dtensor, local_of
+from shardwise.dtensor import is_dtensor
+from shardwise.dtensor.memory import chunks_in, local_of
 from shardwise.exchange import Exchange, Move, Terms, Views
 from shardwise.exchange.pages import fresh
 from shardwise.state.leaves import lists_chunks

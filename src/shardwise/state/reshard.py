@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import storage_of
+from shardwise.dtensor.memory import storage_of
 from shardwise.state.casts import Asked, Cast, Casts
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.links import Link

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import OnMesh, Shards, is_chunked, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
+from shardwise.dtensor import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
+from shardwise.dtensor.memory import is_chunked
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
 from shardwise.tensor.sharded import Own, ShardedTensor

@@ -28,9 +28,7 @@ MOST_FILES = 2  # in a packet: a segment, and the file of a payload
 HELLO = -1  # the kind of the first packet of a connection: who writes
 FAILED = -2  # the kind of a packet that ends a wire: why
 FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
-PATIENCE = (
-    5.0  # seconds that who comes to a full door waits: it is answered while ranks meet, unless somebody floods it
-)
+PATIENCE = 5.0  # seconds to wait at a full door: it is answered while ranks meet, unless somebody floods it
 MOST_PACKETS = 2**14  # to look through for the one that says why: a stranger may send without end
 MOST_SILENT = 256  # connections that have not said who they are: strangers, if they are so many
 SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core

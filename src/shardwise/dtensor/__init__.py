@@ -1,34 +1,32 @@
 """torch's own sharded tensors as layouts, and back: DTensor, DeviceMesh, ShardedTensor and its specs.
 
-The only file that knows torch's private names. Each kind of container answers the same questions: its layout, the
-tensors that autograd sees, this rank's local tensors, and how to put the container together again.
+The only package that knows the private names of torch's containers. Each kind of container answers the same questions:
+its layout, the tensors that autograd sees, this rank's local tensors, and how to put the container together again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Self, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise.layout.mesh as ours
+from shardwise.dtensor.group_order import check_sizes, in_group_order, line, rises, unsorted_axes
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
-from shardwise.wires.members import has_default_group, of_job, owner_here
+from shardwise.wires.members import of_job, owner_here
 
 Tensors = Sequence[torch.Tensor]
 RemoteDevice = _remote_device  # "rank:1/cpu": torch's own, so that they are equal and print alike
@@ -51,7 +49,7 @@ class OnMesh:
     @cached_property
     def layout(self) -> Layout:
         """Kept by value: making one takes longer than moving a small tensor."""
-        return _mesh_layout(self, () if _rises(self.mesh) else _unsorted_axes(self.mesh))
+        return _mesh_layout(self, () if rises(self.mesh) else unsorted_axes(self.mesh))
 
     @property
     def group(self) -> None:
@@ -288,77 +286,13 @@ def _mesh_layout(kind: OnMesh, unsorted: tuple[int, ...]) -> Layout:
     if not _default(order):
         placements = DTensorSpec._convert_shard_order_to_StridedShard(order, placements, kind.mesh)
     by_coordinate = Layout.on_mesh(kind.shape, _mesh(kind.mesh), placements)
-    ranks = _in_group_order(kind.mesh, placements, unsorted)
+    ranks = in_group_order(kind.mesh, placements, unsorted)
     if ranks == kind.mesh.mesh.tolist():
         return by_coordinate
     by_group = Layout.on_mesh(kind.shape, _named(kind.mesh, ranks), placements)
     for rank in _ranks(kind.mesh):
-        _check_sizes(kind, rank, by_group.local_shape(rank), by_coordinate.local_shape(rank))
+        check_sizes(kind, rank, by_group.local_shape(rank), by_coordinate.local_shape(rank))
     return by_group
-
-
-# torch numbers shards in two ways. Collectives (distribute_tensor's scatter, full_tensor's gather) go by the rank in
-# the process group of a mesh axis, which torch sorts; offsets and local splits go by the coordinate in the mesh. Where
-# the ranks of a mesh do not rise, the two differ, and the data is where the collectives put it: see decision 18.
-
-
-def _in_group_order(mesh: DeviceMesh, placements: Sequence[Any], unsorted: tuple[int, ...]) -> Any:
-    """The ranks of a mesh in the places that collectives give them, as nested lists."""
-    ranks = mesh.mesh.numpy()
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | _StridedShard) and axis not in unsorted:
-            _check_lines(mesh, ranks, placements, axis)
-            ranks = np.sort(ranks, axis=axis)
-    return ranks.tolist()
-
-
-@lru_cache(maxsize=256)
-def _rises(mesh: DeviceMesh) -> bool:
-    """True where ranks rise along every axis: group order and coordinates are the same."""
-    return all((np.diff(mesh.mesh.numpy(), axis=axis) > 0).all() for axis in range(mesh.ndim))
-
-
-def _unsorted_axes(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Axes whose process groups keep the order of the mesh: made by `new_group(sort_ranks=False)`, for `from_group`.
-
-    Equal meshes may have different groups, so this is never kept by value.
-    """
-    here = mesh.get_coordinate()
-    return () if here is None else tuple(axis for axis in range(mesh.ndim) if _keeps_order(mesh, axis, here))
-
-
-def _keeps_order(mesh: DeviceMesh, axis: int, here: Sequence[int]) -> bool:
-    line: Any = (*here[:axis], slice(None), *here[axis + 1 :])
-    group = dist.get_process_group_ranks(mesh.get_group(axis))
-    return group != sorted(group) and group == mesh.mesh[line].tolist()
-
-
-def _check_lines(mesh: DeviceMesh, ranks: Any, placements: Sequence[Any], axis: int) -> None:
-    """Refuse a mesh on which distribute_tensor loses shards: lines along an axis whose ranks are not ordered alike.
-
-    Lines may differ along an axis that is scattered before; but not for partial and strided placements, which torch
-    gathers in another order.
-    """
-    order = ranks.argsort(axis=axis)
-    for other, placement in enumerate(placements):
-        before = other < axis and {type(placement), type(placements[axis])} <= {Shard, Replicate}
-        if other != axis and not before and (order != order.take([0], axis=other)).any():
-            raise LayoutError(
-                f"mesh {mesh.mesh.tolist()} cannot hold {list(placements)}: its lines along axis {axis} order their "
-                f"ranks differently, and torch's distribute_tensor loses shards there: use a mesh whose ranks rise, "
-                f"such as {np.sort(ranks, axis=None).reshape(ranks.shape).tolist()}"
-            )
-
-
-def _check_sizes(kind: OnMesh, rank: int, by_group: tuple[int, ...], by_coordinate: tuple[int, ...]) -> None:
-    """Refuse uneven shards that torch cuts to the sizes of others."""
-    if by_group != by_coordinate:
-        raise LayoutError(
-            f"mesh {kind.mesh.mesh.tolist()} cannot hold shape {kind.shape} as {list(kind.placements)}: its ranks do "
-            f"not rise, so rank {rank} has a shard of shape {by_group} for torch's collectives, but of {by_coordinate} "
-            f"by its coordinate, and distribute_tensor loses data: use a mesh whose ranks rise, or dims that divide "
-            f"evenly"
-        )
 
 
 def _spec(kind: OnMesh, dtype: torch.dtype) -> DTensorSpec:
@@ -476,66 +410,6 @@ def _clipped(corner: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(at, size) for at, size in zip(corner, shape, strict=True))
 
 
-# --- chunks that only their own rank knows, and tensors without memory -----------------------------------------------
-
-
-def is_chunked(x: Any) -> bool:
-    """True for what lists its chunks as distributed checkpoints ask for them: LocalShardsWrapper, also in a DTensor."""
-    inner = x._local_tensor if isinstance(x, DTensor) else x
-    if type(inner) is torch.Tensor:  # asked of every tensor in every sync, and what is missing takes long to look for
-        return False
-    return hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
-
-
-def chunks_in(x: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """The chunks of this rank that have cells: where each begins in the whole, and its memory; by that place."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    found = list[tuple[tuple[int, ...], torch.Tensor]]()
-    inner: Any = x._local_tensor if isinstance(x, DTensor) else x
-    for number, chunk in enumerate(inner.__create_chunk_list__()):
-        if 0 not in chunk.sizes:
-            tensor = inner.__get_tensor_shard__(MetadataIndex("", torch.Size(chunk.offsets), number))
-            if tuple(tensor.shape) != tuple(chunk.sizes):
-                raise ValueError(
-                    f"the chunk at {tuple(chunk.offsets)} should have {tuple(chunk.sizes)} cells, but "
-                    f"__get_tensor_shard__ gives a tensor of shape {tuple(tensor.shape)}"
-                )
-            found.append((tuple(chunk.offsets), tensor))
-    return sorted(found, key=lambda one: one[0])
-
-
-def is_meta(x: Any) -> bool:
-    """True for a plain tensor or DTensor on the meta device: it has a shape, and no memory."""
-    plain = (type(x) is torch.Tensor or isinstance(x, torch.nn.Parameter)) and not is_chunked(x)
-    return (plain or isinstance(x, DTensor)) and x.device.type == "meta"
-
-
-def with_memory(x: torch.Tensor) -> torch.Tensor:
-    """The same as a tensor on the meta device, with memory that is not filled: where torch's dcp.load puts it."""
-    local, spec = (x._local_tensor, x._spec) if isinstance(x, DTensor) else (x, None)
-    if spec is not None:
-        return dressed_as(spec, torch.empty_like(local, device=spec.mesh.device_type, requires_grad=False))
-    device = dist.distributed_c10d._get_pg_default_device() if has_default_group() else "cpu"
-    return torch.empty_like(local, device=device, requires_grad=False)
-
-
-# --- what autograd saves ---------------------------------------------------------------------------------------------
-
-
-def local_of(x: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
-    """The memory of a tensor: of a DTensor the local tensor, and what makes it a DTensor again."""
-    local, spec = (x._local_tensor, x._spec) if isinstance(x, DTensor) else (x, None)
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.trigger_wait()  # type: ignore[no-untyped-call]
-    return local, spec
-
-
-def dressed_as(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
-    """The DTensor that was taken apart."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
 def replicated_along(x: Any, mesh: DeviceMesh) -> bool:
     """True where the ranks along a mesh's first dim have the same local tensor: a dim of the DTensor's mesh."""
     ranks = _line(mesh, 0)
@@ -544,47 +418,4 @@ def replicated_along(x: Any, mesh: DeviceMesh) -> bool:
 
 @lru_cache(maxsize=256)
 def _line(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
-    """The ranks that differ from this one only along an axis."""
-    here = mesh.get_coordinate()
-    if here is None:
-        return ()
-    line: Any = (*here[:axis], slice(None), *here[axis + 1 :])
-    return tuple(sorted(mesh.mesh[line].tolist()))
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """What tells the memory of tensors apart, for as long as it lives."""
-    return tensor.untyped_storage()._cdata
-
-
-def watched_storage(tensor: torch.Tensor) -> Any:
-    """While this lives, no other memory is told by the same number, also after it was given back."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def saved_tensors_hooks_on() -> Any:
-    """The innermost hook that packs saved tensors, if there is any."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks and hooks[0]
-
-
-def backward_task() -> int | None:
-    """The number of the backward pass that this thread is in."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
-
-
-def random_state(device: str) -> torch.Tensor:
-    """That of the generator from which random numbers on this kind of device are drawn."""
-    state: torch.Tensor = torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state()
-    return state
-
-
-def transforming() -> bool:
-    """True inside of torch.func's transforms, whose tensors have no memory of their own."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Call it when the backward pass that this thread is in has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    return tuple(sorted(line(mesh, axis)))
