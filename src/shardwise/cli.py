@@ -100,10 +100,12 @@ Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first 
 Selects = Annotated[list[str] | None, typer.Option(help="Only names that fit: 'layers.*'.")]
 Casts = Annotated[
     list[str] | None,
-    typer.Option(help="'*.norm.*=float32', '*_scale=keep', and bfloat16 for all other floats. Codes need a full name."),
+    typer.Option(
+        help="'*.norm.*=float32', '*_scale=keep', and bfloat16 for all other floats. Quantised codes need a full name."
+    ),
 ]
 AllowOverflow = Annotated[
-    bool, typer.Option("--allow-overflow", help="Cast values that are beyond the range of the new dtype, too.")
+    bool, typer.Option("--allow-overflow", help="Also cast values beyond the range of the new dtype.")
 ]
 Concats = Annotated[
     list[str] | None,
@@ -163,7 +165,8 @@ def convert(
     stack: Stacks = None,
     transpose: Transposes = None,
     objects: Annotated[
-        str | None, typer.Option(help="Objects of unknown classes: carry them on as they are, or drop them.")
+        str | None,
+        typer.Option(help="Objects of unknown classes: 'carry' writes them unchanged, 'drop' leaves them out."),
     ] = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="The most of values in memory.")] = "256MiB",

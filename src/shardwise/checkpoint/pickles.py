@@ -128,7 +128,7 @@ def refuse(where: str, module: str, name: str) -> NoReturn:
         )
     else:
         remedy = (
-            "load it where it can be trusted, and save only tensors, numbers, texts, lists and dicts (of a model its "
+            "load it where it can be trusted, and save only tensors, numbers, strings, lists and dicts (of a model its "
             "state_dict())"
         )
     raise CheckpointError(

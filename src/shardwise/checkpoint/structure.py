@@ -22,7 +22,7 @@ def check_inside(contents: Contents) -> None:
 
 
 def check_steps(contents: Contents) -> None:
-    """Refuse keys of other types than str and int: no index can tell them from their texts."""
+    """Refuse keys of other types than str and int: no index keeps their types."""
     for name in (*contents.tensors, *contents.values):
         for key in contents.path_of(name):
             if type(key) not in STEPS:

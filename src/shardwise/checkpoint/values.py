@@ -162,7 +162,7 @@ def remedy(value: Any) -> str:
         return "give dataclasses.asdict(value)"
     if isinstance(value, tuple):
         return "give value._asdict()" if hasattr(value, "_asdict") else "give tuple(value)"
-    general = "leave it out, or make it of numbers, texts, lists, tuples and dicts"
+    general = "leave it out, or make it of numbers, strings, lists, tuples and dicts"
     return next((text for kind, text in REMEDIES.items() if isinstance(value, kind)), general)
 
 

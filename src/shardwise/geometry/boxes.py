@@ -100,7 +100,8 @@ def uncancelled(boxes: Boxes, group: Ints | None, other: Boxes, other_group: Int
     cut = [a for a in range(both.ndim) if len(different(both.lo[:, a])) > 1 or len(different(both.hi[:, a])) > 1]
     if both.count * 2 ** len(cut) > max(CORNERS, 2**MANY * both.count):
         raise LayoutError(
-            f"{boxes.count} boxes that are cut along {len(cut)} dims are more than can be proven to cover"
+            f"cannot check that {boxes.count} boxes cut along {len(cut)} dims cover their tensor: too many corners. "
+            f"Use fewer boxes, or cut along fewer dims"
         )
     lo, hi = both.lo[:, cut], both.hi[:, cut]
     extent = hi.max(axis=0, initial=0).tolist()

@@ -154,7 +154,8 @@ def gaps(boxes: Boxes, whole: Box, clean: Bools) -> list[Box]:
         steps += 1
         if steps > STEPS + 8 * boxes.count:
             raise LayoutError(
-                f"{boxes.count} boxes overlap in {whole} so that what they leave out is not worth listing"
+                f"cannot list what {boxes.count} boxes leave out of {whole}: they overlap in too many ways. "
+                f"Make them disjoint, or equal (replicas)"
             )
         inside = boxes.take(rows).overlap(Boxes.of([region], boxes.ndim))
         meets = np.flatnonzero((inside.lo < inside.hi).all(axis=1))

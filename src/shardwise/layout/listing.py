@@ -227,7 +227,10 @@ def _atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
         atoms.append([(part, [i]) for part in rest])
         parts += len(rest)
         if parts > ATOMS + 16 * boxes.count:
-            raise LayoutError(f"{boxes.count} overlapping boxes cut each other into more than {parts} parts")
+            raise LayoutError(
+                f"{boxes.count} overlapping boxes cut each other into more than {parts} parts: "
+                f"make them disjoint, or equal (replicas)"
+            )
     every = [atom for found in atoms for atom in found]
     pairs = [(i, n) for n, (_, members) in enumerate(every) for i in members]
     return Boxes.of([a for a, _ in every], boxes.ndim), ints([p[0] for p in pairs]), ints([p[1] for p in pairs])

@@ -104,7 +104,7 @@ def refusal(lost: Iterable[Lost], written: str) -> str:
     """Why a cast is refused: the worst tensor, the others, and what was written."""
     worst, *others = sorted(lost, key=lambda one: (-one.loss.count, one.name))
     more = f" (and {len(others)} more tensor{'s' * (len(others) > 1)}, such as {others[0].name})" if others else ""
-    return f"{worst}{more}. {written}; overflow='allow' (--allow-overflow) casts all the same"
+    return f"{worst}{more}. {written}; overflow='allow' (--allow-overflow) casts anyway"
 
 
 def refuse_loss(lost: Iterable[Lost], written: str = "Nothing was written") -> None:

@@ -1,6 +1,6 @@
 """Nested names in `.metadata`, so that torch's reader rebuilds the same dicts and lists, and ours the same keys.
 
-torch's reader makes a list wherever a path goes on with anything but a text, and turns the keys of dicts into texts
+torch's reader makes a list wherever a path goes on with anything but a str, and turns the keys of dicts into str
 when it looks up where a value belongs. So what would come out changed is written in another way:
 
 - A dict with int keys that holds tensors also has its skeleton, the dict without the tensors, as an item of its own.
