@@ -5,9 +5,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import ranks  # noqa: F401
 
 import shardwise as sw
+from shardwise import sharded_tensor as ours
 
 
 def one(**kwargs):
@@ -98,6 +100,34 @@ def test_a_pickle_is_only_loaded_where_the_same_cells_are(ranks):  # noqa: F811
             else:
                 with pytest.raises(sw.LayoutError, match=f"was pickled on rank {1 - rank}, and cannot be loaded"):
                     pickle.loads(told[1 - rank])
+
+    ranks(2, run)
+
+
+def test_a_part_belongs_to_the_rank_that_made_it_also_in_a_new_process_group(ranks, tmp_path):  # noqa: F811
+    rows = ours.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+
+    def run(rank):
+        row = torch.full((1, 6), float(rank))
+        made = [sw.ShardedTensor(row, "2x6/S0@2"), ours.ShardedTensor._init_from_local_tensor(row, rows, 2, 6)]
+        whole = sw.ShardedTensor(torch.ones(6), "6/R@2")
+        dist.barrier()
+        dist.destroy_process_group()
+        made += [x.clone() for x in made]
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "again"), 2), rank=1 - rank, world_size=2)
+        for x in (*made, *(x.detach() for x in made)):
+            assert f"rank {rank} holds [{rank}:{rank + 1}, 0:6]" in repr(x)
+            with pytest.raises(
+                sw.ExchangeError, match=f"was made on rank {rank}, but this process is rank {1 - rank} now"
+            ):
+                sw.reshard(x, "2x6/R@2")
+            with pytest.raises(sw.LayoutError, match="holds other cells"):
+                pickle.loads(pickle.dumps(x))
+        dcp.save({"w": made[0], "v": made[1]}, checkpoint_id=tmp_path / "saved")
+        found = {"w": torch.zeros(2, 6), "v": torch.zeros(2, 6)}
+        dcp.load(found, checkpoint_id=tmp_path / "saved")
+        assert [found[name][:, 0].tolist() for name in "wv"] == [[0.0, 1.0]] * 2
+        assert sw.reshard(whole, "6/S0@2").local_tensor().tolist() == [1.0] * 3
 
     ranks(2, run)
 

@@ -94,7 +94,8 @@ class ShardedTensor(ShardedTensorBase):
     def _become(self, kind: BySpec, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
         """Take over what another is."""
         found = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
-        self._kind, self._stand_in = replace(kind.having(**found), everywhere=False), stand_in
+        self._kind, self._stand_in = kind.having(**found).with_fields(everywhere=False), stand_in
+        self._owner = owner_here(kind.group)
         self._local_shards = [Shard(tensor, m) for tensor, m in zip(tensors, kind.mine, strict=True)]
         return self
 
@@ -362,7 +363,9 @@ class ShardedTensor(ShardedTensorBase):
         like = change(self._probe())
         kind = self._kind if self._all_on(like.device) else self._kind.on(like.device)
         kind = kind.having(dtype=like.dtype, requires_grad=like.requires_grad)
-        return kind.holding([change(tensor) for tensor in self.shards])
+        found = kind.holding([change(tensor) for tensor in self.shards])
+        found._owner = self._owner
+        return found
 
     def _probe(self) -> torch.Tensor:
         """A tensor like the shards, without elements."""
@@ -388,6 +391,7 @@ class ShardedTensor(ShardedTensorBase):
                 f"{self!r} was made without a process group: it can be saved and loaded, and not moved between ranks; "
                 f"ShardedTensor._init_from_local_shards_and_global_metadata makes one that can"
             )
+        self._check_rank()
         return self._kind
 
     def _part(self) -> tuple[Layout, int]:
@@ -417,6 +421,7 @@ class ShardedTensor(ShardedTensorBase):
         """Pickled with its place in the group, if it has one: it can only be loaded there (see pickling.py)."""
         if self._kind.own is not None:
             return unplaced, (self.metadata(), self.sharding_spec(), self.shards, self._kind.own)
+        self._check_rank()
         return loaded, (self.metadata(), self.sharding_spec(), self.shards, place(self.group))
 
 

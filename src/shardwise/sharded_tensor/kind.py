@@ -73,8 +73,12 @@ class BySpec(Shards):
     def having(self, **properties: Any) -> Self:
         """The same for a tensor with other properties."""
         changed = replace(self.properties, **properties)
-        kind = replace(self, metadata=replace(self.metadata, tensor_properties=changed))
-        vars(kind)["mine"] = self.mine  # found once: there may be many shards
+        return self.with_fields(metadata=replace(self.metadata, tensor_properties=changed))
+
+    def with_fields(self, **fields: Any) -> Self:
+        """The same with other fields, for the same shards: those of the rank that it was then."""
+        kind = replace(self, **fields)
+        vars(kind)["mine"] = self.mine
         return kind
 
     def on(self, device: torch.device) -> Self:

@@ -195,4 +195,4 @@ def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
         return target_kind(x, shape or (), None).layout
     if is_spec(x) or hasattr(x, "kind_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
         raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
-    return kind_of(x).layout
+    return x.layout if isinstance(x, ShardedTensor) else kind_of(x).layout

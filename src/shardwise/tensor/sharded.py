@@ -86,6 +86,7 @@ class ShardedTensor(torch.Tensor):
 
     _shards: tuple[torch.Tensor, ...]
     _kind: Kind
+    _owner: int  # that this process was when it was made
 
     def __new__(
         cls, shards: torch.Tensor | Tensors, layout: Layout | str, group: dist.ProcessGroup | None = None
@@ -95,9 +96,15 @@ class ShardedTensor(torch.Tensor):
         if not isinstance(layout, Layout):
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
         local = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
-        _check(local, layout, owner_here(group))
-        found = cls._wrapper(layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
-        found._shards, found._kind = local, Own(layout, group)
+        owner = owner_here(group)
+        _check(local, layout, owner)
+        return cls._holding(local, Own(layout, group), owner)
+
+    @classmethod
+    def _holding(cls, local: tuple[torch.Tensor, ...], kind: Kind, owner: int) -> Self:
+        """One of that kind with these tensors of that owner."""
+        found = cls._wrapper(kind.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
+        found._shards, found._kind, found._owner = local, kind, owner
         return found
 
     @classmethod
@@ -119,8 +126,18 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def kind(self) -> Kind:
-        """How it lies, with its group."""
+        """How it lies, with its group; refused where this process has become a rank with other cells since."""
+        self._check_rank()
         return self._kind
+
+    def _check_rank(self) -> None:
+        """Process groups may have been made anew, with another rank for this process."""
+        me = owner_here(self.group)
+        if me != self._owner and _boxes(self.layout, me) != _boxes(self.layout, self._owner):
+            raise LayoutError(
+                f"this part of a {self.layout!r} was made on rank {self._owner}, but this process is rank {me} now, "
+                f"which holds other cells: make it again by a layout of the new ranks, ShardedTensor(x.shards, layout)"
+            )
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -324,7 +341,7 @@ class ShardedTensor(torch.Tensor):
         return other
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
-        return ShardedTensor([change(shard) for shard in self.shards], self.layout, self.group)
+        return ShardedTensor._holding(tuple(change(shard) for shard in self.shards), self._kind, self._owner)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -361,8 +378,7 @@ class ShardedTensor(torch.Tensor):
     def _whole(self) -> torch.Tensor:
         """This rank's only shard, where it is the whole tensor."""
         box = Box((0,) * self.ndim, self.layout.shape)
-        mine = self.layout.pieces(owner_here(self.group)) if self.shards else ()
-        if self.layout.op or [piece.box for piece in mine] != [box]:
+        if self.layout.op or not self.shards or _boxes(*self._part()) != [box]:
             refuse("copy_", " into a plain tensor", f"This rank does not hold the whole of {self.layout!r}: gather it")
         return self.shards[0]
 
@@ -382,7 +398,7 @@ class ShardedTensor(torch.Tensor):
 
     def _part(self) -> tuple[Layout, int]:
         """The layout, and which of its owners this is."""
-        return self.layout, owner_here(self.group)
+        return self.layout, self._owner
 
     # --- copies and texts ---------------------------------------------------------------------------------------------
 
@@ -410,17 +426,16 @@ class ShardedTensor(torch.Tensor):
                 f"{self!r} cannot be pickled: its owners are ranks of a group that is not pickled with it. Pickle its "
                 f"shards and its layout, and make it again: ShardedTensor(shards, layout, group)"
             )
-        return _unpickled, (self.shards, self.layout, owner_here(self.group))
+        return _unpickled, (self.shards, self.layout, self._owner)
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        me = owner_here(self.group)
-        boxes = [str(piece.box) for piece in self.layout.pieces(me)] if me in self.layout else []
+        boxes = [str(box) for box in _boxes(self.layout, self._owner)]
         shown = ", ".join(boxes[:4]) + f" and {len(boxes) - 4} more" * (len(boxes) > 4)
         dtype = self.dtype or "no shards"
-        return f"ShardedTensor({self.layout.brief()}, {dtype}, rank {me} holds {shown or 'nothing'})"
+        return f"ShardedTensor({self.layout.brief()}, {dtype}, rank {self._owner} holds {shown or 'nothing'})"
 
     def _repr_html_(self) -> str:
         """Who holds what, in notebooks; no value is read."""
