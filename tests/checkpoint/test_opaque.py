@@ -2,15 +2,18 @@
 
 import argparse
 import dataclasses
+import datetime
 import enum
 import json
 import pickle
 import sys
 import types
 import zipfile
+import zoneinfo
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as judge
@@ -337,3 +340,101 @@ def test_an_ordered_dict_with_metadata_is_a_plain_value(tmp_path):
     assert isinstance(model.state_dict(), OrderedDict)
     assert sorted(checkpoint.open(tmp_path / "s.pt")) == ["model.bias", "model.weight", "w"]
     assert Path(tmp_path / "s.pt").exists()
+
+
+class Outer:
+    """Old protocols, which torch.save writes, name what is inside of it as attributes."""
+
+    class Inner:
+        def __init__(self):
+            self.rate, self.weight = 0.5, numbers(2)
+
+    class Kind(enum.Enum):
+        FIRST = 1
+
+
+class Bound:
+    """Made by a method of an object."""
+
+    def __reduce__(self):
+        return Slotted().__str__, ()
+
+
+ZONE = zoneinfo.ZoneInfo("UTC")
+ODD = {
+    "nested class": (Outer.Inner(), "Outer.Inner"),
+    "nested enum": (Outer.Kind.FIRST, "Outer.Kind"),
+    "name of a nested class": (Outer.Inner, "Outer.Inner"),
+    "zone": (ZONE, "zoneinfo.ZoneInfo._unpickle"),
+    "moment": (datetime.datetime(2020, 1, 2, tzinfo=ZONE), "datetime.datetime"),
+    "time": (datetime.time(1, 2, tzinfo=ZONE), "datetime.time"),
+    "method": ("x".join, "builtins.getattr"),
+    "made by a method": (Bound(), "operator.call"),
+    "texts": (np.array(["a", "bc"]), "multiarray._reconstruct"),
+    "objects": (np.array([{"x": 1}, None], dtype=object), "multiarray._reconstruct"),
+    "days": (np.array(["2020-01-01"], dtype="M8[D]"), "multiarray._reconstruct"),
+    "big-endian": (np.array([1.0, 2.0], dtype=">f4"), "multiarray._reconstruct"),
+    "rows": (np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", ">f8")]), "multiarray._reconstruct"),
+    "scalar": (np.datetime64("2020"), "multiarray.scalar"),
+    "dtype": (np.dtype([("a", "i4")]), "numpy.dtype"),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("odd", ODD)
+def test_no_object_hides_the_tensors_beside_it(tmp_path, odd, protocol):
+    value, name = ODD[odd]
+    torch.save({"w": numbers(4, 2), "odd": value}, tmp_path / "s.pt", pickle_protocol=protocol)
+    found = checkpoint.open(tmp_path / "s.pt")
+    same(found["w"].read(), numbers(4, 2))
+    assert found.objects["odd"].name.endswith(name)
+    carried = checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt", objects="carry")
+    assert checkpoint.verify(tmp_path / "s.pt", carried) == []
+    back, expected = (torch.load(tmp_path / name, weights_only=False)["odd"] for name in ("c.pt", "s.pt"))
+    assert type(back) is type(expected)
+    if isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(back, expected)
+    elif not isinstance(expected, Outer.Inner | str) and odd != "method":
+        assert back == expected
+
+
+def test_tensors_in_an_array_of_objects_are_counted_and_carried(tmp_path):
+    write(tmp_path / "s.pt", {"a": np.array([numbers(3), {"b": numbers(2)}], dtype=object)})
+    assert checkpoint.open(tmp_path / "s.pt").objects["a"].tensors == 2
+    with pytest.raises(sw.CheckpointError, match="its tensors would be lost"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt")
+    checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt", objects="carry")
+    same(torch.load(tmp_path / "c.pt", weights_only=False)["a"][0], numbers(3))
+
+
+def test_an_array_that_has_itself_in_it_is_refused_when_it_is_carried(tmp_path):
+    array = np.array([None], dtype=object)
+    array[0] = array
+    found = checkpoint.open(write(tmp_path / "s.pt", {"a": array}))
+    same(found["w"].read(), numbers(4, 2))
+    with pytest.raises(sw.CheckpointError, match="deep in each other or themselves"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt", objects="carry")
+
+
+def test_nested_classes_that_the_user_called_safe_are_rebuilt(tmp_path):
+    write(tmp_path / "s.pt", {"inner": Outer.Inner()})
+    with torch.serialization.safe_globals([Outer.Inner]):
+        found = checkpoint.open(tmp_path / "s.pt").objects["inner"]
+    assert type(found) is Outer.Inner
+    same(found.weight, numbers(2))
+
+
+def test_tensors_beside_a_quantised_one_are_read_and_it_is_never_dropped_by_default(tmp_path):
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    found = checkpoint.open(write(tmp_path / "s.pt", {"q": quantised}))
+    same(found["w"].read(), numbers(4, 2))
+    assert found.objects["q"].name.endswith("_rebuild_qtensor")
+    with pytest.raises(sw.CheckpointError, match="its tensors would be lost"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt")
+    with pytest.raises(sw.CheckpointError, match="Storage that is part of no tensor"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt", objects="carry")
+    assert list(checkpoint.convert(tmp_path / "s.pt", tmp_path / "c.pt", objects="drop")) == ["w"]
+
+
+def test_the_name_of_a_class_is_shown_without_control_characters():
+    assert repr(checkpoint.Opaque("a\x1b[2J", "b\nc", "name", tuple)) == r"<a\x1b[2J.b\nc, not rebuilt>"

@@ -208,6 +208,11 @@ def test_values_that_refer_to_the_same_ones_again_and_again_are_shown_shortly():
     assert max(map(len, all_refused(text + end for end in asked))) < 1000
 
 
+def test_names_of_classes_inside_of_others_do_not_grow_without_end():
+    text = b"\x80\x02cbuiltins\ngetattr\nq\x000X\xf0\x00\x00\x00" + b"x" * 240 + b"q\x010ca\nb\nq\x020"
+    all_refused([text + b"h\x00h\x02h\x01\x86Rq\x020" * 9000 + b"h\x02."])
+
+
 def test_numbers_of_any_length_are_values_and_are_shown():
     torch.save({"n": 10**6000, "w": numbers(2)}, "m.pt")
     ending = confined(lambda: looked("m.pt")[1])

@@ -34,6 +34,10 @@ class Foreign:
     def __setitem__(self, key: Any, item: Any) -> None:
         self.pairs.append((key, item))
 
+    def __call__(self, *args: Any) -> Foreign:
+        """What a function returns that another one returned: nothing is called, and Python's `operator.call` is it."""
+        return CALLED(self, *args)
+
     def __repr__(self) -> str:
         return f"<{self.module}.{self.qualname}>"
 
@@ -41,6 +45,9 @@ class Foreign:
 def foreign_class(module: str, qualname: str) -> type[Foreign]:
     """The class that stands for an unknown one."""
     return type("Foreign", (Foreign,), {"__slots__": (), "module": module, "qualname": qualname})
+
+
+CALLED = foreign_class("operator", "call")
 
 
 def is_sharding(module: str, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from shardwise.quoting import brief
+from shardwise.quoting import brief, in_line
 
 How = Literal["name", "call", "new"]
 SHOWN = 4  # attributes in a listing
@@ -65,7 +65,7 @@ class Opaque:
 
     def __repr__(self) -> str:
         inside = f" with {self.tensors} tensors" if self.tensors else ""
-        return f"<{self.name}{f'({self._shown})' if self.how != 'name' else ''}{inside}, not rebuilt>"
+        return f"<{in_line(self.name)}{f'({self._shown})' if self.how != 'name' else ''}{inside}, not rebuilt>"
 
     def __reduce__(self) -> NoReturn:
         raise OpaqueError(f"{self!r} cannot be saved: its class is not known here")
@@ -75,7 +75,9 @@ def attributes(args: tuple[Any, ...], state: Any) -> str:
     """The arguments and attributes that are plain, in a few words."""
     plain = [brief(value) for value in args if _is_plain(value)]
     if isinstance(state, dict):
-        plain += [f"{key}={brief(value)}" for key, value in state.items() if type(key) is str and _is_plain(value)]
+        plain += [
+            f"{in_line(key)}={brief(value)}" for key, value in state.items() if type(key) is str and _is_plain(value)
+        ]
     return ", ".join(plain[:SHOWN]) + (", ..." if len(plain) > SHOWN else "")
 
 

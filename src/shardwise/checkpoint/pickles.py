@@ -32,7 +32,6 @@ from shardwise.checkpoint.standins import (
     Holder,
     Name,
     Names,
-    NumpyType,
     Ordered,
     Record,
     SavedTensor,
@@ -228,7 +227,7 @@ def check_tree(root: Any, where: str, most: int, foreign: bool = False) -> None:
 
     def measured(value: Any, depth: int) -> tuple[int, int]:
         """How many values it has, and how deep they lie in it."""
-        if not isinstance(value, CONTAINERS) and not (foreign and isinstance(value, Foreign)):
+        if not isinstance(value, CONTAINERS) and not (foreign and isinstance(value, OBJECTS)):
             return 1, 0
         if id(value) not in known:
             items = _inner(value)
@@ -247,10 +246,13 @@ def _inner(value: Any) -> Any:
     """What lies in a container, or in an object of an unknown class."""
     if isinstance(value, Foreign):
         return [value.args, value.state, value.items, value.pairs]
+    if isinstance(value, Holder):
+        return [value.value]
     return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+OBJECTS = (Foreign, Holder)
 UNHASHED: dict[type, type] = {tuple: Wide, frozenset: Frozen}
 DICTS: dict[type, Callable[[Any], Any]] = {Ordered: OrderedDict, Tally: Counter}
 
@@ -268,13 +270,13 @@ def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any
         if isinstance(value, SavedTensor):
             return tensor(value)
         if isinstance(value, Holder):
-            return value.value
+            return settle(value.value) if isinstance(value.value, Foreign) else value.value
         if isinstance(value, Name):
             module, _, name = value.name.rpartition(".")
             return Opaque(module or "builtins", name, "name", Parts)
         if isinstance(value, Foreign) or is_foreign_class(value):
             return _known_or_opaque(value, where, settle)
-        if isinstance(value, Sealed | Record) and not isinstance(value, NumpyType):
+        if isinstance(value, Sealed | Record):
             raise CheckpointError(f"{where} has a {type(value).__name__} that is part of no tensor")
         if isinstance(value, dict):
             items = {settle(key): settle(item) for key, item in value.items()}
@@ -283,8 +285,6 @@ def settled(value: Any, where: str, tensor: Callable[[SavedTensor], Any]) -> Any
             return next((kind(items) for stand_in, kind in DICTS.items() if isinstance(value, stand_in)), items)
         if isinstance(value, deque):
             return deque(map(settle, value), value.maxlen)
-        if isinstance(value, NumpyType):
-            return value.dtype
         for kind in (list, tuple, set, frozenset):
             if type(value) in (kind, UNHASHED.get(kind)):
                 return kind(map(settle, value))
@@ -325,8 +325,8 @@ def tensors_in(value: Any) -> int:
         one = todo.pop()
         if id(one) not in seen:
             seen.add(id(one))
-            count += isinstance(one, SavedTensor)
-            todo += _inner(one) if isinstance(one, (Foreign, *CONTAINERS)) else ()
+            count += isinstance(one, SavedTensor | Storage)  # which quantised tensors are made of
+            todo += _inner(one) if isinstance(one, (*OBJECTS, *CONTAINERS)) else ()
     return count
 
 

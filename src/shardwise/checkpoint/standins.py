@@ -7,6 +7,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta, timezone
+from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +26,8 @@ FACTORIES: dict[str | None, Callable[[], Any] | None] = {  # of defaultdicts
 MOST = 2**62  # of any number that is a size, an offset or a stride
 MOST_CLASSES = 10_000  # that are not known, in a pickle
 RECONSTRUCTORS = (("copyreg", "_reconstructor"), ("copy_reg", "_reconstructor"))
+ATTRIBUTES = (("builtins", "getattr"), ("__builtin__", "getattr"))
+LONGEST = 1000  # characters of the name of a class inside of others
 MOST_DIMS = 64  # as in numpy and torch
 
 
@@ -93,11 +96,22 @@ class Foreigners(Mapping[tuple[str, str], Any]):
     def __getitem__(self, key: tuple[str, str]) -> Any:
         if key in RECONSTRUCTORS:
             return Call(_reconstructed)
-        if key not in self._made:
+        return Call(self._attribute) if key in ATTRIBUTES else self._class(*key)
+
+    def _class(self, module: str, qualname: str) -> type[Foreign]:
+        if (module, qualname) not in self._made:
             if len(self._made) >= MOST_CLASSES:
                 raise pickle.UnpicklingError(f"it names more than {MOST_CLASSES} classes")
-            self._made[key] = foreign_class(*key)
-        return self._made[key]
+            self._made[module, qualname] = foreign_class(module, qualname)
+        return self._made[module, qualname]
+
+    def _attribute(self, owner: Any, name: Any) -> Any:
+        """How old protocols name what is inside of a class: another class, a method, a member of an Enum."""
+        if is_foreign_class(owner) and type(name) is str:
+            if len(owner.qualname) + len(name) > LONGEST:  # each is longer than the one before, for a few bytes
+                raise pickle.UnpicklingError(f"it names a class with more than {LONGEST} characters")
+            return self._class(owner.module, f"{owner.qualname}.{name}")
+        return self._class("builtins", "getattr")(owner, name)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._made)
@@ -233,35 +247,52 @@ def numpy_dtype(code: Any) -> np.dtype[Any]:
     >>> numpy_dtype("f4")
     dtype('float32')
     """
-    if not isinstance(code, str) or not re.fullmatch("[biufc][0-9]{1,2}", code):
+    if not _is_plain(code):
         raise pickle.UnpicklingError(f"numpy's dtype {brief(code)} is not one of plain numbers")
     return np.dtype("<" + code)
 
 
-class NumpyType(Sealed):
-    """A dtype of numpy; its state can only say that it is little."""
+def _is_plain(code: Any) -> bool:
+    return isinstance(code, str) and re.fullmatch("[biufc][0-9]{1,2}", code) is not None
 
-    __slots__ = ("dtype",)
 
-    def __init__(self, code: Any, *_: Any) -> None:
-        self.dtype = numpy_dtype(code)
+class NumpyType(Holder):
+    """A dtype of numpy: of plain numbers that are little, or else an object like those of unknown classes."""
+
+    __slots__ = ("_args",)
+
+    def __init__(self, code: Any, *rest: Any) -> None:
+        self._args = (code, *rest)
+        super().__init__(numpy_dtype(code) if _is_plain(code) or type(code) is not str else NUMPY_TYPE(*self._args))
 
     def __setstate__(self, state: Any) -> None:
-        if state[1] not in ("<", "|", "="):
-            raise pickle.UnpicklingError(f"numpy's byte order {brief(state[1])} is not little")
+        if state[1] not in ("<", "|", "=") or isinstance(self.value, Foreign):
+            self.value = NUMPY_TYPE(*self._args)
+            self.value.state = state
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """None where it is not of plain numbers."""
+        return None if isinstance(self.value, Foreign) else self.value
+
+
+NUMPY_TYPE = foreign_class("numpy", "dtype")
 
 
 class NumpyArray(Holder):
-    """An array of numpy."""
+    """An array of numpy: of plain numbers, or else an object like those of unknown classes."""
 
     __slots__ = ()
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__(None)
+    def __init__(self, unknown: type[Foreign], *args: Any) -> None:
+        super().__init__(unknown(*args))
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, data = state
-        if not isinstance(kind, NumpyType) or type(data) is not bytes:
+        if isinstance(kind, NumpyType) and kind.dtype is None:
+            self.value.state = state
+            return
+        if not isinstance(kind, NumpyType) or kind.dtype is None or type(data) is not bytes:
             raise pickle.UnpicklingError("an array of numpy is not one of plain numbers")
         if len(data) != prod(sizes(shape)) * kind.dtype.itemsize:
             raise pickle.UnpicklingError(f"an array of shape {shape} has {len(data)} bytes")
@@ -313,8 +344,10 @@ def _of_type(rebuild: Any, kind: Any, args: Any, *_: Any) -> Any:
     return _parameter(rebuild(*args))
 
 
-def _scalar(kind: Any, data: Any) -> Any:
-    if not isinstance(kind, NumpyType) or type(data) is not bytes or len(data) != kind.dtype.itemsize:
+def _scalar(unknown: type[Foreign], kind: Any, data: Any) -> Any:
+    if isinstance(kind, NumpyType) and kind.dtype is None:
+        return unknown(kind, data)
+    if not isinstance(kind, NumpyType) or type(data) is not bytes or len(data) != kind.value.itemsize:
         raise pickle.UnpicklingError("a scalar of numpy is not a plain number")
     return np.frombuffer(data, kind.dtype)[0]
 
@@ -328,9 +361,12 @@ def _pure_path(*parts: Any) -> Holder:
 
 
 def _moment(kind: Any, size: int) -> Call:
-    """A date or a time, as pickles have it: its bytes, and perhaps its zone."""
+    """A date or a time, as pickles have it: its bytes, and perhaps its zone, which may be of an unknown class."""
+    unknown = foreign_class("datetime", kind.__name__)
 
     def made(data: Any, *zone: Any) -> Any:
+        if len(zone) == 1 and isinstance(zone[0], Foreign):
+            return unknown(data, *zone)
         if type(data) is not bytes or len(data) != size or not all(type(one) is timezone for one in zone):
             raise pickle.UnpicklingError(f"a {kind.__name__} is not described as Python does it")
         return kind(data, *zone)
@@ -385,6 +421,9 @@ KINDS = {
     "BoolStorage": torch.bool,
     "ComplexDoubleStorage": torch.complex128,
     "ComplexFloatStorage": torch.complex64,
+    "QInt8Storage": torch.qint8,
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
 }
 Names = Mapping[tuple[str, str], Any]
 KNOWN: Names = {
@@ -414,8 +453,8 @@ KNOWN: Names = {
     ("numpy", "dtype"): Call(NumpyType),
     ("numpy", "ndarray"): Name("numpy.ndarray"),
     **{
-        (f"numpy.{core}.multiarray", name): Call(make)
-        for core in ("core", "_core")
+        (module, name): Call(partial(make, foreign_class(module, name)))
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
         for name, make in (("scalar", _scalar), ("_reconstruct", NumpyArray))
     },
     **{(module, "PosixPath"): Call(_path) for module in ("pathlib", "pathlib._local")},

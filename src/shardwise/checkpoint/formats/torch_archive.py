@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import IO, Any
 
@@ -109,14 +110,25 @@ class _Carrier(SLOW):  # type: ignore[misc]
             return
         if not NAMED.fullmatch(obj.module) or not NAMED.fullmatch(obj.qualname):
             raise CheckpointError(f"{obj!r} has no name that can be written: objects='drop' leaves it out")
-        self.write(pickle.GLOBAL + f"{obj.module}\n{obj.qualname}\n".encode())
+        self._save_name(obj.module, obj.qualname)
         if obj.how != "name":
             self._save_parts(obj)
+
+    def _save_name(self, module: str, qualname: str) -> None:
+        """This protocol has only names of modules; what is inside of a class is an attribute of it."""
+        owner, _, name = qualname.rpartition(".")
+        if not owner:
+            self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+            return
+        self.write(pickle.GLOBAL + b"builtins\ngetattr\n")
+        self._save_name(module, owner)
+        self.save(name)
+        self.write(pickle.TUPLE2 + pickle.REDUCE)
 
     def _save_parts(self, obj: Opaque) -> None:
         self.save(obj.parts.args)
         self.write(pickle.REDUCE if obj.how == "call" else pickle.NEWOBJ)
-        for code, listed in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, sum(obj.parts.pairs, ())):
+        for code, listed in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, [*chain(*obj.parts.pairs)]):
             if listed:
                 self.write(pickle.MARK)
                 for item in listed:
