@@ -214,3 +214,66 @@ def test_nan_is_equal_to_itself_in_values(tmp_path):
     for name in "ab":
         torch.save({"s": [float("nan"), {"x": complex(0, float("nan"))}]}, tmp_path / f"{name}.pt")
     assert checkpoint.verify(tmp_path / "a.pt", tmp_path / "b.pt") == []
+
+
+ONE_NAME = {
+    "dots": {"a.b": 1.0, "a": {"b": 2.0}},
+    "dots inside": {"m": {"a.b.c": 1.0, "a": {"b.c": 2.0, "b": {"c": 3.0}}}},
+    "numbers and texts": {"s": {1: 1.0, "1": 2.0}},
+}
+
+
+def leaves(tree, path=()):
+    for key, value in tree.items():
+        yield from leaves(value, (*path, key)) if isinstance(value, dict) else [((*path, key), value)]
+
+
+def nested(tree, leaf, order=1):
+    return {
+        key: nested(value, leaf, order) if isinstance(value, dict) else leaf(value)
+        for key, value in [*tree.items()][::order]
+    }
+
+
+def written(tree, how):
+    if how == "torch.save":
+        torch.save(tree, "one.pt")
+        return "one.pt"
+    checkpoint.save(tree, "one")
+    return "one"
+
+
+@pytest.mark.parametrize("how", ["torch.save", "save"])
+@pytest.mark.parametrize("tree", ONE_NAME.values(), ids=ONE_NAME)
+def test_leaves_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch, tree, how):
+    monkeypatch.chdir(tmp_path)
+    for make in (lambda value: torch.full((2,), value), lambda value: value):
+        path = written({"w": numbers(2), "t": nested(tree, make)}, how)
+        for order in (1, -1):
+            into = {"t": nested(tree, lambda value, make=make: make(value) * 0, order), "w": torch.zeros(2)}
+            checkpoint.load(path, into=into)
+            identical(into["t"], nested(tree, make, order))
+        for (*around, last), value in leaves(tree):
+            one = {last: make(0.0)}
+            into = one
+            for key in reversed(around):
+                into = {key: into}
+            checkpoint.load(path, into={"t": into})
+            identical(one[last], make(value))
+
+
+def test_a_leaf_is_not_filled_from_another_of_its_name(tmp_path):
+    torch.save({"a.b": numbers(2)}, tmp_path / "one.pt")
+    into = {"a": {"b": torch.zeros(2)}, "a.b": torch.zeros(2)}
+    with pytest.raises(sw.CheckpointError, match="nothing for"):
+        checkpoint.load(tmp_path / "one.pt", into=into)
+    checkpoint.load(tmp_path / "one.pt", into=into, strict=False)
+    identical(into, {"a": {"b": torch.zeros(2)}, "a.b": numbers(2)})
+
+
+def test_leaves_of_one_name_are_not_written_to_safetensors(tmp_path):
+    torch.save({"a.b": numbers(2), "a": {"b": numbers(2)}}, tmp_path / "one.pt")
+    with pytest.raises(sw.CheckpointError, match=r"both called 'a.b'"):
+        checkpoint.convert(tmp_path / "one.pt", tmp_path / "one.safetensors")
+    made = checkpoint.convert(tmp_path / "one.pt", tmp_path / "o.safetensors", rename={"'a':str/'b':str": "c"})
+    assert list(made) == ["a.b", "c"]

@@ -16,6 +16,7 @@ from shardwise.checkpoint.opaque import opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.streaming import Stream
+from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.errors import CheckpointError, RefusedCastError
@@ -124,10 +125,13 @@ def _heard(
     found = list[tuple[Checkpoint, State]]()
 
     def say() -> tuple[Said, Ties]:
-        checkpoint, (leaves, paths) = opened(), flatten_state_dict(into)
+        checkpoint, (leaves, nested) = opened(), flatten_state_dict(into)
         refuse_modules(leaves)
-        replaced = replacements(leaves)
-        flat = leaves | replaced
+        names = names_there(nested, checkpoint)
+        flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
+        paths = {names.get(name, name): path for name, path in nested.items()}
+        replaced = replacements(flat)
+        flat |= replaced
         found.append((checkpoint, State(flat, paths, replaced)))
         return said(flat, callers.wire), ties_of(flat, callers.wire)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.foreign import Foreign, is_foreign_class
 from shardwise.checkpoint.formats.writers import Contents
 from shardwise.checkpoint.standins import Record, Sealed
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
-from shardwise.state.traverse import OBJ_PATH, Key, Place
+from shardwise.state.traverse import OBJ_PATH, Key, Place, spelled
 
+Paths = Mapping[str, OBJ_PATH]
 STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # into what they lead
 
 
@@ -38,6 +43,44 @@ def check_keys(contents: Contents) -> None:
         for key in contents.path_of(name):
             if isinstance(key, Foreign | Sealed | Record) or is_foreign_class(key):
                 raise CheckpointError(f"{name!r} has the key {brief(key)}, which is not written: select= leaves it out")
+
+
+def check_dotted(contents: Contents) -> None:
+    """Refuse tensors of one name with dots, for formats that hold no more than that name."""
+    for name in contents.tensors:
+        dotted = _dotted(contents.path_of(name))
+        if dotted != name:
+            raise CheckpointError(
+                f"{name!r} and another leaf are both called {dotted!r}: rename= gives it another name, or choose "
+                f"another format"
+            )
+
+
+def names_there(paths: Paths, there: Checkpoint) -> dict[str, str]:
+    """The names that a checkpoint has for leaves of these paths, where the one with dots is that of several leaves.
+
+    {"a.b": x, "a": {"b": y}} has two leaves called a.b. One of them has its path spelled out, by the order of the dict:
+    so names are no use there, and the paths tell. Most state dicts have none of these.
+    """
+    shared = _shared(paths) | _shared(there.paths)
+    if not shared:
+        return {}
+    known = {_typed((name,)): name for name in shared if name not in there.paths}
+    known |= {_typed(path): name for name, path in there.paths.items() if _dotted(path) in shared}
+    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if _dotted(path) in shared}
+
+
+def _shared(paths: Paths) -> set[str]:
+    """The names with dots that several leaves have."""
+    return {_dotted(path) for name, path in paths.items() if ":" in name and _dotted(path) != name}
+
+
+def _dotted(path: OBJ_PATH) -> str:
+    return ".".join(map(str, path))
+
+
+def _typed(path: OBJ_PATH) -> tuple[Any, ...]:
+    return tuple((type(key), key) for key in path)
 
 
 def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:

@@ -155,11 +155,20 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, 
     for path, value in leaves:
         name = ".".join(map(str, path))
         if name in flat:  # {1: a, "1": b}, {"a.b": x, "a": {"b": y}}
-            name = "/".join(f"{key!r}:{type(key).__name__}" for key in path)
+            name = spelled(path)
             while name in plain or name in flat:
                 name += "'"
         flat[name], paths[name] = value, path
     return flat, paths
+
+
+def spelled(path: OBJ_PATH) -> str:
+    """A name that only this path has: where the one with dots is that of another leaf, too.
+
+    >>> spelled(("a", "b")), spelled(("a.b",))
+    ("'a':str/'b':str", "'a.b':str")
+    """
+    return "/".join(f"{key!r}:{type(key).__name__}" for key in path)
 
 
 def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpoint.formats.safetensors import INDEX, check_storable
 from shardwise.checkpoint.formats.torch_archive import Records, Stored, write_archive
 from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, write_parts
-from shardwise.checkpoint.structure import check_inside, check_keys
+from shardwise.checkpoint.structure import check_dotted, check_inside, check_keys
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import unflatten_state_dict
@@ -30,7 +30,8 @@ class SafetensorsWriter:
 
     @staticmethod
     def fits(contents: Contents) -> None:
-        """Tensors of the dtypes that safetensors has a name for."""
+        """Tensors of the dtypes that safetensors has a name for, each under a name of its own."""
+        check_dotted(contents)
         for name, (dtype, _) in contents.tensors.items():
             check_storable(name, dtype)
 
