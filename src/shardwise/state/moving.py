@@ -19,7 +19,7 @@ from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.lane import Lane
 from shardwise.tensor.output import check_memory
 from shardwise.tensor.overflow import Losses, Lost, Overflow, refuse_loss
-from shardwise.tensor.sharded import local_shapes
+from shardwise.tensor.parts import local_shapes
 from shardwise.tensor.verify import compared, worst_of_all
 from shardwise.wires import GroupWire, Way
 

@@ -16,7 +16,7 @@ from shardwise.layout import Layout, parse
 from shardwise.state.leaves import is_tensor
 from shardwise.state.moving import memory_of
 from shardwise.tensor.kinds import target_kind
-from shardwise.tensor.sharded import local_shapes
+from shardwise.tensor.parts import local_shapes
 from shardwise.wires.members import owner_here
 
 T = TypeVar("T")

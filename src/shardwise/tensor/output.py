@@ -11,7 +11,7 @@ from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange.pages import fresh
 from shardwise.tensor.casting import ONLY_PLAIN, PLAIN, check_cast
 from shardwise.tensor.kinds import Kind, is_sharded, kind_of, on_wire
-from shardwise.tensor.sharded import local_shapes
+from shardwise.tensor.parts import local_shapes
 from shardwise.wires import GroupWire
 
 

@@ -21,7 +21,7 @@ from shardwise.tensor.output import check_whole
 from shardwise.tensor.overflow import Losses, Overflow, refuse_loss
 from shardwise.tensor.sharded import Own, ShardedTensor
 from shardwise.tensor.wiring import group_wire, wire_for
-from shardwise.tensor.work import Options
+from shardwise.tensor.work import NAME, Options
 from shardwise.wires import Way
 
 
@@ -150,7 +150,7 @@ def gather(
     whole = found.local_tensor()
     if not fits and overflow == "refuse":
         losses = Losses()
-        losses.look("the tensor", [whole], out.dtype)
+        losses.look(NAME, [whole], out.dtype)
         refuse_loss(losses.listed())
     return out if fits else out.copy_(whole)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -18,6 +17,7 @@ from shardwise.layout import Layout, parse
 from shardwise.tensor import chunks
 from shardwise.tensor.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
 from shardwise.tensor.overflow import Overflow
+from shardwise.tensor.parts import check_shards, local_boxes
 from shardwise.wires.members import of_job, owner_here
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ShardedTensor(torch.Tensor):
             raise LayoutError(f"a ShardedTensor needs a Layout or its notation, not {layout!r}")
         local = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         owner = owner_here(group)
-        _check(local, layout, owner)
+        check_shards(local, layout, owner)
         return cls._holding(local, Own(layout, group), owner)
 
     @classmethod
@@ -133,7 +133,7 @@ class ShardedTensor(torch.Tensor):
     def _check_rank(self) -> None:
         """Process groups may have been made anew, with another rank for this process."""
         me = owner_here(self.group)
-        if me != self._owner and _boxes(self.layout, me) != _boxes(self.layout, self._owner):
+        if me != self._owner and local_boxes(self.layout, me) != local_boxes(self.layout, self._owner):
             raise LayoutError(
                 f"this part of a {self.layout!r} was made on rank {self._owner}, but this process is rank {me} now, "
                 f"which holds other cells: make it again by a layout of the new ranks, ShardedTensor(x.shards, layout)"
@@ -327,7 +327,7 @@ class ShardedTensor(torch.Tensor):
 
     def _fits(self, other: ShardedTensor, layout: Layout) -> bool:
         """True where the other has that layout, and the same cells here: groups may give this process other numbers."""
-        return other.layout == layout and _boxes(*other._part()) == _boxes(*self._part())
+        return other.layout == layout and local_boxes(*other._part()) == local_boxes(*self._part())
 
     def _alike(self, other: Any, what: str, kind: Kind) -> ShardedTensor:
         """The other, if it lies in that way."""
@@ -378,7 +378,7 @@ class ShardedTensor(torch.Tensor):
     def _whole(self) -> torch.Tensor:
         """This rank's only shard, where it is the whole tensor."""
         box = Box((0,) * self.ndim, self.layout.shape)
-        if self.layout.op or not self.shards or _boxes(*self._part()) != [box]:
+        if self.layout.op or not self.shards or local_boxes(*self._part()) != [box]:
             refuse("copy_", " into a plain tensor", f"This rank does not hold the whole of {self.layout!r}: gather it")
         return self.shards[0]
 
@@ -432,7 +432,7 @@ class ShardedTensor(torch.Tensor):
         return format(repr(self), spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        boxes = [str(box) for box in _boxes(self.layout, self._owner)]
+        boxes = [str(box) for box in local_boxes(self.layout, self._owner)]
         shown = ", ".join(boxes[:4]) + f" and {len(boxes) - 4} more" * (len(boxes) > 4)
         dtype = self.dtype or "no shards"
         return f"ShardedTensor({self.layout.brief()}, {dtype}, rank {self._owner} holds {shown or 'nothing'})"
@@ -445,16 +445,12 @@ class ShardedTensor(torch.Tensor):
 def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
     """What a rank pickled, on a rank with the same part. Shapes do not tell: other cells may have the same."""
     me = owner_here(None)
-    if _boxes(layout, owner) != _boxes(layout, me):
+    if local_boxes(layout, owner) != local_boxes(layout, me):
         raise LayoutError(
             f"this part of a {layout!r} was pickled on rank {owner}, and cannot be loaded on rank {me}, which holds "
             f"other cells: load it on rank {owner}"
         )
     return ShardedTensor(shards, layout)
-
-
-def _boxes(layout: Layout, owner: int) -> list[Box]:
-    return [piece.box for piece in layout.pieces(owner)] if owner in layout else []
 
 
 def _parameter(make: Callable[..., ShardedTensor], given: tuple[Any, ...]) -> ShardedTensor:
@@ -470,25 +466,3 @@ def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
         raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _check(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
-    """Refuse shards that are not what the layout gives this rank."""
-    expected = local_shapes(layout, me)
-    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
-    if strange:
-        raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
-    found = tuple(tuple(shard.shape) for shard in shards)
-    if found != expected:
-        raise LayoutError(
-            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(found)}"
-        )
-    if len(shards) > 1 and len({(shard.dtype, shard.device) for shard in shards}) > 1:
-        kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
-        raise LayoutError(f"the shards of a rank must have one dtype and device, not {', '.join(kinds)}")
-
-
-@lru_cache(maxsize=4096)
-def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of an owner's tensors, none for who is no owner. Kept by value: they are asked for at every call."""
-    return tuple(layout.local_shapes(owner)) if owner in layout else ()

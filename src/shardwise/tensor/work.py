@@ -17,7 +17,7 @@ from shardwise.tensor.held import Facts, Held
 from shardwise.tensor.kinds import Kind
 from shardwise.tensor.output import check_memory, room
 from shardwise.tensor.overflow import Losses, Overflow, check_overflow, may_overflow, refuse_loss
-from shardwise.tensor.sharded import local_shapes
+from shardwise.tensor.parts import local_shapes
 from shardwise.wires import GroupWire
 
 NAME = "the tensor"  # which has no other name in a reshard
