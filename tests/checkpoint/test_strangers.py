@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import INDEX, numbers, rewritten, same
 from confined import MEMORY, confined, refused
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -191,6 +193,11 @@ def test_expanded_tensors_of_usual_sizes_are_read():
         same(found[name], value)
 
 
+def test_what_stands_for_a_name_of_torch_is_called_the_same_every_time():
+    path = archive(b"\x80\x02}(ctorch\nFloatStorage\nK\x01u.")
+    assert list(checkpoint.open(path).objects) == ["<StorageKind>"]
+
+
 def test_values_that_refer_to_the_same_ones_again_and_again_are_shown_shortly():
     text = b"\x80\x02]q\x000"
     for level in range(64):
@@ -281,6 +288,35 @@ def test_a_path_in_dcp_is_not_endless():
     refused(lambda: looked(path), CheckpointError, "planner_data")
 
 
+def test_a_tuple_in_dcp_has_no_more_places_than_there_are_names():
+    path = described([0], [], planner={"w": ("w", (2**40,))})
+    for work in looked, lambda path: checkpoint.convert(path, "o.pt"):
+        refused(lambda work=work: work(path), CheckpointError, ".metadata", "tuples")
+
+
+def replanned(state, change):
+    """A checkpoint of torch.distributed whose metadata say something else of its paths."""
+    dcp.save(state, checkpoint_id="d", no_dist=True)
+    about = pickle.loads(Path("d/.metadata").read_bytes())
+    change(about.planner_data)
+    Path("d/.metadata").write_bytes(pickle.dumps(about))
+
+
+@pytest.mark.parametrize("values", [(1, 2), (numbers(2), numbers(2, start=5)), (numbers(2), 1)], ids=str)
+def test_two_names_of_one_place_are_refused_before_one_of_them_is_lost(values):
+    replanned(dict(zip("ab", values, strict=True)), lambda paths: paths.update(b=("a",)))
+    refused(lambda: checkpoint.convert("d", "o.pt"), CheckpointError, "'a'", "'b'", "place")
+    assert not Path("o.pt").exists()
+
+
+def test_a_name_that_is_not_that_of_its_path_is_found_by_its_path():
+    replanned({"a": {"b": numbers(2)}, "c": 1}, lambda paths: paths.update({"a.b": ("x", "y")}))
+    checkpoint.convert("d", "o.pt")
+    found = torch.load("o.pt")
+    same(found["x"]["y"], numbers(2))
+    assert found["c"] == 1
+
+
 def test_a_file_name_in_dcp_is_a_text():
     deep = []
     for _ in range(64):
@@ -332,6 +368,12 @@ def listed(layout, shape=(8, 6), count=1):
 )
 def test_a_short_index_cannot_ask_for_much(said):
     refused(lambda: looked(indexed(**said)), CheckpointError, "p")
+
+
+def test_a_tensor_without_cells_in_two_files_is_refused():
+    for name in "ab":
+        save_file({"z": torch.zeros(0, 3)}, f"{name}.safetensors")
+    refused(lambda: looked("."), CheckpointError, "'z'", "a.safetensors", "b.safetensors")
 
 
 def header(**tensors):

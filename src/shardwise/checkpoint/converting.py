@@ -109,7 +109,7 @@ def convert(
         made = open(folder.shown(writer.main))
         made.reused = tuple(folder.reused)
         if verify:
-            _verify(streams, made, chunk, jobs, progress)
+            _verify(streams, contents, made, chunk, jobs, progress)
     return made
 
 
@@ -344,11 +344,17 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents
     return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
 
 
-def _verify(streams: Mapping[str, Stream], made: Checkpoint, chunk: int, jobs: int, progress: Progress) -> None:
-    lacking = [name for name in streams if name not in made]
+def _verify(
+    streams: Mapping[str, Stream], contents: Contents, made: Checkpoint, chunk: int, jobs: int, progress: Progress
+) -> None:
+    """By their paths where the file has no names: it gets them from the paths when it is opened."""
+    there = {path: name for name, path in made.paths.items()}
+    paths = {name: contents.path_of(name) for name in streams}
+    names = {name: name if made.paths.get(name) == path else there.get(path, name) for name, path in paths.items()}
+    lacking = [name for name in names.values() if name not in made]
     if lacking:
         raise CheckpointError(missing(f"{made.path} has no", lacking, made))
-    pairs = {name: (stream, stream_of(made[name])) for name, stream in streams.items()}
+    pairs = {name: (stream, stream_of(made[names[name]])) for name, stream in streams.items()}
     found = compared(pairs, jobs=jobs, chunk=chunk, progress=progress)
     if found:
         raise CheckpointError(f"{made.path} is not what was to be written: {found[0]} (and {len(found) - 1} more)")

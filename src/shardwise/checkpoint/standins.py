@@ -39,6 +39,9 @@ class Sealed:
     def __setstate__(self, state: Any) -> None:
         raise pickle.UnpicklingError(f"{type(self).__name__} has no state")
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"  # without its address: it may become a part of a name
+
 
 class Call(Sealed):
     """A function that a pickle may call."""

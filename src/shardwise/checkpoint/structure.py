@@ -18,8 +18,12 @@ STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # int
 
 
 def check_inside(contents: Contents) -> None:
-    """Refuse what would lie inside of another leaf."""
-    names = {contents.path_of(name): name for name in (*contents.tensors, *contents.values)}
+    """Refuse what would lie inside of another leaf, or in its place."""
+    names = dict[OBJ_PATH, str]()
+    for name in (*contents.tensors, *contents.values):
+        other = names.setdefault(contents.path_of(name), name)
+        if other != name:
+            raise CheckpointError(f"{name!r} would lie in the place of {other!r}: select= leaves one of them out")
     for path, name in names.items():
         around = next((names[path[:end]] for end in range(1, len(path)) if path[:end] in names), None)
         if around is not None:

@@ -26,7 +26,7 @@ from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
-from shardwise.state.traverse import Key, get_element
+from shardwise.state.traverse import Key, Place, get_element
 
 METADATA, TIED = ".metadata", "shardwise_tied"
 LOST = object()
@@ -163,7 +163,10 @@ def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[
     steps = {name: tuple(map(step_of, path)) for name, path in paths.items()}
     if any(key is None for path in steps.values() for key in path):
         raise CheckpointError(f"{where}: its planner_data has paths of other things than names and numbers")
-    return described, stored, {name: _in_lists(path, max(len(described), len(steps))) for name, path in steps.items()}
+    names = max(len(described), len(steps))
+    if any(isinstance(key, Place) and not 0 <= key < names for path in steps.values() for key in path):
+        raise CheckpointError(f"{where}: its planner_data has places in tuples that {names} names cannot have")
+    return described, stored, {name: _in_lists(path, names) for name, path in steps.items()}
 
 
 def _in_lists(path: tuple[Any, ...], names: int) -> tuple[Any, ...]:

@@ -188,15 +188,15 @@ def read_index(files: Files, name: str) -> dict[str, str]:
 
 def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
     """The tensors of some files; `expected` says in which of them each should be."""
-    entries, metadata = dict[str, Entry](), dict[str, str]()
+    entries, metadata, first = dict[str, Entry](), dict[str, str](), dict[str, str]()
     for number, file in enumerate(names):
         header = read_header(files, file)
         metadata |= header.metadata
         for name, tensor in header.tensors.items():
             if expected is not None and expected.get(name, file) != file:
                 continue  # as it is in another file, too
-            if name in entries:
-                both = f"{files.shown(names[int(entries[name].file[0])])} and {files.shown(file)}"
+            if first.setdefault(name, file) != file:
+                both = f"{files.shown(first[name])} and {files.shown(file)}"
                 raise CheckpointError(f"{name!r} is both in {both}: an index must say which of them counts")
             entries[name] = whole_entry(name, tensor.shape, tensor.dtype, number, tensor.start, names, files)
     for name, file in (expected or {}).items():
