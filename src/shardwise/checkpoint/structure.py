@@ -11,7 +11,7 @@ from shardwise.checkpoint.formats.writers import Contents
 from shardwise.checkpoint.standins import Record, Sealed
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
-from shardwise.state.traverse import OBJ_PATH, Key, Place, spelled
+from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, spelled
 
 Paths = Mapping[str, OBJ_PATH]
 STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # into what they lead
@@ -52,10 +52,10 @@ def check_keys(contents: Contents) -> None:
 def check_dotted(contents: Contents) -> None:
     """Refuse tensors of one name with dots, for formats that hold no more than that name."""
     for name in contents.tensors:
-        dotted = _dotted(contents.path_of(name))
-        if dotted != name:
+        called = dotted(contents.path_of(name))
+        if called != name:
             raise CheckpointError(
-                f"{name!r} and another leaf are both called {dotted!r}: rename= gives it another name, or choose "
+                f"{name!r} and another leaf are both called {called!r}: rename= gives it another name, or choose "
                 f"another format"
             )
 
@@ -70,17 +70,13 @@ def names_there(paths: Paths, there: Checkpoint) -> dict[str, str]:
     if not shared:
         return {}
     known = {_typed((name,)): name for name in shared if name not in there.paths}
-    known |= {_typed(path): name for name, path in there.paths.items() if _dotted(path) in shared}
-    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if _dotted(path) in shared}
+    known |= {_typed(path): name for name, path in there.paths.items() if dotted(path) in shared}
+    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if dotted(path) in shared}
 
 
 def _shared(paths: Paths) -> set[str]:
     """The names with dots that several leaves have."""
-    return {_dotted(path) for name, path in paths.items() if ":" in name and _dotted(path) != name}
-
-
-def _dotted(path: OBJ_PATH) -> str:
-    return ".".join(map(str, path))
+    return {dotted(path) for name, path in paths.items() if ":" in name and dotted(path) != name}
 
 
 def _typed(path: OBJ_PATH) -> tuple[Any, ...]:

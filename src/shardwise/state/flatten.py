@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 from shardwise.sharded_tensor.kind import BySpec
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
-from shardwise.state.traverse import OBJ_PATH, set_element, traverse_state_dict
+from shardwise.state.traverse import OBJ_PATH, dotted, set_element, traverse_state_dict
 from shardwise.tensor.kinds import is_sharded, kind_of
 from shardwise.tensor.sharded import ShardedTensor
 from shardwise.tensor.together import together_or_alone
@@ -136,7 +136,7 @@ def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
     found = dict[OBJ_PATH, Flat]()
     for path in sorted({path for said in told.values() for path in said}, key=repr):
         said = {rank: all_[path] for rank, all_ in told.items() if path in all_}
-        name = repr(".".join(map(str, path)))
+        name = repr(dotted(path))
         dtypes = {str(one.dtype): one.dtype for one in said.values() if one.dtype is not None}
         for what, several in ("shapes", {one.shape for one in said.values()}), ("dtypes", set(dtypes)):
             if len(several) > 1:

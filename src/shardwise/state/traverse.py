@@ -150,16 +150,25 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, 
     """
     leaves = list[tuple[OBJ_PATH, Any]]()
     traverse_state_dict(state_dict, lambda path, value: leaves.append((path, value)))
-    plain = {".".join(map(str, path)) for path, _ in leaves}
+    plain = {dotted(path) for path, _ in leaves}
     flat, paths = STATE_DICT_TYPE(), FLATTEN_MAPPING()
     for path, value in leaves:
-        name = ".".join(map(str, path))
+        name = dotted(path)
         if name in flat:  # {1: a, "1": b}, {"a.b": x, "a": {"b": y}}
             name = spelled(path)
             while name in plain or name in flat:
                 name += "'"
         flat[name], paths[name] = value, path
     return flat, paths
+
+
+def dotted(path: OBJ_PATH) -> str:
+    """The name of a leaf. Several leaves may have it.
+
+    >>> dotted(("a", 1)), dotted(("a.1",))
+    ('a.1', 'a.1')
+    """
+    return ".".join(map(str, path))
 
 
 def spelled(path: OBJ_PATH) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from shardwise.checkpoint.formats.writers import Contents
 from shardwise.errors import CheckpointError
-from shardwise.state.traverse import OBJ_PATH, Key, Place, set_element
+from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, set_element
 
 ELSEWHERE = (
     "Remedy: str keys (torch's get_optimizer_state_dict gives them), or another format: the default one of save, "
@@ -40,18 +40,14 @@ def nesting(contents: Contents) -> Nesting:
     tensors, values = ({name: contents.path_of(name) for name in part} for part in (contents.tensors, contents.values))
     _check(tensors, values)
     groups = _groups(tensors.values(), values.values())
-    _check_names({**tensors, **values}, map(_name, groups))
+    _check_names({**tensors, **values}, map(dotted, groups))
     written = {name: _written(path) for name, path in {**tensors, **values}.items()}
     skeletons = _skeletons(tensors)
     return Nesting(
         _grouped(contents.values, values, groups),
-        {**written, **{_name(root): root for root in groups}, **{name: root for name, (root, _) in skeletons.items()}},
+        {**written, **{dotted(root): root for root in groups}, **{name: root for name, (root, _) in skeletons.items()}},
         {name: skeleton for name, (_, skeleton) in skeletons.items()},
     )
-
-
-def _name(path: OBJ_PATH) -> str:
-    return ".".join(map(str, path))
 
 
 def _outermost(path: OBJ_PATH) -> OBJ_PATH | None:
@@ -98,7 +94,7 @@ def _check(tensors: Paths, values: Paths) -> None:
         if name in tensors and any(type(key) is Place for key in path):
             _refuse(name, "is a tensor inside of a tuple")
         if name in inner and inner[name] in held:
-            _refuse(name, f"is no tensor, and lies beside tensors in {_name(inner[name])!r}, which has int keys")
+            _refuse(name, f"is no tensor, and lies beside tensors in {dotted(inner[name])!r}, which has int keys")
 
 
 def _refuse(name: str, why: str) -> NoReturn:
@@ -110,8 +106,8 @@ def _refuse(name: str, why: str) -> NoReturn:
 def _check_names(paths: Paths, groups: Iterable[str]) -> None:
     """Refuse names that torch cannot tell from each other: it joins keys by dots."""
     for name, path in paths.items():
-        if name != _name(path):
-            _refuse(_name(path), "is the name of two things ('a.b' and 'b' in 'a', or 1 and '1')")
+        if name != dotted(path):
+            _refuse(dotted(path), "is the name of two things ('a.b' and 'b' in 'a', or 1 and '1')")
     for name in groups:
         if name in paths:
             _refuse(name, "is the name of two things")
@@ -126,7 +122,7 @@ def _grouped(values: Mapping[str, Any], paths: Paths, groups: set[OBJ_PATH]) -> 
         if root is None:
             found[name] = value
         else:
-            set_element(found, (_name(root), *path[len(root) :]), value)
+            set_element(found, (dotted(root), *path[len(root) :]), value)
     return found
 
 
@@ -135,8 +131,8 @@ def _skeletons(tensors: Paths) -> dict[str, tuple[OBJ_PATH, Any]]:
     roots, trees = {root for path in tensors.values() if (root := _outermost(path))}, dict[str, Any]()
     for path in tensors.values() if roots else ():
         for root in (path[:end] for end in range(1, len(path)) if path[:end] in roots):
-            set_element(trees, (_name(root), *path[len(root) :]), None)
-    return {_unused(f"{_name(root)}{{}}", tensors): (root, trees[_name(root)]) for root in roots}
+            set_element(trees, (dotted(root), *path[len(root) :]), None)
+    return {_unused(f"{dotted(root)}{{}}", tensors): (root, trees[dotted(root)]) for root in roots}
 
 
 def _unused(name: str, names: Paths) -> str:
