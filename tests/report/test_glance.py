@@ -8,9 +8,13 @@ from time import perf_counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 
 from shardwise import Layout, ShardedTensor, parse, plan
 from shardwise.planning import size
+from shardwise.report.tiles import COLOURS
 
 
 def rectangles(html):
@@ -71,6 +75,15 @@ def test_a_figure_has_both_layouts_and_the_flows(source, target, tmp_path):
     assert found.axes[0].get_title() == f"source {source}"
     found.savefig(tmp_path / "plan.pdf")
     assert (tmp_path / "plan.pdf").read_bytes().startswith(b"%PDF")
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_the_owners_of_a_figure_have_colours_by_turns(before, after):
+    both = plan(Layout.chunk((80,), 0, owners=before), Layout.chunk((80,), 0, owners=after)).figure().axes[:2]
+    for axes, owners in zip(both, (before, after), strict=True):
+        holders = range(-(-80 // -(-80 // owners)))  # the last may have nothing
+        assert [to_hex(tile.get_facecolor()) for tile in axes.patches] == [COLOURS[at % len(COLOURS)] for at in holders]
 
 
 def test_without_matplotlib_a_figure_says_what_to_install():

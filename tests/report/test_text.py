@@ -1,12 +1,17 @@
 """Text pictures show who holds what, and the command line speaks plainly."""
 
+import re
 import subprocess
 import sys
+from math import prod
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise import parse, plan
 from shardwise.report import draw, matrix
+from shardwise.testing.strategies import layouts
 
 
 def picture(text):
@@ -47,9 +52,22 @@ def test_dims_before_the_last_two_are_slices():
     assert "[2:4, :, :]" in drawn
 
 
-@pytest.mark.parametrize("text", ["0x6/S0@3", "scalar/R@2", "9/cyclic0=2@2", "4096x4096/S0@64", "2x2x2x2/S3@2"])
-def test_every_shape_can_be_drawn(text):
-    assert draw(parse(text))
+@given(layouts())
+def test_a_picture_says_no_cells_exactly_where_there_are_none(layout):
+    assert draw(layout).startswith("no cells") == (prod(layout.shape) == 0)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_of_many_intervals_the_first_ones_and_the_last_are_drawn(rows, columns):
+    heads, *table = draw(parse(f"{rows}x{columns}/S0,S1@{rows}x{columns}")).splitlines()
+    assert heads.split() == intervals(columns, most=12)
+    names = [re.split("[│├┌└]", line)[0].strip() for line in table]
+    assert [name for name in names if name] == intervals(rows, most=16)
+
+
+def intervals(count, most):
+    every = [f"{at}:{at + 1}" for at in range(count)]
+    return every if count <= most else [*every[: most - 2], "…", every[-1]]
 
 
 def test_the_matrix_has_a_row_per_sender():

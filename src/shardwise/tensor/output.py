@@ -114,7 +114,7 @@ def check_written(tensor: torch.Tensor, what: str) -> None:
         raise ExchangeError(f"{what} must not be a conjugate or negative view: write into a tensor of its own")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ExchangeError(f"{what} was made in inference mode, and can only be written there")
-    if _overlaps_itself(tensor):
+    if _overlaps_itself(tensor.stride(), tensor.shape):
         raise ExchangeError(f"elements of {what} share memory: shape {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
@@ -134,7 +134,7 @@ def shared(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Ite
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where they have elements in common, and where that cannot be told."""
-    if a.dtype != b.dtype or a.stride() != b.stride() or _overlaps_itself(a) or _overlaps_itself(b):
+    if a.dtype != b.dtype or a.stride() != b.stride() or _overlaps_itself(a.stride(), _larger(a, b)):
         return True
     apart, odd = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
     dims = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
@@ -151,10 +151,15 @@ def _reached(apart: int, dims: Sequence[tuple[int, int, int]]) -> bool:
     return any(-theirs < at < ours and _reached(apart - at * stride, rest) for at in (steps, steps + 1))
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def _larger(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a block that has room for either."""
+    return tuple(map(max, a.shape, b.shape))
+
+
+def _overlaps_itself(strides: Sequence[int], sizes: Sequence[int]) -> bool:
     """True where a stride does not pass over all that the smaller ones reach."""
     reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride <= reach:
             return True
         reach += (size - 1) * stride
