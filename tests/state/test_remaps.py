@@ -10,6 +10,7 @@ from ranks import ranks  # noqa: F401
 
 import shardwise as sw
 from shardwise import Concat, Stack, Transposed
+from shardwise.state.names import renamed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 OPTIONS = ({}, {"verify": True}, {"max_bytes": 64}, {"verify": True, "max_bytes": 200})
@@ -199,6 +200,12 @@ def test_tensors_get_other_names_by_a_mapping_by_rules_and_by_a_function(ranks):
                 lies(room[name], value, asked[name])
 
     ranks(4, run)
+
+
+@pytest.mark.parametrize("rule", ["ab", ("a",), ("a", "b", "c"), (1, "b"), {"a": "b", "c": "d"}, 7])
+def test_a_rule_that_is_no_pair_of_a_pattern_and_a_name_is_refused(rule):
+    with pytest.raises(ValueError, match="a rule is a pair of a pattern and the new name, not"):
+        renamed("a", [rule])
 
 
 def test_tied_weights(ranks):  # noqa: F811

@@ -72,5 +72,27 @@ def test_a_new_group_works_after_another_one_of_the_same_ranks_broke(ranks):  # 
     assert all("destroy the process group and make a new one" in again[1] for _, again in reports)
 
 
+def test_what_has_come_for_one_group_is_there_after_another_one_broke(ranks):  # noqa: F811
+    def run(rank):
+        breaking, other = (new_group(0, 1) for _ in range(2))
+        works(rank, other)
+        if rank == 0:  # its messages of the other group come while rank 1 waits for those of the one that breaks
+            return in_threads(lambda: works(rank, other, factor=2), lambda: later(lambda: works(rank, breaking)))
+        pack, Views.pack = Views.pack, _out_of_luck
+        broke = raised(lambda: works(rank, breaking))
+        Views.pack = pack
+        return raised(lambda: works(rank, other, factor=2)), broke
+
+    assert [[kind for kind, _, _ in report] for report in ranks(2, run)] == [
+        [None, "ExchangeError"],
+        [None, "ZeroDivisionError"],
+    ]
+
+
+def later(call):
+    time.sleep(0.3)
+    call()
+
+
 def _out_of_luck(*_, **__):
     raise ZeroDivisionError("no luck")
