@@ -13,9 +13,12 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
+from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.state import Transposed
 
@@ -254,6 +257,20 @@ def test_a_conversion_that_is_whole_is_not_replaced_by_another_one(tmp_path, fir
     assert_has(out, old)
 
 
+@pytest.mark.parametrize("most", ["3KB", None])
+@pytest.mark.parametrize(
+    ("name", "about"), [("model-00001-of-00002.safetensors", None), ("mine.safetensors", {"shardwise": "0" * 16})]
+)
+def test_files_of_others_are_never_taken_for_those_of_an_unfinished_conversion(tmp_path, name, about, most):
+    out, path = tmp_path / "out", source(tmp_path, model())
+    out.mkdir()
+    save_file({"w": torch.ones(4)}, out / name, about)
+    with pytest.raises(CheckpointError, match=f"{name} is no part of a conversion to here: give another path"):
+        checkpoint.convert(path, out, durable=False, max_shard_size=most)
+    assert load_file(out / name)["w"].equal(torch.ones(4))
+    assert list(out.glob("*.safetensors*")) == [out / name]
+
+
 def test_a_whole_file_in_a_directory_is_replaced_by_another_one_at_once(tmp_path):
     out, old, new = tmp_path / "out", model(seed=1), model(seed=2)
     checkpoint.convert(source(tmp_path, old), out, durable=False)
@@ -305,6 +322,18 @@ def again(path, out, **options):
     before = identity(out)
     checkpoint.convert(path, out, durable=False, verify=False, max_shard_size="3KB", **options)
     return {name for name, one in identity(out).items() if before.get(name) != one} - {INDEX}
+
+
+@pytest.mark.parametrize("place", ["here", "memory://whole"])
+@given(st.none() | st.binary(max_size=4), st.binary(max_size=4), st.integers(0, 4))
+def test_a_file_is_there_where_it_begins_so_and_has_that_size(tmp_path_factory, place, data, start, size):
+    folder = Folder(tmp_path_factory.mktemp(place) if place == "here" else place, durable=False)
+    if data is None:
+        folder.remove("file")
+    else:
+        with folder.write("file") as file:
+            file.write(data)
+    assert folder.has("file", start, size) == (data is not None and len(data) == size and data.startswith(start))
 
 
 def test_only_files_that_are_gone_are_written_again(tmp_path):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise import checkpoint
 from shardwise.checkpoint import pickles, tables
+from shardwise.checkpoint.formats.torch_save import EXPANDED
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.state.names import matched
 
@@ -183,6 +184,17 @@ def test_few_bytes_are_not_a_million_tensors():
 def test_a_tensor_that_says_to_be_far_larger_than_its_bytes_is_refused(shape):
     path = archive(named(tensor(shape, [0] * len(shape))), **{"0": b"1234"})
     refused(lambda: looked(path), CheckpointError, "m.pt", "'a'", "clone()")
+
+
+@pytest.mark.parametrize("bytes_", [1, 2**20])
+def test_what_is_repeated_up_to_the_limit_is_read_and_nothing_more(bytes_):
+    most = EXPANDED * (bytes_ + 2**20) // bytes_
+    for times, fits in (most, True), (most + 1, False):
+        torch.save({"a": torch.ones(bytes_, dtype=torch.uint8).expand(times, bytes_)}, "m.pt")
+        if fits:
+            assert checkpoint.open("m.pt")["a"].shape == (times, bytes_)
+        else:
+            refused(lambda: checkpoint.open("m.pt")["a"], CheckpointError, "m.pt", "'a'", "clone()")
 
 
 def test_expanded_tensors_of_usual_sizes_are_read():

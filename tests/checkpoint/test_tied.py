@@ -155,21 +155,22 @@ def test_targets_that_are_tied_on_some_ranks_only_are_not_tied(tmp_path):
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("read", ["each", "once"])
-def test_tied_targets_of_a_checkpoint_that_has_two_values_for_them_are_refused(tmp_path, read):
-    found = weights()
+def test_tied_targets_of_a_checkpoint_that_has_two_values_for_them_are_refused(tmp_path, read, prefix):
+    found = {prefix + name: value for name, value in weights().items()}
     save_file(found, tmp_path / "equal.safetensors")
-    found["head.weight"][63, 15] += 1
+    found[f"{prefix}head.weight"][63, 15] += 1
     save_file(found, tmp_path / "other.safetensors")
 
     def run(rank):
-        model = Tied(1)
+        model, how = Tied(1), {"read": read, "rename": {f"{prefix}*": "*"} if prefix else None}
         with pytest.raises(
             CheckpointError, match=r"'embed\.weight' and 'head\.weight' share their memory .* but differ in .*other"
         ):
-            checkpoint.load(tmp_path / "other.safetensors", into=model.state_dict(), read=read)
+            checkpoint.load(tmp_path / "other.safetensors", into=model.state_dict(), **how)
         same(model.state_dict(), weights(1))
-        checkpoint.load(tmp_path / "equal.safetensors", into=model.state_dict(), read=read)
+        checkpoint.load(tmp_path / "equal.safetensors", into=model.state_dict(), **how)
         same(model.state_dict(), weights())
 
     on_ranks(2, run)

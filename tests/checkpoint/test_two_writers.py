@@ -1,5 +1,6 @@
 """Two writers at one place, and what strangers have put there: one checkpoint, whole; nobody else's file is touched."""
 
+import json
 import os
 import re
 import signal
@@ -336,6 +337,23 @@ def test_a_record_that_cannot_be_read_is_left_out(tmp_path, text):
     checkpoint.save(state(1), tmp_path, durable=False)
     assert which(tmp_path) == 1
     assert len(names_in(tmp_path)) == 2
+
+
+WRONG = {
+    "host": [None, 1, ["a"]],
+    "since": [None, "1", [1]],
+    "run": [None, 1, "abc", "A" * 16],
+    "token": [None, 1, "abc", "A" * 16],
+    "old": [None, 1, "ab", {"a": "b"}, ["a", 1]],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+def test_a_record_with_a_field_of_another_kind_is_none(field, value):
+    line = Record.mine("a" * 16, "b" * 16, ["c", "d"]).line()
+    assert Record.read(line.encode()).line() == line
+    with pytest.raises((TypeError, ValueError)):
+        Record.read(json.dumps({**json.loads(line), field: value}).encode())
 
 
 def test_a_record_removes_nothing_but_files_of_ours_that_no_index_names(tmp_path):

@@ -48,7 +48,8 @@ class Record:
         """Of a line; a ValueError or TypeError where it is none."""
         found = Record(**json.loads(line))
         texts = (found.host, found.run, found.token, *found.old)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(found.since, int | float):
+        kinds = isinstance(found.old, list), isinstance(found.since, int | float)
+        if not all(kinds) or not all(isinstance(text, str) for text in texts):
             raise TypeError("a field has another type")
         if not TOKEN.fullmatch(found.run) or not TOKEN.fullmatch(found.token):
             raise ValueError("a token has 16 hexadecimal digits")

@@ -89,7 +89,7 @@ class Post:
         self._gone, self._failed = set[str](), dict[int, str]()
         self._news, self._boxes, self._reading = Condition(), Lock(), False
         self._connecting = Lock()
-        self.turned_away = 0  # how many could not be let in: too many files are open
+        self.turned_away = False  # True once somebody could not be let in: too many files are open
         self._spare = _spare()  # a descriptor, to turn others away when there is no other
 
     # --- connections -------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Post:
 
     def _turn_away(self) -> None:
         """Let somebody in by the descriptor that is kept for this, and out again: nobody waits at the door for good."""
-        self.turned_away += 1
+        self.turned_away = True
         if self._spare is None:
             time.sleep(1e-3)
             return
