@@ -233,6 +233,28 @@ def test_values_are_not_copied_between_groups_that_number_a_rank_differently(ran
     assert on_jobs(ranks, run) == ["UnsupportedError"] * EVERYBODY
 
 
+def test_a_source_is_never_put_together_from_two_jobs(ranks, tmp_path):  # noqa: F811
+    def run(at):
+        group, mesh = joined(tmp_path, at, custom_group)
+        state = {"w": spread(VALUES + at // TRAINERS, mesh, Shard(0))}  # each job has one of its own
+        target = {"w": sw.empty("8x12/S1@6", group=group)}
+        said = [
+            raised(lambda: sw.Resharder(state, target, group=group))[:2],
+            raised(lambda: sw.reshard_state_dict(state, {"w": "8x12/S1@6"}, group=group))[:2],
+            raised(lambda: sw.checkpoint.save(state, os.path.join(tmp_path, "saved"), group=group))[:2],
+        ]
+        sw.Resharder(state if at < TRAINERS else None, target, group=group).run()
+        same(target["w"].gather(dst=None), VALUES)
+        sw.Resharder(target, state, group=group).run()  # of all ranks, to each job
+        same(state["w"].full_tensor(), VALUES)
+        return tuple(said)
+
+    (said,) = set(on_jobs(ranks, run))
+    for kind, text in said:
+        assert kind == "RefusedValueError"
+        assert "'w' is given by several jobs, as 8x12/S0@4 and as 8x12/S0@2:4,5" in text
+
+
 def test_a_group_of_one_job_keeps_the_ranks_of_the_job(ranks, tmp_path):  # noqa: F811
     def run(rank):
         group = dist.new_group([1, 2])

@@ -24,7 +24,7 @@ from shardwise.exchange.cuts import Cut, Places, Strides
 from shardwise.geometry import Box, Boxes
 from shardwise.layout import Layout
 from shardwise.quoting import printable
-from shardwise.state.leaves import Said, is_tensor, said, tensors_of
+from shardwise.state.leaves import Said, is_tensor, refuse_several_jobs, said, tensors_of
 from shardwise.state.moving import check_local, memory_of
 from shardwise.state.plan import Tensor
 from shardwise.state.ties import Ties, tied, ties_of
@@ -147,7 +147,9 @@ def _heard(
             if other != names:
                 strange = sorted(set(names) ^ set(other)) or names
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        tensors = tensors_of({rank: one for rank, (one, *_) in told.items()}, "state dict")
+        given = {rank: one for rank, (one, *_) in told.items()}
+        refuse_several_jobs(given, callers.wire)
+        tensors = tensors_of(given, "state dict")
         callers.check(tensors)
         _check_whole(tensors)
         return tensors, tied({rank: ties for rank, (*_, ties) in told.items()})

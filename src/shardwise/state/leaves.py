@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,6 +90,23 @@ def said(flat: Mapping[str, Any], wire: GroupWire | None) -> Said:
     Owners are those of the wire of all who call; without one, ranks of this process's job.
     """
     return {name: None if v is None else known_of(v, wire) for name, v in flat.items() if v is None or is_tensor(v)}
+
+
+def refuse_several_jobs(told: Mapping[int, Said | None], wire: GroupWire | None) -> None:
+    """Refuse a source that several jobs give, each by its own ranks: these are tensors of one name, not replicas."""
+    jobs = wire.members.jobs if wire is not None else ()
+    layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
+    for rank, known in told.items() if jobs else ():
+        for name, tensor in (known or {}).items():
+            if tensor is not None and tensor.layout is not None:
+                layouts[name][jobs[rank]].add(str(tensor.layout))
+    for name, (first, *others) in ((name, list(by_job.values())) for name, by_job in layouts.items()):
+        for other in others:
+            if other != first:
+                raise ValueError(
+                    f"{name!r} is given by several jobs, as {min(first)} and as {min(other)}: give it on ranks of one "
+                    f"job, and None on the others; one over ranks of the group is ShardedTensor(shards, layout, group)"
+                )
 
 
 def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:

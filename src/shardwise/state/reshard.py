@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.dtensor.memory import storage_of
 from shardwise.state.casts import Asked, Cast, Casts
-from shardwise.state.leaves import Said, is_tensor, said, tensors_of
+from shardwise.state.leaves import Said, is_tensor, refuse_several_jobs, said, tensors_of
 from shardwise.state.links import Link
 from shardwise.state.moving import Mover, check_local, check_verifiable, memory_of
 from shardwise.state.plan import ModelPlan, Tensor
@@ -113,6 +113,7 @@ def _heard(
 
     def sides(told: Mapping[int, Said | None]) -> tuple[dict[str, Tensor], int, bool]:
         holder = next((rank for rank, one in told.items() if one is not None), -1)
+        refuse_several_jobs(told, group_wire(group))
         return tensors_of(told, "state dict"), holder, None in told.values()
 
     sources, holder, lacking = together(OPERATION, say, sides, group=group)

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from shardwise.exchange import Move
 from shardwise.state.casts import Cast, Into
-from shardwise.state.leaves import Said, is_tensor, said, tensors_of
+from shardwise.state.leaves import Said, is_tensor, refuse_several_jobs, said, tensors_of
 from shardwise.state.links import Remap, links
 from shardwise.state.moving import Mover, Tell, check_local, check_verifiable, memory_of
 from shardwise.state.names import Rename
@@ -73,6 +73,7 @@ class Resharder:
 
         def sides(told: Mapping[int, tuple[Said | None, Said | None]]) -> Sides:
             sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
+            refuse_several_jobs(sources, self._wire)
             return tensors_of(sources, "source"), tensors_of(targets, "target")
 
         known = together("Resharder", say, sides, group=group)

@@ -48,11 +48,13 @@ class Member(NamedTuple):
 class Members:
     """The owners of a group, by their ranks in it; and the owners that the ranks of this process's job are.
 
-    `ranks` is None where both are the same numbers: the group is of one job.
+    `ranks` is None where both are the same numbers: the group is of one job. Otherwise `jobs` tells the jobs of the
+    owners apart, by numbers.
     """
 
     owners: tuple[int, ...]
     ranks: tuple[tuple[int, int], ...] | None = None
+    jobs: tuple[int, ...] = ()
 
     @staticmethod
     def of(told: Sequence[Member], me: int) -> Members:
@@ -67,7 +69,8 @@ class Members:
         if len({(one.job, one.rank) for one in told}) < len(told):
             raise ExchangeError("two ranks of the group have the same rank in the same job: each must be one process")
         ranks = tuple((one.rank, at) for at, one in enumerate(told) if one.job == told[me].job)
-        return Members(tuple(range(len(told))), ranks)
+        numbers = {job: at for at, job in enumerate(dict.fromkeys(one.job for one in told))}
+        return Members(tuple(range(len(told))), ranks, tuple(numbers[one.job] for one in told))
 
     @property
     def joined(self) -> bool:
