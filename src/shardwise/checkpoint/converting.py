@@ -246,7 +246,7 @@ def _layouts(
         if format not in ("sharded", "dcp"):
             raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
         return {
-            name: written(rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
+            name: written(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
             for turn, (name, stream) in enumerate(streams.items())
         }
     if format == "sharded":

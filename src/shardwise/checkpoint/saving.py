@@ -173,7 +173,7 @@ def _layouts(tensors: Mapping[str, Tensor], differing: Sequence[str]) -> dict[st
     held = {name: tensor.layout for name, tensor in tensors.items()}
     held |= {name: Layout.replicated(tensors[name].shape, held[name].owners()[:1]) for name in differing}
     return {
-        name: (tensor.dtype, written(held[name], tensor.dtype.itemsize, turn))
+        name: (tensor.dtype, written(name, held[name], tensor.dtype.itemsize, turn))
         for turn, (name, tensor) in enumerate(tensors.items())
     }
 

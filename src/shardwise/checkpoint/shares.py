@@ -16,10 +16,13 @@ Owned = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corner
 WHOLE = 2**22  # bytes of a box that one of its replicas writes whole: smaller parts are not worth their names
 
 
-def written(layout: Layout, itemsize: int, turn: int) -> Layout:
+def written(name: str, layout: Layout, itemsize: int, turn: int) -> Layout:
     """The boxes that every owner writes. `turn` moves small ones on to the next replica, so that all write as much."""
     if layout.op is not None:
-        raise CheckpointError(f"{layout!r} is partial: its terms are no values; reduce it first")
+        raise CheckpointError(
+            f"{name!r} is partial ({layout!r}), and a checkpoint holds values: reduce it first, "
+            f"as in reshard(x, (mesh, ['R']))"
+        )
     most = max(layout.form.holders.most, 1)
     return layout if most == 1 and isinstance(layout.form, Grid) else _once(layout, itemsize, turn % most)
 

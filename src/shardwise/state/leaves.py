@@ -119,7 +119,10 @@ def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:
         if known is not None:
             alike.setdefault(id(known), ([], known))[0].append(rank)
     if not alike:
-        raise ValueError(f"no rank has a {side}: at least one must")
+        raise ValueError(
+            f"no rank has a {side}: at least one must give it. Jobs that were started separately are one "
+            f"group only if all of them give group="
+        )
     (first, *_), names = next(iter(alike.values()))
     for (rank, *_), other in alike.values():
         if list(other) != list(names):
