@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.opaque import opaque_in
+from shardwise.checkpoint.opaque import opaque_in, tensors_in
 from shardwise.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, without ranks
@@ -164,7 +164,7 @@ def test_conversions_leave_them_out_unless_asked(tmp_path, format):
     write(tmp_path / "t.pt")
     checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format=format, **FORMATS[format])
     has(tmp_path / "o", {"w": numbers(4, 2)}, {"step": 7})
-    with pytest.raises(sw.CheckpointError, match=r"'settings' in .* its tensors would be lost. Remedy"):
+    with pytest.raises(sw.CheckpointError, match=r"'settings' in .* its tensors would be lost.*Remedy"):
         checkpoint.convert(tmp_path / "t.pt", tmp_path / "p", format=format, **FORMATS[format])
     assert not (tmp_path / "p").exists()
     checkpoint.convert(tmp_path / "t.pt", tmp_path / "p", format=format, objects="drop", **FORMATS[format])
@@ -177,6 +177,59 @@ def test_safetensors_files_do_not_lose_tensors_in_objects_either(tmp_path):
         checkpoint.convert(tmp_path / "t.pt", tmp_path / "o.safetensors")
     made = checkpoint.convert(tmp_path / "t.pt", tmp_path / "o.safetensors", objects="drop")
     assert list(made) == ["w"]
+
+
+HIDING = {
+    "an object": lambda: Scaler(1.0),
+    "a module": lambda: torch.nn.Linear(2, 2),
+    "a set": lambda: {numbers(3)},
+    "the second object of a tuple": lambda: (Color.RED, Settings(0.5, numbers(2))),
+}
+
+
+@pytest.mark.parametrize("asked", [None, "carry"])
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("format", ["safetensors", "sharded"])
+def test_no_tensor_is_lost_in_a_format_that_cannot_hold_it(tmp_path, format, hiding, asked):
+    write(tmp_path / "s.pt", {"m": HIDING[hiding]()})
+    how = FORMATS.get(format, {})
+    with pytest.raises(sw.CheckpointError, match=r"convert to dcp or torch.save|tensors are stored in dicts"):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format=format, objects=asked, **how)
+    assert not (tmp_path / "o").exists()
+    made = checkpoint.convert(tmp_path / "s.pt", tmp_path / "p", format=format, select="w", objects=asked, **how)
+    assert list(made) == ["w"]
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("format", ["dcp", "torch.save"])
+def test_formats_that_hold_objects_carry_their_tensors(tmp_path, format, hiding):
+    write(tmp_path / "s.pt", {"m": HIDING[hiding]()})
+    made = checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format=format, objects="carry")
+    assert tensors_in(made.objects["m"]) == tensors_in(checkpoint.open(tmp_path / "s.pt").objects["m"]) > 0
+    if hiding != "a set":
+        with pytest.raises(sw.CheckpointError, match=r"its tensors would be lost. Remedy: objects='carry'"):
+            checkpoint.convert(tmp_path / "s.pt", tmp_path / "p", format=format)
+
+
+def test_safetensors_refuse_to_carry_objects_that_they_cannot_hold(tmp_path, capsys):
+    write(tmp_path / "s.pt", {"args": argparse.Namespace(lr=0.1)})
+    with pytest.raises(
+        sw.CheckpointError, match=r"'args' in .*: it would be lost, as .* hold tensors only. Remedy: convert to dcp"
+    ):
+        checkpoint.convert(tmp_path / "s.pt", tmp_path / "o.safetensors", objects="carry")
+    assert run(capsys, "convert", tmp_path / "s.pt", tmp_path / "o.safetensors", "--objects", "carry")[0] == 2
+    assert not (tmp_path / "o.safetensors").exists()
+    assert list(checkpoint.convert(tmp_path / "s.pt", tmp_path / "o.safetensors")) == ["w"]
+
+
+def test_tensors_in_rebuilt_objects_are_not_lost(tmp_path):
+    write(tmp_path / "s.pt", {"m": Scaler(1.0)})
+    with torch.serialization.safe_globals([Scaler]):
+        found = checkpoint.open(tmp_path / "s.pt")
+        assert type(found.objects["m"]) is Scaler
+    for format in "safetensors", "dcp", "torch.save":
+        with pytest.raises(sw.CheckpointError, match="its tensors would be lost"):
+            checkpoint.convert(found, tmp_path / "o", format=format)
 
 
 def without_tensors():
@@ -206,7 +259,9 @@ def test_conversions_carry_them_and_back(tmp_path, format):
 
 def test_tensors_in_objects_are_refused_by_the_sharded_format(tmp_path):
     write(tmp_path / "s.pt")
-    with pytest.raises(sw.CheckpointError, match=r"Tensor, which is not stored"):
+    with pytest.raises(
+        sw.CheckpointError, match=r"the sharded format holds no tensors inside objects. Remedy: convert to dcp"
+    ):
         checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format="sharded", rules=WHOLE, objects="carry")
     assert not (tmp_path / "o").exists()
 

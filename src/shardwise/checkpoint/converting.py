@@ -22,7 +22,7 @@ from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_archive import saved
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Writer, claimed, token_of
-from shardwise.checkpoint.opaque import opaque_in
+from shardwise.checkpoint.opaque import opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
@@ -35,6 +35,7 @@ from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
 from shardwise.planning import size
+from shardwise.quoting import brief
 from shardwise.state.casts import Cast
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
@@ -44,6 +45,10 @@ from shardwise.tensor.overflow import Overflow
 Objects = Literal["drop", "carry"]
 CONFIG = "config.json"  # of the model, beside its weights
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
+LIMITED = {  # the formats that cannot hold all objects
+    "safetensors": "safetensors files hold tensors only",
+    "sharded": "the sharded format holds no tensors inside objects",
+}
 
 
 def convert(
@@ -77,10 +82,10 @@ def convert(
     dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
     tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it.
     Rules that fit nothing are refused. At most `max_bytes` of values are in memory, by `jobs` threads. `objects`:
-    "carry" also writes objects of unknown classes, as they were; "drop" leaves them out; by default those that hold no
-    tensors are left out, and others refused. Files that an interrupted try has finished are not written again; `reused`
-    of the result lists them. While another save or conversion writes to `out`, this one is refused. `verify`: read it
-    back and compare every cell.
+    "carry" also writes objects of unknown classes, as they were, and is refused where `format` cannot hold them; "drop"
+    leaves them out; by default those that hold no tensors are left out, and others refused. Files that an earlier try
+    has finished are not written again; `reused` of the result lists them. While another save or conversion writes to
+    `out`, this one is refused. `verify`: read it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -90,7 +95,7 @@ def convert(
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
-    ties, kept = _ties(streams, parts), _kept(opened, select, objects)
+    ties, kept = _ties(streams, parts), _kept(opened, select, objects, format)
     if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
         ties, kept = {}, {}
@@ -144,21 +149,36 @@ def _resumable(claim: Claim, folder: Folder, token: str) -> Iterator[None]:
         raise
 
 
-def _kept(opened: Checkpoint, select: Select, objects: Objects | None) -> dict[str, Any]:
+def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, Any]:
     """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
     if objects not in (None, "drop", "carry"):
         raise ValueError(f"objects= must be 'drop' or 'carry', not {objects!r}")
     found = {key: value for key, value in opened.objects.items() if chosen(key, select)}
-    if objects == "carry":
-        return found
-    dropped = {key: one for key, value in found.items() if (one := opaque_in(value)) is not None}
-    lost = [key for key, one in dropped.items() if one.tensors and objects is None]
+    lost = [key for key, value in found.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
-        raise CheckpointError(
-            f"{lost[0]!r} in {opened.path} is {dropped[lost[0]]!r}: its tensors would be lost. Remedy: objects='carry' "
-            f"(--objects carry) writes it as it is, objects='drop' leaves it out"
-        )
-    return {key: value for key, value in found.items() if is_listed(value)}
+        raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(found[lost[0]], format)}")
+    return found if objects == "carry" else {key: value for key, value in found.items() if is_listed(value)}
+
+
+def _is_lost(value: Any, objects: Objects | None, format: str) -> bool:
+    """True for a value that would be lost, although it has tensors inside or was to be carried."""
+    inside, opaque = tensors_in(value) > 0, opaque_in(value) is not None
+    if objects == "carry":
+        return (inside or opaque) if format == "safetensors" else inside and opaque and format in LIMITED
+    return inside and (format == "safetensors" or not is_listed(value))
+
+
+def _loss(value: Any, format: str) -> str:
+    """What would be lost, why, and what to do."""
+    what = "its tensors" if tensors_in(value) else "it"
+    lost, drop = (
+        f"{brief(opaque_in(value) or value)}: {what} would be lost",
+        "objects='drop' (--objects drop) leaves it out",
+    )
+    if format not in LIMITED:
+        return f"{lost}. Remedy: objects='carry' (--objects carry) writes it as it is, {drop}"
+    other = "convert to dcp or torch.save with objects='carry' (--objects carry)"
+    return f"{lost}, as {LIMITED[format]}. Remedy: {other}; {drop}"
 
 
 def _written(

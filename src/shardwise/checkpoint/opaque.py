@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
 
 from shardwise.quoting import brief, in_line
 
@@ -87,9 +89,35 @@ def _is_plain(value: Any) -> bool:
 
 def opaque_in(value: Any) -> Opaque | None:
     """The first object of an unknown class in a value."""
-    if isinstance(value, Opaque):
-        return value
-    inner = [*value, *value.values()] if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping | list | tuple | set | frozenset | deque):
-        return None
-    return next((found for item in inner if (found := opaque_in(item)) is not None), None)
+    return next((one for one in _inside(value) if isinstance(one, Opaque)), None)
+
+
+def tensors_in(value: Any) -> int:
+    """How many tensors are in a value: in containers, in objects of unknown classes, and in attributes of others.
+
+    >>> tensors_in({"a": [torch.ones(1), {"b": (torch.ones(1), 2)}]})
+    2
+    """
+    found = list(_inside(value))
+    return sum(one.tensors if isinstance(one, Opaque) else isinstance(one, torch.Tensor) for one in found)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A value and all that is in it, each once. What is inside an object of an unknown class is not looked at."""
+    seen, todo = set[int](), [value]
+    while todo:
+        one = todo.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            todo.extend(reversed([*_items(one)]))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Opaque | torch.Tensor | str | bytes | type):
+        return ()
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    return (
+        value if isinstance(value, list | tuple | set | frozenset | deque) else getattr(value, "__dict__", {}).values()
+    )
