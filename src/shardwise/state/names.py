@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 Rename = Mapping[str, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any] | None
 SHOWN = 8
 LIKELY = 200  # characters of a name that is compared with others: to compare takes their square
-ONE = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)  # what stands for one character: ?, [abc], or itself
+ONE = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)  # what stands for one character: ?, [abc], or itself
 
 
 def matched(pattern: str, name: str) -> tuple[str, ...] | None:
