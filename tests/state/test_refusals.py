@@ -100,6 +100,21 @@ def test_names_shapes_and_dtypes_that_do_not_fit(ranks):  # noqa: F811
     refusals(ranks, NAMES)
 
 
+def test_leaves_of_one_dotted_name(ranks):  # noqa: F811
+    def run(rank):
+        twice = {"a.b": held(WHOLE, ROWS), "a": {"b": held(WHOLE + 1, ROWS)}}
+        one = {"a": {"b": held(WHOLE * 0 - 1, COLUMNS)}}
+        said = [
+            answer(lambda: sw.Resharder(twice, one, strict=False)),
+            answer(lambda: sw.Resharder(one, twice, strict=False)),
+        ]
+        untouched(one["a"])
+        return said
+
+    for said in ranks(4, run):
+        assert ["both called 'a.b'" in text for text in said] == [True, True]
+
+
 def test_a_cast_that_would_lose_the_imaginary_part(ranks):  # noqa: F811
     def case(rank):
         return {"q.weight": held(WHOLE.cfloat(), ROWS)}, without(target(), "k.weight"), {"cast": True}

@@ -17,7 +17,7 @@ from shardwise.state.moving import Mover, Tell, check_local, check_verifiable, m
 from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.state.traverse import flatten_state_dict
+from shardwise.state.traverse import dotted, flatten_state_dict
 from shardwise.tensor.casting import Change
 from shardwise.tensor.output import check_written, shared
 from shardwise.tensor.overflow import Overflow, check_overflow
@@ -195,8 +195,12 @@ class Resharder:
 
 def _tensors(state_dict: StateDict) -> dict[str, Any]:
     """The tensors of a state dict by name; None stands for one of which this rank has nothing."""
-    flat, _ = flatten_state_dict(state_dict)
-    return {name: value for name, value in flat.items() if value is None or is_tensor(value)}
+    flat, paths = flatten_state_dict(state_dict)
+    found = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
+    several = next((dotted(paths[name]) for name in found if dotted(paths[name]) != name), None)
+    if several is not None:  # which of them is meant by the name would depend on the order of the dicts
+        raise ValueError(f"two leaves of a state dict are both called {several!r}: give one of them another key")
+    return found
 
 
 Sides = tuple[dict[str, Tensor], dict[str, Tensor]]
