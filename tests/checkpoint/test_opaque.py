@@ -430,6 +430,7 @@ ODD = {
     "days": (np.array(["2020-01-01"], dtype="M8[D]"), "multiarray._reconstruct"),
     "big-endian": (np.array([1.0, 2.0], dtype=">f4"), "multiarray._reconstruct"),
     "rows": (np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", ">f8")]), "multiarray._reconstruct"),
+    "records": (np.rec.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]), "multiarray._reconstruct"),
     "scalar": (np.datetime64("2020"), "multiarray.scalar"),
     "dtype": (np.dtype([("a", "i4")]), "numpy.dtype"),
 }

@@ -266,7 +266,8 @@ class NumpyType(Holder):
 
     def __init__(self, code: Any, *rest: Any) -> None:
         self._args = (code, *rest)
-        super().__init__(numpy_dtype(code) if _is_plain(code) or type(code) is not str else NUMPY_TYPE(*self._args))
+        unknown = is_foreign_class(code) or (type(code) is str and not _is_plain(code))
+        super().__init__(NUMPY_TYPE(*self._args) if unknown else numpy_dtype(code))
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "=") or isinstance(self.value, Foreign):
