@@ -113,6 +113,10 @@ Concats = Annotated[
 ]
 Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
 Transposes = Annotated[list[str] | None, typer.Option(help="Names whose dims are to be reversed.")]
+ObjectsOf = Annotated[
+    str | None,
+    typer.Option(help="Objects of unknown classes: 'carry' keeps them unchanged, 'drop' leaves them out."),
+]
 Jobs = Annotated[int, typer.Option(help="Threads.")]
 Bar = Annotated[bool, typer.Option(help="Show a progress bar.")]
 
@@ -164,10 +168,7 @@ def convert(
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
-    objects: Annotated[
-        str | None,
-        typer.Option(help="Objects of unknown classes: 'carry' writes them unchanged, 'drop' leaves them out."),
-    ] = None,
+    objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="The most of values in memory.")] = "256MiB",
     verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
@@ -235,6 +236,7 @@ def verify(
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    objects: ObjectsOf = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
     bar: Bar = True,
@@ -244,18 +246,21 @@ def verify(
     With options as in convert: whether B is what A becomes by them.
     """
     from shardwise import checkpoint as checkpoints
+    from shardwise.checkpoint import tables
     from shardwise.checkpoint.asked import changes
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
     changed = changes(rename, select, cast, concat, stack, transpose)
     how: dict[str, Any] = {"jobs": jobs, "progress": "bar" if bar else None, "overflow": _overflow(allow_overflow)}
-    found = checkpoints.verify(one, other, **changed, **how)
+    found = checkpoints.verify(one, other, **changed, **how, objects=objects)  # type: ignore[arg-type]
     listed = found if all else found[:20]
     for difference in listed:
         _say(str(difference))
     if len(listed) < len(found):
         _say(f"... and {len(found) - len(listed)} more differences: --all lists them")
+    for line in tables.uncompared(one, other, select, objects):  # type: ignore[arg-type]
+        _say(line)
     if found:
         raise SystemExit(1)
     by = ", by these options" if any(changed.values()) else ""

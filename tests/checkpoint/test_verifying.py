@@ -1,5 +1,7 @@
 """verify: equal whatever the format and sharding, and one bit that differs is found where it is."""
 
+import argparse
+import sys
 import tracemalloc
 
 import numpy as np
@@ -13,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise import Box, checkpoint
+from shardwise import Box, checkpoint, cli
 from shardwise.checkpoint.comparing import compared
 from shardwise.checkpoint.streams import stream_of
 from shardwise.errors import CheckpointError
@@ -257,3 +259,51 @@ def test_tensors_that_differ_everywhere_take_no_more_memory(tmp_path):
         tracemalloc.stop()
     assert found.box == Box((0,), (size,))
     assert peak < 32 * size  # numpy's own numbers of cells are 8 bytes each
+
+
+def saved(path, **values):
+    torch.save({"w": torch.arange(8.0), **values}, path)
+    return path
+
+
+def shell(capsys, *words):
+    """Runs a command: the exit code, and all that was printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["shardwise", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return ended.value.code or 0, "".join(capsys.readouterr())
+
+
+def test_the_shell_says_which_values_were_not_compared(tmp_path, capsys):
+    source = saved(tmp_path / "t.pt", step=3, lr=0.5, name="run")
+    checkpoint.convert(source, tmp_path / "t.safetensors")
+    for pair in (source, tmp_path / "t.safetensors"), (tmp_path / "t.safetensors", source):
+        code, text = shell(capsys, "verify", *pair, "--no-bar")
+        assert code == 0
+        assert "not compared: 3 values that safetensors cannot hold, such as step" in text
+    checkpoint.convert(source, tmp_path / "t_dcp", format="dcp")
+    assert "not compared" not in shell(capsys, "verify", source, tmp_path / "t_dcp", "--no-bar")[1]
+
+
+def test_objects_that_were_left_out_differ_and_are_not_compared_when_asked(tmp_path, capsys):
+    source = saved(tmp_path / "t.pt", step=3, args=argparse.Namespace(lr=0.1))
+    checkpoint.convert(source, tmp_path / "t_dcp", format="dcp")
+    code, text = shell(capsys, "verify", source, tmp_path / "t_dcp", "--no-bar")
+    assert code == 1
+    assert "has no 'args', which is <argparse.Namespace(lr=0.1), not rebuilt>; objects='drop' (--objects drop)" in text
+    code, text = shell(capsys, "verify", source, tmp_path / "t_dcp", "--no-bar", "--objects", "drop")
+    assert code == 0
+    assert "not compared: 1 value of unknown classes, such as args" in text
+    assert checkpoint.verify(source, tmp_path / "t_dcp", objects="drop") == []
+    assert checkpoint.verify(tmp_path / "t_dcp", source, objects="drop") == []
+    with pytest.raises(ValueError, match="objects= must be 'drop' or 'carry'"):
+        checkpoint.verify(source, source, objects="run")
+
+
+def test_tensors_inside_values_that_were_left_out_differ(tmp_path):
+    source = saved(tmp_path / "t.pt", m=argparse.Namespace(w=torch.ones(2)), step=1)
+    checkpoint.convert(source, tmp_path / "t.safetensors", objects="drop")
+    for pair in (source, tmp_path / "t.safetensors"), (tmp_path / "t.safetensors", source):
+        assert [one.name for one in checkpoint.verify(*pair)] == ["m"]
+        assert checkpoint.verify(*pair, objects="drop") == []

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.opaque import Objects, check_objects, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
 from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.structure import differing_step
-from shardwise.checkpoint.values import same_value
+from shardwise.checkpoint.values import is_listed, same_value
 from shardwise.errors import RefusedCastError
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.quoting import brief, in_line
@@ -50,6 +51,7 @@ def verify(
     select: Select = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
+    objects: Objects | None = None,
     rules: Any = None,
     other_rules: Any = None,
     jobs: int = 1,
@@ -59,8 +61,10 @@ def verify(
 
     `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
     `select`, `cast` and `overflow` as in `convert`: whether b is what a becomes by them; with `select` b may have more.
-    Values that are no tensors are compared where both formats hold them.
+    Values that are no tensors are compared where both formats hold them; safetensors hold none, and only values with
+    tensors inside them are then a difference. `objects="drop"`: objects of unknown classes are not compared.
     """
+    check_objects(objects)
     check_progress(progress)
     check_jobs(jobs)
     one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
@@ -73,7 +77,7 @@ def verify(
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
     found += compared(pairs, jobs=jobs, progress=progress)
     found += _structure(one, other, [*pairs, *(name for name in one.objects if chosen(name, select))])
-    return found + _values(one, other, select)
+    return found + _values(one, other, select, objects)
 
 
 def _structure(one: Checkpoint, other: Checkpoint, names: Iterable[str]) -> list[Difference]:
@@ -89,17 +93,45 @@ def _absent(names: Iterable[str], there: Iterable[str], path: str) -> list[Diffe
     return near + [Difference(name, f"{path} has no {name!r}") for name in absent[NEAREST:]]
 
 
-def _values(one: Checkpoint, other: Checkpoint, select: Select) -> list[Difference]:
+def _values(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> list[Difference]:
     """What differs in values that are no tensors."""
-    if "safetensors" in (one.format, other.format):  # which holds none
-        return []
-    mine = {name: value for name, value in one.objects.items() if chosen(name, select)}
-    found = _absent(mine, other.objects, other.path)
-    found += _absent(other.objects, mine, one.path) if select is None else []
+    apart = set(uncompared(one, other, select, objects))
+    mine, theirs = ({key: v for key, v in side.items() if key not in apart} for side in _sides(one, other, select))
+    found = _lacking(mine, other) + _lacking(theirs, one)
     for name in mine:
-        if name in other.objects and not same_value(mine[name], other.objects[name]):
-            found.append(Difference(name, f"{brief(mine[name]):.60} and {brief(other.objects[name]):.60}"))
+        if name in theirs and not same_value(mine[name], theirs[name]):
+            found.append(Difference(name, f"{brief(mine[name]):.60} and {brief(theirs[name]):.60}"))
     return found
+
+
+def uncompared(
+    one: Checkpoint, other: Checkpoint, select: Select = None, objects: Objects | None = None
+) -> dict[str, str]:
+    """The values that are not compared, and why."""
+    safetensors = "safetensors" in (one.format, other.format)
+    found = dict[str, str]()
+    for name, value in (item for side in _sides(one, other, select) for item in side.items()):
+        if objects == "drop" and not is_listed(value):
+            found[name] = "of unknown classes"
+        elif safetensors and not tensors_in(value):
+            found.setdefault(name, "that safetensors cannot hold")
+    return found
+
+
+def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of both that are asked for."""
+    mine = {name: value for name, value in one.objects.items() if chosen(name, select)}
+    return mine, {name: value for name, value in other.objects.items() if select is None or name in mine}
+
+
+def _lacking(values: Mapping[str, Any], there: Checkpoint) -> list[Difference]:
+    """Values that are not there; of objects, what they are and how they are left out."""
+    names = [name for name in values if name not in there.objects]
+    objects = [name for name in names if there.format == "safetensors" or not is_listed(values[name])]
+    drop = "objects='drop' (--objects drop) does not compare such objects"
+    return _absent([name for name in names if name not in objects], there.objects, there.path) + [
+        Difference(name, f"{there.path} has no {name!r}, which is {brief(values[name])}; {drop}") for name in objects
+    ]
 
 
 def check_jobs(jobs: int) -> None:

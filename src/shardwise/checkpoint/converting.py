@@ -11,7 +11,7 @@ from hashlib import blake2b
 from math import prod
 from pathlib import PurePath
 from threading import Lock
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from shardwise.checkpoint.asked import size_in_bytes
 from shardwise.checkpoint.comparing import check_jobs, compared, ordered, refuse_overflow
@@ -22,7 +22,7 @@ from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_archive import saved
 from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Writer, claimed, token_of
-from shardwise.checkpoint.opaque import opaque_in, tensors_in
+from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.places import same_place
 from shardwise.checkpoint.rules import Rules, read_rules
@@ -42,7 +42,6 @@ from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.tensor.overflow import Overflow
 
-Objects = Literal["drop", "carry"]
 CONFIG = "config.json"  # of the model, beside its weights
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
 LIMITED = {  # the formats that cannot hold all objects
@@ -151,8 +150,7 @@ def _resumable(claim: Claim, folder: Folder, token: str) -> Iterator[None]:
 
 def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, Any]:
     """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
-    if objects not in (None, "drop", "carry"):
-        raise ValueError(f"objects= must be 'drop' or 'carry', not {objects!r}")
+    check_objects(objects)
     found = {key: value for key, value in opened.objects.items() if chosen(key, select)}
     lost = [key for key, value in found.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 
 from shardwise.quoting import brief, in_line
 
 How = Literal["name", "call", "new"]
+Objects = Literal["drop", "carry"]
 SHOWN = 4  # attributes in a listing
 
 
@@ -85,6 +86,12 @@ def attributes(args: tuple[Any, ...], state: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, str | bytes | int | float | complex | None)
+
+
+def check_objects(objects: object) -> None:
+    """Refuse another word."""
+    if objects not in (None, *get_args(Objects)):
+        raise ValueError(f"objects= must be 'drop' or 'carry', not {objects!r}")
 
 
 def opaque_in(value: Any) -> Opaque | None:

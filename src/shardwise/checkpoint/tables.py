@@ -12,8 +12,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from shardwise import report
+from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
-from shardwise.checkpoint.opaque import Opaque, opaque_in
+from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in
+from shardwise.checkpoint.streams import Select
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
 
@@ -41,6 +43,14 @@ def fates(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
     carried = _opaque(source, made.objects)
     if carried:
         yield f"carried on, not rebuilt: {several(len(carried), 'object')}, such as {_named(source, carried)}"
+
+
+def uncompared(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> Iterator[str]:
+    """Which values a comparison left out, and why."""
+    why = comparing.uncompared(one, other, select, objects)
+    for reason in dict.fromkeys(why.values()):
+        names = [name for name in why if why[name] == reason]
+        yield f"not compared: {several(len(names), 'value')} {reason}, such as {in_line(names[0])}"
 
 
 def _opaque(source: Checkpoint, names: Iterable[str]) -> list[str]:
