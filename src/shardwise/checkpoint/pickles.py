@@ -167,6 +167,7 @@ COUNTED = {  # the bytes of their count
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
 }
 FRAME, STOP, TUPLES, FROZENSET = 0x95, ord("."), b"\x85\x86\x87t", 0x91
+SHORT = range(65)  # of texts, in bytes, which are recognized without a step in Python for each
 LOOK = b"\x85Q"  # put what is on the stack into a tuple, and have `persistent_load` look at it
 
 
@@ -215,10 +216,11 @@ def _harmless(bits: int) -> re.Pattern[bytes]:
     plain = b"".join(b"\\x%02x" % code for code in PLAIN)
     alone = b"(?:(?:\\x94|q.|r%b)?+\\x85)?+" % index
     small = b"%b(?:\\x85|%b(?:[\\x85\\x86]|%b{1,62}+[\\x85-\\x87]?+)?+)?+" % (SCALAR, SCALAR, SCALAR)
+    text, wide = (b"|".join(b"\\x%02x%b.{%d}" % (n, zeros, n) for n in SHORT) for zeros in (b"", b"\\x00{3}"))
     return re.compile(
-        b"(?:[%b]++|[hq].|j.{4}|r%b|%b%b|\\((?:%b{0,64}+t%b)?+|[\\x85-\\x87t](?=[QR\\x81])"
+        b"(?:[%b]++|[hq].|j.{4}|r%b|%b%b|\\((?:%b{0,64}+t%b)?+|[\\x85-\\x87t](?=[QR\\x81])|\\x8c(?:%b)|X(?:%b)"
         b"|\\x80.|[IFLSVg][^\n]*+\n|p[0-9]{1,%d}\n|c[^\n]*+\n[^\n]*+\n)*+"
-        % (plain, index, small, alone, SCALAR, alone, len(str(2**bits))),
+        % (plain, index, small, alone, SCALAR, alone, text, wide, len(str(2**bits))),
         re.DOTALL,
     )
 

@@ -221,11 +221,11 @@ def _table(files: Files, stored: Mapping[Index, Stored], tied: Mapping[str, str]
     start, length = (_numbers([info[field] for info in infos]) for field in ("offset", "length"))
     paths = [inside(name, files.shown(METADATA)) for name in number]
     table = Table(rows, ints([number[name] for name in names]), start, start + length, paths)
-    again = [row for row, (name, _) in enumerate(keys) if name in tied]
+    again = [row for row, (name, _) in enumerate(keys) if name in tied] if tied else []
     other = next((keys[row][0] for row in again if not _is_again(table, row, tied[keys[row][0]], keys[row][1])), None)
     if other is not None:
         raise ValueError(f"{other!r} is tied to {tied[other]!r}, but has other bytes")
-    _check_apart(files, table, keys, np.setdiff1d(np.arange(len(keys)), again))
+    _check_apart(files, table, keys, np.delete(np.arange(len(keys)), ints(again)))
     return table
 
 
