@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,6 +21,9 @@ from shardwise.notation import write_ranges
 from shardwise.planning import plan as make_plan
 from shardwise.quoting import in_line, printable
 
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Checkpoint
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -31,6 +35,22 @@ app = typer.Typer(
 
 LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@8", show_default=False)]
 Page = Annotated[Path | None, typer.Option(help="Also write a page to look at.")]
+
+
+SHELL = {  # options as errors of the library name them, and as the shell does
+    r"\boverflow='allow'": "--allow-overflow",
+    r"\bobjects='(\w+)'": r"--objects \1",
+    r"\bformat='([\w.]+)'": r"--format \1",
+    r"\brules=": "--rules",
+    r"\bsource_rules=": "--source-rules",
+}
+
+
+def _in_shell(text: str) -> str:
+    """With the options of the shell in place of those of Python."""
+    for python, shell in SHELL.items():
+        text = re.sub(python, shell, text)
+    return text
 
 
 def _say(text: str, *, err: bool = False) -> None:
@@ -256,7 +276,7 @@ def verify(
     found = checkpoints.verify(one, other, **changed, **how, objects=objects)  # type: ignore[arg-type]
     listed = found if all else found[:20]
     for difference in listed:
-        _say(str(difference))
+        _say(_in_shell(str(difference)))
     if len(listed) < len(found):
         _say(f"... and {len(found) - len(listed)} more differences: --all lists them")
     for line in tables.uncompared(one, other, select, objects):  # type: ignore[arg-type]
@@ -269,13 +289,13 @@ def verify(
     )
 
 
-def _right(opened: Mapping[str, Any], made: Mapping[str, Any], casts: Sequence[Any]) -> str:
+def _right(opened: Mapping[str, Any], made: Checkpoint, casts: Sequence[Any]) -> str:
     """How cells are that were read back. Codes that were cast by name are what was asked for, but right for nothing."""
     from shardwise.tensor.casting import PLAIN
 
     named = [rule[0] for rule in casts if isinstance(rule, tuple) and rule[0] in made]
     dtypes = {tensor.dtype for tensor in (*opened.values(), *(made[name] for name in named))}
-    return "as it was cast" if named and not dtypes <= set(PLAIN) else "right"
+    return "as it was cast" if made.lost or (named and not dtypes <= set(PLAIN)) else "right"
 
 
 def _overflow(allowed: bool) -> Literal["refuse", "allow"]:
@@ -323,6 +343,6 @@ def main() -> None:
     try:
         app()
     except (ShardwiseError, ValueError, TypeError, OSError, MemoryError) as error:
-        said = escape(printable(str(error))) or "out of memory"
+        said = escape(printable(_in_shell(str(error)))) or "out of memory"
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {said}", soft_wrap=True)
         raise SystemExit(2) from None

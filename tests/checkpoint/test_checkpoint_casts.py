@@ -135,7 +135,7 @@ def test_all_ranks_hear_of_codes_and_of_values_that_are_lost(tmp_path, quantised
     assert one[:2] == other[:2]
     assert "'w_scale_inv' stands beside it" in one[0]
     assert "of 'a'" in one[1]
-    assert "the largest is 1e+06" in one[1]
+    assert "the largest in magnitude is 1e+06" in one[1]
     assert "All tensors of the target were written" in one[1]
     assert one[2] + other[2] == [1.0, float("inf"), float("-inf"), 2.0]
 
@@ -148,7 +148,13 @@ def test_a_load_counts_what_it_loses_and_says_what_was_written(large):
     with pytest.raises(RefusedCastError) as refused:
         checkpoint.load("large.pt", into)
     said = str(refused.value)
-    for words in ("2 values of 'a'", "torch.float16", "65504", "the largest is 1e+06", "1 more tensor, such as 'b'"):
+    for words in (
+        "2 values of 'a'",
+        "torch.float16",
+        "65504",
+        "the largest in magnitude is 1e+06",
+        "1 more tensor, such as 'b'",
+    ):
         assert words in said
     assert "All tensors of the target were written; overflow='allow'" in said
     same(into["a"], large["a"].to(F16))
@@ -269,6 +275,10 @@ def test_codes_and_losses_from_the_shell(shell, quantised, large):
     assert code == 2
     assert "--allow-overflow" in text
     assert not os.path.exists("o.pt")
-    assert shell("convert", "large.pt", "o.pt", "--cast", "float16", "--allow-overflow", "--no-bar")[0] == 0
+    assert "overflow='allow'" not in text
+    code, text = shell("convert", "large.pt", "o.pt", "--cast", "float16", "--allow-overflow", "--no-bar")
+    assert code == 0
+    assert "every cell is as it was cast\n3 values became inf, such as in 'a'" in text
+    assert "right" not in text
     assert shell("verify", "large.pt", "o.pt", "--cast", "float16", "--no-bar")[0] == 2
     assert shell("verify", "large.pt", "o.pt", "--cast", "float16", "--allow-overflow", "--no-bar")[0] == 0

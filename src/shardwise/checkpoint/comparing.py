@@ -23,7 +23,7 @@ from shardwise.state.casts import Cast
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
 from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.tensor.overflow import Overflow, check_overflow, refusal
+from shardwise.tensor.overflow import Lost, Overflow, check_overflow, refusal
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -70,7 +70,9 @@ def verify(
     one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
     other = b if isinstance(b, Checkpoint) else open(b, rules=other_rules)
     streams = streams_of(one, rename=rename, remap=remap, select=select, cast=cast)
-    refuse_overflow(streams, overflow, "Nothing was compared", jobs=jobs)
+    check_overflow(overflow)
+    if overflow == "refuse":
+        check_losses(streams, overflow, "Nothing was compared", jobs=jobs)
     found = _absent(streams, other, other.path)
     if select is None:
         found += _absent(other, streams, one.path)
@@ -128,7 +130,7 @@ def _lacking(values: Mapping[str, Any], there: Checkpoint) -> list[Difference]:
     """Values that are not there; of objects, what they are and how they are left out."""
     names = [name for name in values if name not in there.objects]
     objects = [name for name in names if there.format == "safetensors" or not is_listed(values[name])]
-    drop = "objects='drop' (--objects drop) does not compare such objects"
+    drop = "objects='drop' does not compare such objects"
     return _absent([name for name in names if name not in objects], there.objects, there.path) + [
         Difference(name, f"{there.path} has no {name!r}, which is {brief(values[name])}; {drop}") for name in objects
     ]
@@ -154,15 +156,16 @@ def compared(
     return found
 
 
-def refuse_overflow(
+def check_losses(
     streams: Mapping[str, Stream], overflow: Overflow, outcome: str, *, jobs: int = 1, chunk: int = CHUNK
-) -> None:
-    """Refuse casts that lose a value, unless that is allowed. Only casts that can are looked at."""
+) -> tuple[Lost, ...]:
+    """What casts lose; refused, unless that is allowed. Only casts that can lose a value are looked at."""
     check_overflow(overflow)
-    watched = [stream for stream in streams.values() if overflow == "refuse" and stream.may_overflow]
+    watched = [stream for stream in streams.values() if stream.may_overflow]
     lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
-    if lost:
+    if lost and overflow == "refuse":
         raise RefusedCastError(refusal(lost, outcome))
+    return tuple(lost)
 
 
 def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:

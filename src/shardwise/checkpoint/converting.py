@@ -14,7 +14,7 @@ from threading import Lock
 from typing import IO, Any
 
 from shardwise.checkpoint.asked import size_in_bytes
-from shardwise.checkpoint.comparing import check_jobs, compared, ordered, refuse_overflow
+from shardwise.checkpoint.comparing import check_jobs, check_losses, compared, ordered
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.safetensors import parsed
@@ -79,12 +79,13 @@ def convert(
     that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
     names, perhaps with a dtype for the rest. Only float64, float32, float16 and bfloat16 are cast into each other by a
     dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
-    tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it.
-    Rules that fit nothing are refused. At most `max_bytes` of values are in memory, by `jobs` threads. `objects`:
-    "carry" also writes objects of unknown classes, as they were, and is refused where `format` cannot hold them; "drop"
-    leaves them out; by default those that hold no tensors are left out, and others refused. Files that an earlier try
-    has finished are not written again; `reused` of the result lists them. While another save or conversion writes to
-    `out`, this one is refused. `verify`: read it back and compare every cell.
+    tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it, and
+    `lost` of the result lists such tensors. Rules that fit nothing are refused. At most `max_bytes` of values are in
+    memory, by `jobs` threads. `objects`: "carry" also writes objects of unknown classes, as they were, and is refused
+    where `format` cannot hold them; "drop" leaves them out; by default those that hold no tensors are left out, and
+    others refused. Files that an earlier try has finished are not written again; `reused` of the result lists them.
+    While another save or conversion writes to `out`, this one is refused. `verify`: read it back and compare every
+    cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -104,14 +105,14 @@ def convert(
     writer = _writer(format, folder, owners, token, name)
     _check_apart(opened, folder, name)
     writer.fits(contents)
-    refuse_overflow(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
+    lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claimed(folder, token, name) as claim, _resumable(claim, folder, token):
         writer.check(contents)
         told = _written(writer, owners, streams, contents, chunk, jobs, progress)
         for old in writer.finish(told, contents):
             writer.folder.remove(old)
         made = open(folder.shown(writer.main))
-        made.reused = tuple(folder.reused)
+        made.reused, made.lost = tuple(folder.reused), lost
         if verify:
             _verify(streams, contents, made, chunk, jobs, progress)
     return made
@@ -169,13 +170,10 @@ def _is_lost(value: Any, objects: Objects | None, format: str) -> bool:
 def _loss(value: Any, format: str) -> str:
     """What would be lost, why, and what to do."""
     what = "its tensors" if tensors_in(value) else "it"
-    lost, drop = (
-        f"{brief(opaque_in(value) or value)}: {what} would be lost",
-        "objects='drop' (--objects drop) leaves it out",
-    )
+    lost, drop = f"{brief(opaque_in(value) or value)}: {what} would be lost", "objects='drop' leaves it out"
     if format not in LIMITED:
-        return f"{lost}. Remedy: objects='carry' (--objects carry) writes it as it is, {drop}"
-    other = "convert to dcp or torch.save with objects='carry' (--objects carry)"
+        return f"{lost}. Remedy: objects='carry' writes it as it is, {drop}"
+    other = "convert to dcp or torch.save with objects='carry'"
     return f"{lost}, as {LIMITED[format]}. Remedy: {other}; {drop}"
 
 

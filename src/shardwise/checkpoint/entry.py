@@ -23,6 +23,7 @@ from shardwise.exchange.cuts import Cut, Places
 from shardwise.exchange.reduce import Look
 from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
+from shardwise.tensor.overflow import Lost
 
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
@@ -285,7 +286,8 @@ class Checkpoint(Mapping[str, Entry]):
         self.path = files.root  # where it is; the file, where it is one
         self.paths = paths or {}  # of names in nested state dicts, where they are known
         self.metadata = metadata or {}
-        self.reused: tuple[str, ...] = ()  # by `convert`: the files of an interrupted try that were whole
+        self.reused: tuple[str, ...] = ()  # by `convert`: the files of an earlier try that were whole
+        self.lost: tuple[Lost, ...] = ()  # by `convert`: values beyond the range of their new dtype, cast as allowed
         self._objects = objects
 
     @cached_property

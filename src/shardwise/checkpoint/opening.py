@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
-    "torch.save (.pt, .pth, .bin), or a directory of torch.save files of ranks with rules="
+    "torch.save (.pt, .pth, .bin), or a directory of torch.save files of ranks with rules= (in convert source_rules=)"
 )
 
 

@@ -36,6 +36,10 @@ def summary(checkpoint: Checkpoint) -> str:
 
 def fates(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
     """What a conversion did with values that it could not simply write."""
+    for became in dict.fromkeys(one.became for one in made.lost):
+        lost = [one for one in made.lost if one.became == became]
+        count = several(sum(one.loss.count for one in lost), "value")
+        yield f"{count} became {became}, such as in {in_line(lost[0].name)}"
     left = [name for name in source.objects if name not in made.objects]
     if left:
         hint = ": --objects carry keeps them" if made.format != "safetensors" and _opaque(source, left) else ""

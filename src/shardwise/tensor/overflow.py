@@ -50,8 +50,14 @@ class Lost:
         values = "1 value" if self.loss.count == 1 else f"{self.loss.count} values"
         return (
             f"{values} of {self.name} {'is' if self.loss.count == 1 else 'are'} beyond the range of {self.becomes}, "
-            f"which ends at {_range(self.becomes).most:g}: the largest is {self.loss.largest:g} ({self.dtype})"
+            f"which ends at {_range(self.becomes).most:g}: the largest in magnitude is {self.loss.largest:g} "
+            f"({self.dtype})"
         )
+
+    @property
+    def became(self) -> str:
+        """What the cast makes of the values."""
+        return "inf" if _range(self.becomes).inf else "NaN or another number"
 
 
 class Losses:
@@ -104,7 +110,7 @@ def refusal(lost: Iterable[Lost], written: str) -> str:
     """Why a cast is refused: the worst tensor, the others, and what was written."""
     worst, *others = sorted(lost, key=lambda one: (-one.loss.count, one.name))
     more = f" (and {len(others)} more tensor{'s' * (len(others) > 1)}, such as {others[0].name})" if others else ""
-    return f"{worst}{more}. {written}; overflow='allow' (--allow-overflow) casts anyway"
+    return f"{worst}{more}. {written}; overflow='allow' casts anyway"
 
 
 def refuse_loss(lost: Iterable[Lost], written: str = "Nothing was written") -> None:
