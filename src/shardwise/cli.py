@@ -221,10 +221,10 @@ def convert(
         )
     if made.reused:
         again = tables.several(len(made.reused), "file")
-        _say(f"reused {again} of an interrupted conversion, such as {made.reused[0]}")
+        _say(f"reused {again} of an earlier conversion, such as {made.reused[0]}")
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
-    for line in tables.fates(opened, made):
+    for line in tables.fates(opened, made, objects):  # type: ignore[arg-type]
         _say(line)
 
 
@@ -236,8 +236,9 @@ def _continued() -> Iterator[None]:
             yield
         for one in found:
             _say(f"note: {one.message}", err=True)
-    except KeyboardInterrupt:
-        _say("interrupted: run the same command again to continue; files that are whole are reused", err=True)
+    except KeyboardInterrupt as error:
+        again = " to continue; files that are whole are reused" if hasattr(error, "__notes__") else ""
+        _say(f"interrupted: run the same command again{again}", err=True)
         raise SystemExit(130) from None
 
 

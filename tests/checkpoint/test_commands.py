@@ -168,7 +168,28 @@ def test_ctrl_c_says_that_the_same_command_continues_and_that_command_says_what_
     assert text == "interrupted: run the same command again to continue; files that are whole are reused\n"
     code, text = shell(*command)
     assert code == 0
-    assert text.startswith("reused 1 file of an interrupted conversion, such as model-00001-of-00002.safetensors\n")
+    assert text.startswith("reused 1 file of an earlier conversion, such as model-00001-of-00002.safetensors\n")
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.safetensors"])
+def test_ctrl_c_promises_nothing_of_one_file(shell, saved, monkeypatch, out):
+    def interrupt(old, new):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", interrupt)
+        assert shell("convert", saved, out, "--no-bar") == (130, "interrupted: run the same command again\n")
+    assert shell("convert", saved, out, "--no-bar")[0] == 0
+
+
+def test_sharded_files_need_rules_and_the_error_has_some_that_work(shell, saved, tmp_path):
+    code, text = shell("convert", saved, "x", "--format", "sharded", "--no-bar")
+    assert code == 2
+    assert "--format sharded needs --rules: which part of a tensor each rank has" in text
+    lines = text.strip().partition("the two lines ")[2].split(" and ")
+    (tmp_path / "one.toml").write_text("\n".join(lines))
+    assert shell("convert", saved, "x", "--format", "sharded", "--rules", "one.toml", "--no-bar")[0] == 0
+    assert shell("verify", saved, "x", "--no-bar")[0] == 0
 
 
 def test_a_conversion_to_where_another_one_writes_says_so(shell, saved):

@@ -377,10 +377,14 @@ def test_the_shell_lists_them_and_says_what_became_of_them(tmp_path, capsys):
     write(tmp_path / "s.pt", {"args": objects()["args"], "scaler": Scaler(1.0)})
     _, said = run(capsys, "inspect", tmp_path / "s.pt")
     assert "argparse.Namespace" in said
-    assert "with 1 tensors" in said
+    assert "with 1 tensor inside" in said
     code, said = run(capsys, "convert", tmp_path / "s.pt", tmp_path / "o.pt", "--no-bar", "--objects", "drop")
     assert code == 0
-    assert "left out: 2 other values, such as args (argparse.Namespace): --objects carry keeps them" in said
+    assert "left out: 2 other values, such as args (argparse.Namespace)\n" in said
+    assert "--objects" not in said
+    write(tmp_path / "n.pt", {"args": objects()["args"]})
+    _, said = run(capsys, "convert", tmp_path / "n.pt", tmp_path / "n2.pt", "--no-bar")
+    assert "left out: 1 other value, such as args (argparse.Namespace): --objects carry keeps them" in said
     _, said = run(capsys, "convert", tmp_path / "s.pt", tmp_path / "p.pt", "--no-bar", "--objects", "carry")
     assert "carried on, not rebuilt: 2 objects, such as args (argparse.Namespace)" in said
     _, said = run(capsys, "inspect", tmp_path / "p.pt", "--json")
@@ -494,3 +498,24 @@ def test_tensors_beside_a_quantised_one_are_read_and_it_is_never_dropped_by_defa
 
 def test_the_name_of_a_class_is_shown_without_control_characters():
     assert repr(checkpoint.Opaque("a\x1b[2J", "b\nc", "name", tuple)) == r"<a\x1b[2J.b\nc, not rebuilt>"
+
+
+def test_an_object_has_the_parts_that_its_errors_name(tmp_path):
+    parts = {
+        "color": (Color.RED, "args"),
+        "args": (argparse.Namespace(lr=0.1), "state"),
+        "items": (Listed([1]), "items"),
+    }
+    write(tmp_path / "s.pt", {name: value for name, (value, _) in parts.items()})
+    found = checkpoint.open(tmp_path / "s.pt").objects
+    for name, (_, part) in parts.items():
+        assert getattr(found[name], part)
+        with pytest.raises(sw.CheckpointError, match=rf"what it holds is in \.([a-z .]* )?\.?{part}\b"):
+            checkpoint.load(tmp_path / "s.pt", into={name: 0})
+    assert (found["items"].items, found["items"].pairs) == ((1,), ())
+
+
+def test_values_of_a_dcp_show_themselves_as_a_dict_does(tmp_path):
+    torch.save({"w": numbers(2), "step": 7, "name": "run"}, tmp_path / "s.pt")
+    made = checkpoint.convert(tmp_path / "s.pt", tmp_path / "o", format="dcp")
+    assert eval(repr(made.objects)) == {"step": 7, "name": "run"}

@@ -44,6 +44,7 @@ from shardwise.tensor.overflow import Overflow
 
 CONFIG = "config.json"  # of the model, beside its weights
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
+ONE_RANK = "mesh = {tp = 1}", "rule = [{name = '*', placements = 'R'}]"
 LIMITED = {  # the formats that cannot hold all objects
     "safetensors": "safetensors files hold tensors only",
     "sharded": "the sharded format holds no tensors inside objects",
@@ -106,7 +107,7 @@ def convert(
     _check_apart(opened, folder, name)
     writer.fits(contents)
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
-    with claimed(folder, token, name) as claim, _resumable(claim, folder, token):
+    with claimed(folder, token, name) as claim, _resumable(claim, folder, token, owners):
         writer.check(contents)
         told = _written(writer, owners, streams, contents, chunk, jobs, progress)
         for old in writer.finish(told, contents):
@@ -138,12 +139,13 @@ def _contents(
 
 
 @contextmanager
-def _resumable(claim: Claim, folder: Folder, token: str) -> Iterator[None]:
+def _resumable(claim: Claim, folder: Folder, token: str, owners: Sequence[int]) -> Iterator[None]:
     """What fails leaves files that are whole, to go on from; who writes something else there has to know of them."""
     try:
         yield
     except BaseException as error:
-        error.add_note("run the same conversion again to continue: files that are whole are reused")
+        if len(owners) > 1:  # of one file there is nothing to go on from
+            error.add_note("run the same conversion again to continue: files that are whole are reused")
         with suppress(CheckpointError):
             claim.unfinished = any(token_of(name) == token for name in folder.names())
         raise
@@ -266,7 +268,10 @@ def _layouts(
             for turn, (name, stream) in enumerate(streams.items())
         }
     if format == "sharded":
-        raise ValueError("format='sharded' needs rules=: which part of a tensor is whose")
+        raise ValueError(
+            "format='sharded' needs rules=: which part of a tensor each rank has. Remedy: for one rank that has all, a "
+            f"TOML file with the two lines {' and '.join(ONE_RANK)}"
+        )
     layouts, number, room = dict[str, Layout](), 0, 0
     for name, stream in streams.items():
         if limit is not None and room and room + stream.size > limit:

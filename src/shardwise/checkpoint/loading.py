@@ -12,7 +12,7 @@ from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compared
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.matching import Local, match
-from shardwise.checkpoint.opaque import opaque_in
+from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.streaming import Stream
@@ -270,10 +270,17 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
         name, one = next(iter(opaque.items()))
         raise CheckpointError(
             f"{name!r} in {checkpoint.path} is {one!r}: its class is not known here, and nothing of it was run. "
-            f"Remedy: leave {name!r} out (checkpoint.open(path).objects[{name!r}].state has what it holds), allow the "
-            f"class with torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
+            f"Remedy: leave {name!r} out{_where(checkpoint.objects[name], name)}, allow the class with "
+            f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
         )
     return [name for name in found if name not in opaque]
+
+
+def _where(value: Any, name: str) -> str:
+    """Where the parts of an object of an unknown class are."""
+    if not isinstance(value, Opaque) or not value.filled:
+        return ""
+    return f" (what it holds is in .{' and .'.join(value.filled)} of checkpoint.open(path).objects[{name!r}])"
 
 
 def _is_empty(value: Any) -> bool:

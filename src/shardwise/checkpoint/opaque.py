@@ -66,8 +66,23 @@ class Opaque:
         """What would be set: most often a dict of attributes."""
         return self.parts.state
 
+    @property
+    def items(self) -> tuple[Any, ...]:
+        """What would be appended to it: of a list, its items."""
+        return self.parts.items
+
+    @property
+    def pairs(self) -> tuple[tuple[Any, Any], ...]:
+        """What would be set in it: of a dict, its keys and values."""
+        return self.parts.pairs
+
+    @property
+    def filled(self) -> list[str]:
+        """Which of `args`, `state`, `items` and `pairs` have something."""
+        return [field for field, part in self.parts._asdict().items() if part is not None and part != ()]
+
     def __repr__(self) -> str:
-        inside = f" with {self.tensors} tensors" if self.tensors else ""
+        inside = f" with {self.tensors} tensor{'s' * (self.tensors > 1)}" if self.tensors else ""
         return f"<{in_line(self.name)}{f'({self._shown})' if self.how != 'name' else ''}{inside}, not rebuilt>"
 
     def __reduce__(self) -> NoReturn:

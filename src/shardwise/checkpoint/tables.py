@@ -14,7 +14,7 @@ from rich.tree import Tree
 from shardwise import report
 from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
-from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in
+from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in, tensors_in
 from shardwise.checkpoint.streams import Select
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
@@ -34,7 +34,7 @@ def summary(checkpoint: Checkpoint) -> str:
     return f"{in_line(checkpoint.path)}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
 
 
-def fates(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
+def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:
     """What a conversion did with values that it could not simply write."""
     for became in dict.fromkeys(one.became for one in made.lost):
         lost = [one for one in made.lost if one.became == became]
@@ -42,7 +42,8 @@ def fates(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
         yield f"{count} became {became}, such as in {in_line(lost[0].name)}"
     left = [name for name in source.objects if name not in made.objects]
     if left:
-        hint = ": --objects carry keeps them" if made.format != "safetensors" and _opaque(source, left) else ""
+        could = objects is None and made.format != "safetensors" and _opaque(source, left)
+        hint = ": --objects carry keeps them" if could else ""
         yield f"left out: {several(len(left), 'other value')}, such as {_named(source, left)}{hint}"
     carried = _opaque(source, made.objects)
     if carried:
@@ -86,7 +87,9 @@ def table(checkpoint: Checkpoint) -> Table:
         texts = name, _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes)
         found.add_row(*map(_text, texts))
     for name, value in checkpoint.objects.items():
-        found.add_row(*map(_text, (name, _kind(value), _short(value))))
+        count = tensors_in(value)
+        inside = f"with {several(count, 'tensor')} inside" if count else ""
+        found.add_row(*map(_text, (name, _kind(value), _short(value), "", inside)))
     return found
 
 

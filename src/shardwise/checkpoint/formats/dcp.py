@@ -329,6 +329,9 @@ class Values(Mapping[str, Any]):
             raise CheckpointError(f"{self._files.shown(METADATA)}: {name!r} should lie in the value {outer!r}")
         return value
 
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
     def _value(self, name: str) -> Any:
         if name in self._rows and name not in self._made:
             archive = self._archives[name]
