@@ -73,6 +73,7 @@ def test_ranks_of_all_hosts_hear_at_once_of_an_interrupt(ranks, tmp_path, hosts)
         use("staged")
         x = part(VALUES, ROWS, rank)
         sw.reshard(x, COLUMNS)
+        dist.barrier()  # all have ended it
         if rank == 1:
             Views.pack = interrupt
         kind, text, took = raised(lambda: sw.reshard(x, COLUMNS))
@@ -127,6 +128,8 @@ def test_descriptors_that_cannot_be_received_are_told_to_all(ranks, tmp_path, fi
         x = part(VALUES, ROWS, rank)
         expect(sw.reshard(x, COLUMNS), VALUES, COLUMNS, rank)
         sw.release_staging()
+        dist.barrier()
+        sw.fingerprint(x)  # what was handed out before is closed by then
         allow = allow_files(files) if rank == 1 else None
         kind, text, took = raised(lambda: sw.reshard(x, COLUMNS))
         if allow is not None:
