@@ -1,6 +1,7 @@
 """Casts of checkpoints: quantised codes are never taken for numbers, and no value is lost, unless that is asked for."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -238,6 +239,19 @@ def test_new_names_are_those_that_rules_name(quantised):
         checkpoint.convert("m.pt", "out.pt", rename={"w": "v"}, cast=BF16)
     made = checkpoint.convert("m.pt", "out.pt", rename={"w": "v"}, cast=[("v", BF16)])
     assert made["v"].dtype == BF16
+
+
+def test_all_refused_casts_are_listed_at_once():
+    codes = {f"l{n}.weight": torch.ones(4).to(torch.float8_e4m3fn) for n in range(6)}
+    torch.save({**codes, "l0.weight_scale_inv": torch.ones(1)}, "many.pt")
+    into = {name: zeros(BF16, 4) for name in codes}
+    for cast in lambda: checkpoint.load("many.pt", into), lambda: checkpoint.convert("many.pt", "o.pt", cast=BF16):
+        with pytest.raises(RefusedCastError) as refused:
+            cast()
+        said = str(refused.value)
+        assert "'l0.weight' is torch.float8_e4m3fn in the source and torch.bfloat16 in the target" in said
+        assert "gives codes, not weights: multiply by the scale yourself" in said
+        assert re.search(r"[56] more casts refused: 'l1.weight', 'l2.weight'", said)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ NAMES = {
     ),
     "dtype": (
         lambda rank: ({name: value.to(torch.float64) for name, value in source().items()}, target(), {}),
-        ["'q.weight' is torch.float64, but 'q.weight' is torch.float32", "cast=True"],
+        ["'q.weight' is torch.float64 in the source and torch.float32 in the target", "cast=True"],
     ),
     "two of one name": (
         lambda rank: (source(), target(), {"rename": {"k.weight": "q.weight"}}),

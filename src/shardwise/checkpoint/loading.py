@@ -31,7 +31,7 @@ from shardwise.state.plan import Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
-from shardwise.tensor.casting import Change
+from shardwise.tensor.casting import Change, check_changes
 from shardwise.tensor.output import check_written
 from shardwise.tensor.overflow import Losses, Lost, Overflow, check_overflow, refusal
 
@@ -169,13 +169,14 @@ def _links(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     listed = [(link, checkpoint[link.source], targets[link.target]) for link in found]
-    for link, entry, tensor in listed:
+    for link, _, tensor in listed:
         if tensor.layout.op is not None:
             raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-        try:
-            cast.check(Change(link.source, link.target, entry.dtype, tensor.dtype), checkpoint, targets)
-        except ValueError as error:
-            raise RefusedCastError(f"{checkpoint.path}: {error}") from error
+    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in listed]
+    try:
+        check_changes(changes, lambda change: cast.check(change, checkpoint, targets))
+    except ValueError as error:
+        raise RefusedCastError(f"{checkpoint.path}: {error}") from error
     return listed
 
 

@@ -12,7 +12,7 @@ from shardwise.state.casts import Asked, Cast, Casts
 from shardwise.state.links import Link, Remap, links, shapes_after
 from shardwise.state.names import Rename, matched
 from shardwise.state.view import View
-from shardwise.tensor.casting import Change, check_change
+from shardwise.tensor.casting import Change, check_change, check_changes
 
 Select = Sequence[str] | str | None
 
@@ -40,7 +40,13 @@ def streams_of(
         _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
     _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
     _check_used(opened, "cast=", casts.unused(targets), targets)
-    return {name: _stream(opened, name, shape, found[name], casts) for name, shape in targets.items()}
+    streams = {name: _stream(name, shape, found[name], casts) for name, shape in targets.items()}
+    _check_casts(
+        opened, [Change(e.name, name, e.dtype, streams[name].dtype) for name in targets for _, e in found[name]], casts
+    )
+    for stream in streams.values():
+        stream.check()
+    return streams
 
 
 def chosen(name: str, select: Select) -> bool:
@@ -60,23 +66,21 @@ def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names:
             raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which fits no name: there are {some}")
 
 
-def _stream(
-    opened: Checkpoint, name: str, shape: tuple[int, ...], sources: Sequence[tuple[Link, Entry]], casts: Casts
-) -> Stream:
+def _stream(name: str, shape: tuple[int, ...], sources: Sequence[tuple[Link, Entry]], casts: Casts) -> Stream:
     stored = {entry.dtype: None for _, entry in sources}
     asked = {dtype: casts.asked(name, dtype) or Asked(dtype, named=False) for dtype in stored}
     becomes = {one.dtype for one in asked.values()}
     if len(becomes) > 1:
         raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast= makes them alike")
-    found = Stream(name, shape, becomes.pop(), tuple(one for one in sources if prod(one[0].target_view.shape)))
-    for _, entry in sources:
-        _check_change(opened, Change(entry.name, name, entry.dtype, found.dtype), named=asked[entry.dtype].named)
-    found.check()
-    return found
+    return Stream(name, shape, becomes.pop(), tuple(one for one in sources if prod(one[0].target_view.shape)))
 
 
-def _check_change(opened: Checkpoint, change: Change, *, named: bool) -> None:
+def _check_casts(opened: Checkpoint, changes: Iterable[Change], casts: Casts) -> None:
+    def check(change: Change) -> None:
+        asked = casts.asked(change.target, change.dtype)
+        check_change(change, opened, named=asked is not None and asked.named)
+
     try:
-        check_change(change, opened, named=named)
+        check_changes(changes, check)
     except ValueError as error:
         raise RefusedCastError(f"{opened.path}: {error}") from error

@@ -84,8 +84,7 @@ class Into:
             raise ValueError(f"cast= makes {change.target!r} {asked.dtype}, but the target is {change.becomes}")
         check_change(change, sources, targets, named=asked is not None and asked.named)
         if change.dtype != change.becomes and not self.allowed:
-            said = f"{change.source!r} is {change.dtype}, but {change.target!r} is {change.becomes}"
-            raise ValueError(f"{said}: cast=True casts")
+            raise ValueError(f"{change}: cast=True casts")
 
     def check_used(self, names: Iterable[str]) -> None:
         """Refuse a rule that fits nothing: it was meant to."""

@@ -18,7 +18,7 @@ from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.targets import Targets, kinds_for
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
 from shardwise.state.view import View
-from shardwise.tensor.casting import Change, check_change
+from shardwise.tensor.casting import Change, check_change, check_changes
 from shardwise.tensor.kinds import Kind
 from shardwise.tensor.overflow import Overflow, check_overflow
 from shardwise.tensor.together import agreed, together
@@ -141,15 +141,17 @@ def _plan(
     max_bytes: int | None,
     hosts: Any,
 ) -> ModelPlan:
-    targets = dict[str, Tensor]()
+    targets, named = dict[str, Tensor](), set[str]()
     for name, kind in kinds.items():
         source = sources[name]
         check_owners(wire, f"{name!r}, as it is,", source.layout)
         check_owners(wire, f"{name!r}, as it is to be,", kind.layout)
         asked = casts.asked(name, source.dtype) or Asked(source.dtype, named=False)
-        check_change(Change(name, name, source.dtype, asked.dtype), sources, named=asked.named)
+        named |= {name} if asked.named else set()
         becomes = asked.dtype
         targets[name] = Tensor(source.shape, becomes, kind.layout, (kind.device or torch.device(source.device)).type)
+    changes = [Change(name, name, sources[name].dtype, target.dtype) for name, target in targets.items()]
+    check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))
     if unused := casts.unused(targets):
         raise ValueError(f"dtype= has {unused[0]!r}, which fits no tensor that is moved")
     found = [Link(name, name, View.whole(t.shape), View.whole(t.shape)) for name, t in targets.items()]

@@ -18,7 +18,7 @@ from shardwise.state.names import Rename
 from shardwise.state.plan import ModelPlan, Tensor
 from shardwise.state.progress import Progress, check_progress, shown
 from shardwise.state.traverse import dotted, flatten_state_dict
-from shardwise.tensor.casting import Change
+from shardwise.tensor.casting import Change, check_changes
 from shardwise.tensor.output import check_written, shared
 from shardwise.tensor.overflow import Overflow, check_overflow
 from shardwise.tensor.together import agreed, together
@@ -223,7 +223,7 @@ def _plan(
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     found = links(*shapes, rename=rename, remap=remap, strict=strict)
     cast.check_used(targets)
-    for link in found:
-        ours, theirs = sources[link.source].dtype, targets[link.target].dtype
-        cast.check(Change(link.source, link.target, ours, theirs), sources, targets)
+    pairs = ((link.source, link.target) for link in found)
+    changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
+    check_changes(changes, lambda change: cast.check(change, sources, targets))
     return ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)

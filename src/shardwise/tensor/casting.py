@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -27,6 +27,7 @@ SCALE = re.compile(
     r"scale_input|SCB|absmax|quant_map|quant_state\..+|q?zeros?|zero_point|g_idx)"
 )
 CODES = ("", "_packed", "_blocks", "._data")  # endings
+CODES_ONLY = ", which gives codes, not weights: multiply by the scale yourself"
 CODES_OF_A_MODULE = ("weight", "qweight", "weight_packed", "W_q", "w")
 
 
@@ -51,6 +52,8 @@ class Change:
     becomes: torch.dtype
 
     def __str__(self) -> str:
+        if self.source == self.target:
+            return f"{self.source!r} is {self.dtype} in the source and {self.becomes} in the target"
         return f"{self.source!r} is {self.dtype}, but {self.target!r} is to be {self.becomes}"
 
 
@@ -84,6 +87,22 @@ def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
         raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {said}") from None
 
 
+def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) -> None:
+    """Check all. The error is that of the first that is refused, and lists the others."""
+    refused = dict[str, ValueError]()
+    for change in changes:
+        try:
+            check(change)
+        except ValueError as error:
+            refused.setdefault(change.target, error)
+    first, others = next(iter(refused.values()), None), list(refused)[1:]
+    if first is not None and others:
+        listed = ", ".join(map(repr, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
+        raise type(first)(f"{first}. {len(others)} more cast{'s' * (len(others) > 1)} refused: {listed}") from first
+    if first is not None:
+        raise first
+
+
 def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
     """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
 
@@ -103,7 +122,7 @@ def check_change(change: Change, sources: Tensors, targets: Tensors | None = Non
         return
     scales = scales_of(change.source, sources) or scales_of(change.target, targets or {})
     if scales:
-        raise RefusedValueError(f"{change}: {_beside(scales)}. {_keep(change)}, or {_by_name(change)}")
+        raise RefusedValueError(f"{change}: {_beside(scales)}. {_keep(change)}, or {_by_name(change)}{CODES_ONLY}")
     raise RefusedValueError(f"{change}: {ONLY_PLAIN}; {_by_name(change)}")
 
 
@@ -142,4 +161,5 @@ def scales_of(name: str, tensors: Tensors) -> list[str]:
     """The scales that stand beside a quantised tensor."""
     if name not in tensors or tensors[name].dtype in NO_CODES:
         return []
-    return [other for other in tensors if codes_of(other, tensors) == name]
+    module = name.rpartition(".")[0]  # what all of them begin with: many names are passed over quickly
+    return [other for other in tensors if other.startswith(module) and codes_of(other, tensors) == name]
