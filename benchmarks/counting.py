@@ -23,12 +23,12 @@ class Counted:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._isend = dist.isend
+        self._send = dist.ProcessGroup.send
         self._opened, self._read, self._copied = SharedTurn._opened, TheirTensors.read, Views.copy_known
 
     def __enter__(self) -> Counted:
         with ExitStack() as stack:
-            stack.enter_context(patch.object(dist, "isend", self._count_sent))
+            stack.enter_context(patch.object(dist.ProcessGroup, "send", lambda *args: self._count_sent(*args)))
             stack.enter_context(patch.object(SharedTurn, "_opened", lambda *args: self._count_opened(*args)))
             stack.enter_context(patch.object(TheirTensors, "read", lambda *args: self._count_read(*args)))
             stack.enter_context(patch.object(Views, "copy_known", lambda *args: self._count_copied(*args)))
@@ -38,9 +38,9 @@ class Counted:
     def __exit__(self, *_: object) -> None:
         self._patches.close()
 
-    def _count_sent(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.bytes += tensor.nbytes
-        return self._isend(tensor, *args, **kwargs)
+    def _count_sent(self, group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any) -> Any:
+        self.bytes += sum(tensor.nbytes for tensor in tensors)
+        return self._send(group, tensors, *args)
 
     def _count_opened(self, turn: SharedTurn, one: Any, packet: Any) -> Any:
         found = self._opened(turn, one, packet)
