@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from importlib.metadata import version
 
@@ -190,6 +191,25 @@ def test_sharded_files_need_rules_and_the_error_has_some_that_work(shell, saved,
     (tmp_path / "one.toml").write_text("\n".join(lines))
     assert shell("convert", saved, "x", "--format", "sharded", "--rules", "one.toml", "--no-bar")[0] == 0
     assert shell("verify", saved, "x", "--no-bar")[0] == 0
+
+
+@pytest.mark.parametrize("format", ["torch.save", "dcp"])
+def test_inspect_shows_ties_and_other_values(shell, tmp_path, format):
+    weight = torch.ones(64, 16)
+    torch.save({"embed": {"w": weight}, "head": {"w": weight}, "step": 7, "m": torch.nn.Linear(2, 2)}, "tied.pt")
+    checkpoint.convert("tied.pt", "out", format=format, objects="carry")
+    for words in ["inspect", "out"], ["inspect", "out", "--tree"]:
+        code, text = shell(*words)
+        assert code == 0
+        assert "tied to embed.w" in text
+        assert re.search("step +int +7", text)
+        assert "with 2 tensors inside" in text
+        assert "2 tensors, 1 of them tied (4.00 KiB float32)" in text
+    _, text = shell("inspect", "out", "--json")
+    assert {name: one["tied"] for name, one in json.loads(text)["tensors"].items()} == {
+        "embed.w": None,
+        "head.w": "embed.w",
+    }
 
 
 def test_a_conversion_to_where_another_one_writes_says_so(shell, saved):

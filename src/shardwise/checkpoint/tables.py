@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -24,14 +24,25 @@ DEEPEST = 32  # parts of a name that are branches of their own
 
 def summary(checkpoint: Checkpoint) -> str:
     """What it is, in a line."""
-    dtypes = Counter[str]()
-    for entry in checkpoint.values():
-        dtypes[_dtype(entry)] += entry.bytes
+    dtypes, ties = Counter[str](), tied(checkpoint)
+    for name, entry in checkpoint.items():
+        dtypes[_dtype(entry)] += entry.bytes if name not in ties else 0
     files = len({path for entry in checkpoint.values() for path in entry.used()})
     kinds = ", ".join(f"{size(amount)} {name}" for name, amount in dtypes.most_common())
     others = f", {several(len(checkpoint.objects), 'other value')}" if checkpoint.objects else ""
     tensors, where = several(len(checkpoint), "tensor"), several(files, "file")
+    tensors += f", {len(ties)} of them tied" if ties else ""
     return f"{in_line(checkpoint.path)}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
+
+
+def tied(checkpoint: Checkpoint) -> dict[str, str]:
+    """The names whose tensors are the same bytes as those of an earlier name, and that."""
+    first, found = dict[Hashable, str](), dict[str, str]()
+    for name, entry in checkpoint.items():
+        if entry.shared is not None and entry.bytes:
+            one = first.setdefault((entry.shared, entry.shape, entry.dtype), name)
+            found |= {name: one} if one != name else {}
+    return found
 
 
 def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:
@@ -82,15 +93,20 @@ def table(checkpoint: Checkpoint) -> Table:
     found = Table("name", "dtype", "shape", "shards", "layout", "size", box=None, header_style="bold", pad_edge=False)
     for column in found.columns[3::2]:
         column.justify = "right"
+    ties = tied(checkpoint)
     for name, entry in checkpoint.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        texts = name, _dtype(entry), shape, str(entry.shards), _layout(entry), size(entry.bytes)
+        where = f"tied to {ties[name]}" if name in ties else _layout(entry)
+        texts = name, _dtype(entry), shape, str(entry.shards), where, "" if name in ties else size(entry.bytes)
         found.add_row(*map(_text, texts))
     for name, value in checkpoint.objects.items():
-        count = tensors_in(value)
-        inside = f"with {several(count, 'tensor')} inside" if count else ""
-        found.add_row(*map(_text, (name, _kind(value), _short(value), "", inside)))
+        found.add_row(*map(_text, (name, _kind(value), _short(value), "", _inside(value))))
     return found
+
+
+def _inside(value: Any) -> str:
+    count = tensors_in(value)
+    return f"with {several(count, 'tensor')} inside" if count else ""
 
 
 def _kind(value: Any) -> str:
@@ -102,31 +118,39 @@ class Node:
     """A part of names: what is stored under it, and the parts after it."""
 
     def __init__(self) -> None:
-        self.entry: Entry | None = None
+        self.about, self.size = "", 0
         self.below = dict[str, Node]()
+
+    def at(self, name: str) -> Node:
+        """The node of a name."""
+        found = self
+        for part in name.split(".", DEEPEST):
+            found = found.below.setdefault(part, Node())
+        return found
 
     @property
     def bytes(self) -> int:
         """Of it and of all below."""
-        return (self.entry.bytes if self.entry else 0) + sum(node.bytes for node in self.below.values())
+        return self.size + sum(node.bytes for node in self.below.values())
 
     def grow(self, tree: Tree) -> Tree:
         """Add what is below to a tree."""
         for part, node in self.below.items():
-            about = f"  {_dtype(node.entry)} {list(node.entry.shape)}" if node.entry is not None else ""
-            node.grow(tree.add(_text(f"{part}{about}  {size(node.bytes)}")))
+            amount = size(node.bytes) if node.bytes or not node.about else ""
+            node.grow(tree.add(_text("  ".join(text for text in (part, node.about, amount) if text))))
         return tree
 
 
 def tree(checkpoint: Checkpoint) -> Tree:
-    """Names by their parts, with the bytes below each."""
-    root = Node()
+    """Names by their parts, with the bytes below each; also of values that are no tensors."""
+    root, ties = Node(), tied(checkpoint)
     for name, entry in checkpoint.items():
-        at = root
-        for part in name.split(".", DEEPEST):
-            at = at.below.setdefault(part, Node())
-        at.entry = entry
-    return root.grow(Tree(_text(f"{checkpoint.path}  {size(checkpoint.bytes)}")))
+        node, about = root.at(name), f"{_dtype(entry)} {list(entry.shape)}"
+        node.about = f"{about}  tied to {ties[name]}" if name in ties else about
+        node.size = 0 if name in ties else entry.bytes
+    for name, value in checkpoint.objects.items():
+        root.at(name).about = "  ".join(filter(None, (_kind(value), _short(value), _inside(value))))
+    return root.grow(Tree(_text(f"{checkpoint.path}  {size(root.bytes)}")))
 
 
 def page(checkpoint: Checkpoint) -> str:
@@ -151,11 +175,13 @@ def _numbered(entries: Iterable[Entry]) -> Sequence[str]:
 
 def as_json(checkpoint: Checkpoint) -> str:
     """All that is known, for tools."""
+    ties = tied(checkpoint)
     tensors = {
         name: {
             "dtype": _dtype(entry),
             "shape": list(entry.shape),
             "bytes": entry.bytes,
+            "tied": ties.get(name),
             "shards": [
                 {"box": [list(box.lo), list(box.hi)], "file": span.file, "start": span.start, "stop": span.stop}
                 for box, span in entry.ranges()
