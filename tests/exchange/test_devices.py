@@ -63,14 +63,14 @@ def reduced_far(made, *, target="far", dtype=torch.int64):
         source = [far.Far(torch.full(made.source.shape, wire.me + 1, dtype=dtype))]
         move = Move.of(made, wire.me, source, [far.Far(room) if target == "far" else room], dtype)
         Exchange(wire, terms(), [move], device=torch.device("far")).start().finish()
-        values[wire.me] = room.unique().tolist()
+        values[wire.me] = sorted(set(room.tolist()))
 
     together(wires_of(made), work)
     return values
 
 
 @pytest.mark.parametrize("target", ["far", "cpu"])
-@pytest.mark.parametrize("form", ["4/P@3 4/R@3", "6/P@3 6/S0@3", "90000/P@3 90000/R@3", "90000/P@3 90000/S0@3"])
+@pytest.mark.parametrize("form", ["4/P@3 4/R@3", "6/P@3 6/S0@3", "18000/P@3 18000/R@3", "18000/P@3 18000/S0@3"])
 def test_terms_on_a_device_are_reduced_on_the_device_of_the_target(form, target):
     """Also of 32 bytes, which come with the agreement; and where messages lie in CPU memory."""
     made = plan(*form.split(), itemsize=8)

@@ -87,8 +87,10 @@ def _rank(
     rank: int, work: Callable[[int], Any], store: str, patience: float, pipes: Pipes, together: bool, parent: int
 ) -> None:
     """The life of one rank: meet, work, report, and leave together."""
+    import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)  # torch makes its pool anew after a fork; threads that ask for it first, together, abort
     _end_with(parent)
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
         end.close()  # or nobody would see that another rank died
