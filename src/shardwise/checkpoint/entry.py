@@ -25,6 +25,7 @@ from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 from shardwise.tensor.overflow import Lost
 
+LATELY = 0.01  # seconds: what was seen to be whole then is taken to be
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
 
@@ -173,7 +174,7 @@ class Entry:
         ]
 
     def _check_dtype(self) -> None:
-        if UNCOPIED.fullmatch(str(self.dtype)):
+        if _uncopied(self.dtype):
             raise CheckpointError(
                 f"{self.files.root}: {self.name!r} is {self.dtype}, which torch cannot copy: floats, complex, bool and "
                 f"integers of whole bytes are read. Remedy: leave it out, or save its int_repr() and its scales"
@@ -184,7 +185,8 @@ class Entry:
         for at in range(0, len(cuts), TOGETHER):
             some = cuts[at : at + TOGETHER]
             names = {self.paths[cut.tensor] for cut in some}
-            self.files.check_unchanged(names)  # what is mapped and cut off is not read: that would end the process
+            # what is mapped and cut off is not read: that would end the process
+            self.files.check_unchanged(names, within=LATELY)
             views = self.views(some)
             if look is not None:
                 look(views)
@@ -223,6 +225,11 @@ class Entry:
         if boxes.count:
             fill(self, Places.packed(boxes), [found.view(-1)])
         return found
+
+
+@lru_cache
+def _uncopied(dtype: torch.dtype) -> bool:
+    return UNCOPIED.fullmatch(str(dtype)) is not None
 
 
 def whole_entry(

@@ -63,7 +63,9 @@ class Files(ABC):
     def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
         """The bytes of each, not to be written."""
 
-    def check_unchanged(self, names: Iterable[str]) -> None:  # noqa: B027  # not every place can tell
+    def check_unchanged(  # noqa: B027  # not every place can tell
+        self, names: Iterable[str], *, within: float = 0
+    ) -> None:
         """Refuse files that were written to after they were first looked at, where that can be seen."""
 
     def copy(self, span: Span, file: Any) -> None:

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ class LocalFiles(Files):
         self._mapped = dict[str, Mapped]()
         self._open = dict[str, Descriptor]()
         self._seen = dict[str, Seen]()
+        self._checked = dict[str, float]()  # when they were last seen to be the same
         self._lock = Lock()
 
     def names(self, *, below: bool = False) -> list[str]:
@@ -117,17 +119,23 @@ class LocalFiles(Files):
         self._check_same(name, os.fstat(file.number))
         return found
 
-    def check_unchanged(self, names: Iterable[str]) -> None:
+    def check_unchanged(self, names: Iterable[str], *, within: float = 0) -> None:
         """Refuse files that were written to after they were first looked at, which are then of two checkpoints.
 
-        What was replaced or removed is not meant: that which was looked at is still there, for us.
+        What was replaced or removed is not meant: that which was looked at is still there, for us. A file that was
+        checked `within` so many seconds is not checked again: a load of many small tensors would do little else.
         """
+        at = monotonic()
         for name in names:
+            was = self._seen.get(name)
+            if was is None or at - self._checked.get(name, 0) < within:
+                continue
             try:
                 now = os.stat(f"{self.root}/{name}")
             except OSError:
                 continue
-            if name in self._seen and now.st_ino == self._seen[name].number:
+            self._checked[name] = at
+            if now.st_ctime_ns != was.changed and now.st_ino == was.number:
                 self._check_same(name, now)
 
     def _check_same(self, name: str, status: os.stat_result) -> None:
