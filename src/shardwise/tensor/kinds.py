@@ -135,6 +135,8 @@ def on_wire(kind: Kind, wire: GroupWire | None) -> Kind:
 
 def is_sharded(x: Any) -> bool:
     """True for a sharded tensor of any kind."""
+    if type(x) is torch.Tensor:  # asked of every tensor of a model, several times
+        return False
     return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
 
 
