@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from pathlib import PurePath
-from threading import Lock
 from typing import IO, Any
 
 from shardwise.checkpoint.asked import size_in_bytes
@@ -39,7 +38,7 @@ from shardwise.quoting import brief
 from shardwise.state.casts import Cast
 from shardwise.state.links import Remap
 from shardwise.state.names import Rename, missing
-from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.state.progress import Count, Progress, check_progress, shown
 from shardwise.tensor.overflow import Overflow
 
 CONFIG = "config.json"  # of the model, beside its weights
@@ -191,7 +190,7 @@ def _written(
     """Write all files; what the writer says of each."""
     total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
     with shown(progress, total, "convert", here=True) as tell:
-        count = _Count(tell, total)
+        count = Count(tell, total)
         parts = _parts(streams, contents, chunk, count)
 
         def write(owner: int) -> Any:
@@ -201,19 +200,6 @@ def _written(
             return told
 
         return dict(ordered(owners, write, jobs))
-
-
-class _Count:
-    """Bytes that all threads have written."""
-
-    def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
-        self._tell, self._total, self._done, self._lock = tell, total, 0, Lock()
-
-    def add(self, size: int) -> None:
-        if self._tell is not None:
-            with self._lock:
-                self._done += size
-                self._tell(self._done, self._total)
 
 
 def _chunk(max_bytes: int, jobs: int) -> int:
@@ -310,7 +296,7 @@ def _whole(shape: tuple[int, ...], file: int) -> Layout:
     return Layout.replicated(shape, [file])
 
 
-def _parts(streams: Mapping[str, Stream], contents: Contents, chunk: int, done: _Count) -> Mapping[int, list[Part]]:
+def _parts(streams: Mapping[str, Stream], contents: Contents, chunk: int, done: Count) -> Mapping[int, list[Part]]:
     """What every file is to have."""
     found = defaultdict[int, list[Part]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
@@ -322,7 +308,7 @@ def _parts(streams: Mapping[str, Stream], contents: Contents, chunk: int, done: 
     return found
 
 
-def _write(stream: Stream, box: Box, chunk: int, done: _Count, file: IO[bytes]) -> None:
+def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -> None:
     stream.write(box, file, chunk)
     done.add(box.volume * stream.dtype.itemsize)
 

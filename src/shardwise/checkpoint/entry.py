@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.files import Files, Span, elements
-from shardwise.checkpoint.local_files import LocalFiles
+from shardwise.checkpoint.local_files import LATELY, LocalFiles
 from shardwise.checkpoint.remote_files import worth_it
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.cuts import Cut, Places
@@ -25,9 +25,9 @@ from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
 from shardwise.layout import Layout
 from shardwise.tensor.overflow import Lost
 
-LATELY = 0.01  # seconds: what was seen to be whole then is taken to be
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
+BATCH = 2**24  # bytes that are copied at a time where tensors are small
 
 
 class Located(NamedTuple):
@@ -180,20 +180,6 @@ class Entry:
                 f"integers of whole bytes are read. Remedy: leave it out, or save its int_repr() and its scales"
             )
 
-    def copy_to(self, tensors: list[torch.Tensor], cuts: Sequence[Cut], look: Look | None = None) -> None:
-        """Copy the elements of cuts of files into tensors; `look` sees them as they are in the files."""
-        for at in range(0, len(cuts), TOGETHER):
-            some = cuts[at : at + TOGETHER]
-            names = {self.paths[cut.tensor] for cut in some}
-            # what is mapped and cut off is not read: that would end the process
-            self.files.check_unchanged(names, within=LATELY)
-            views = self.views(some)
-            if look is not None:
-                look(views)
-            torch._foreach_copy_(tensors[at : at + TOGETHER], views)
-            del views  # they keep files mapped, of which a process has few
-            self.files.check_unchanged(names)
-
     def _parts(self, cut: Cut, outer: int) -> list[Cut]:
         """A cut as one for every step along its first dims."""
         if not outer:
@@ -254,10 +240,73 @@ def whole_box(shape: tuple[int, ...]) -> Alike:
     return Alike(Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape)))
 
 
+class Reading(NamedTuple):
+    """Elements in files of an entry, and where they belong. `look` sees them as they are in the files."""
+
+    entry: Entry
+    cuts: Sequence[Cut]
+    tensors: Sequence[torch.Tensor]
+    look: Look | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it writes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def parts(self) -> Iterator[Reading]:
+        """In so many cuts at a time as may be mapped."""
+        if len(self.cuts) <= TOGETHER:
+            yield self
+            return
+        for at in range(0, len(self.cuts), TOGETHER):
+            some = slice(at, at + TOGETHER)
+            yield self._replace(cuts=self.cuts[some], tensors=self.tensors[some])
+
+
+def read_into(readings: Iterable[Reading], done: Callable[[int], None] | None = None) -> None:
+    """Copy all of them, small ones together. `done` hears of the bytes that are there, and whose files were whole."""
+    for batch, size in _batches(readings):
+        _read_batch(batch)
+        if done is not None:
+            done(size)
+
+
+def _batches(readings: Iterable[Reading]) -> Iterator[tuple[list[Reading], int]]:
+    """Of the same files, with their bytes."""
+    batch, cuts, size = list[Reading](), 0, 0
+    for part in (part for reading in readings for part in reading.parts()):
+        count, more = len(part.cuts), part.bytes
+        full = cuts + count > TOGETHER or size + more > BATCH
+        if batch and (full or part.entry.files is not batch[0].entry.files):
+            yield batch, size
+            batch, cuts, size = [], 0, 0
+        batch.append(part)
+        cuts, size = cuts + count, size + more
+    if batch:
+        yield batch, size
+
+
+def _read_batch(batch: Sequence[Reading]) -> None:
+    """What is mapped and cut off is not read, since that would end the process; what changed meanwhile is refused."""
+    files = batch[0].entry.files
+    names = {entry.paths[cut.tensor] for entry, cuts, *_ in batch for cut in cuts}
+    files.check_unchanged(names, within=LATELY)
+    there, here = list[torch.Tensor](), list[torch.Tensor]()
+    for entry, cuts, tensors, look in batch:
+        views = entry.views(cuts)
+        if look is not None:
+            look(views)
+        here += views
+        there += tensors
+    if here:
+        torch._foreach_copy_(there, here)
+    files.check_unchanged(names)
+
+
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     """Copy into tensors what belongs at these places of them."""
     here, there = placed(entry.within(target.boxes), target)
-    entry.copy_to([cut.of(tensors) for cut in there], entry.cuts(here))
+    read_into([Reading(entry, entry.cuts(here), [cut.of(tensors) for cut in there])])
 
 
 def placed(source: Places, target: Places) -> tuple[Places, list[Cut]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compared
-from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
 from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
@@ -20,15 +20,13 @@ from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.exchange.cuts import Cut
-from shardwise.exchange.reduce import Look
 from shardwise.state.casts import Cast, Into
 from shardwise.state.leaves import Said, is_tensor, said, tensors_of
 from shardwise.state.links import Link, Remap, links
 from shardwise.state.moving import check_local, memory_of
 from shardwise.state.names import Rename, missing
 from shardwise.state.plan import Tensor
-from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.state.progress import Count, Progress, check_progress, shown
 from shardwise.state.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
 from shardwise.tensor.casting import Change, check_changes
@@ -217,7 +215,7 @@ def _load_each(
 
     What casts lose of it is counted in the same pass.
     """
-    todo = list[tuple[Entry, list[Cut], list[Cut], list[torch.Tensor], Look | None]]()
+    todo = list[Reading]()
     for link, entry, tensor in listed:
         memory = memory_of(flat.get(link.target))
         check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
@@ -225,14 +223,12 @@ def _load_each(
             check_written(one, repr(link.target))
         found = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
         look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
-        todo.append((entry, found.sources(entry, link.source_view), found.there, memory, look))
-    total, done = sum(entry.bytes for entry, *_ in todo), 0
+        todo.append(
+            Reading(entry, found.sources(entry, link.source_view), [cut.of(memory) for cut in found.there], look)
+        )
+    total = sum(reading.bytes for reading in todo) if progress is not None else 0
     with shown(progress, total, "load", here=callers.first) as tell:
-        for entry, here, there, memory, look in todo:
-            entry.copy_to([cut.of(memory) for cut in there], here, look)
-            done += entry.bytes
-            if tell is not None:
-                tell(done, total)
+        read_into(todo, Count(tell, total).add)
 
 
 def _refuse_losses(told: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:

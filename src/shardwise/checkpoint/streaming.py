@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Entry, placed
+from shardwise.checkpoint.entry import Entry, Reading, placed, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.matching import Packed, match
 from shardwise.exchange.cuts import Cut, Places
@@ -55,8 +55,8 @@ class Stream:
 
     def fill(self, boxes: Boxes, room: torch.Tensor) -> None:
         """The cells of boxes, one after the other, into a flat tensor."""
-        for entry, here, there in self._cuts(Places.packed(boxes)):
-            entry.copy_to([one.of([room]) for one in there], here)
+        cuts = self._cuts(Places.packed(boxes))
+        read_into(Reading(entry, here, [one.of([room]) for one in there]) for entry, here, there in cuts)
 
     @property
     def may_overflow(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from operator import mul
 from typing import NamedTuple
@@ -15,6 +16,11 @@ from shardwise.geometry import Box, Boxes, Ints, ints, join
 from shardwise.layout import Layout
 
 Strides = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _reach(shape: tuple[int, ...], strides: Strides) -> int:
+    return 1 + sum(map(mul, strides, shape)) - sum(strides)
 
 
 class Cut(NamedTuple):
@@ -33,7 +39,7 @@ class Cut(NamedTuple):
     @property
     def reach(self) -> int:
         """How many elements lie from its first to its last one."""
-        return 1 + sum(map(mul, self.strides, self.shape)) - sum(self.strides)
+        return _reach(self.shape, self.strides)
 
     def elements(self, dims: int | None = None) -> Ints:
         """The numbers of its elements, or of the first ones along these dims."""

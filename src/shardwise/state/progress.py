@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, Literal
 
 Progress = Callable[[int, int], None] | Literal["bar"] | None
@@ -22,6 +23,20 @@ def shown(progress: Progress, total: int, what: str, *, here: bool) -> Iterator[
             task = bar.add_task(what, total=total)
             yield lambda done, _: bar.update(task, completed=done)
             bar.update(task, completed=total)
+
+
+class Count:
+    """Bytes that are done, by all threads."""
+
+    def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
+        self._tell, self._total, self._done, self._lock = tell, total, 0, Lock()
+
+    def add(self, size: int) -> None:
+        """So many more."""
+        if self._tell is not None:
+            with self._lock:
+                self._done += size
+                self._tell(self._done, self._total)
 
 
 def check_progress(progress: Any) -> None:

@@ -41,7 +41,7 @@ def _addresses(value: Any) -> Hashable:
     if type(value) in PLAIN and value.layout == torch.strided:
         address = value.data_ptr()
         return (address,) if address else ()
-    return tuple(tensor.data_ptr() for tensor in memory_of(value) if tensor.numel() and _is_plain(tensor))
+    return tuple(tensor.data_ptr() for tensor in memory_of(value, apart=False) if tensor.numel() and _is_plain(tensor))
 
 
 def tied(told: Mapping[int, Ties]) -> dict[str, str]:
