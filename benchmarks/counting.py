@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.exchange.views import Views
-from shardwise.wires.letters import STAGED, TheirTensors
-from shardwise.wires.shared import SharedTurn
+from shardwise.exchange.view_cache import Views
+from shardwise.transports.message_location import STAGED, LocatedTensors
+from shardwise.transports.shared_memory import SharedMemoryRound
 
 
 class Counted:
@@ -24,13 +24,13 @@ class Counted:
     def __init__(self) -> None:
         self.bytes = 0
         self._send = dist.ProcessGroup.send
-        self._opened, self._read, self._copied = SharedTurn._opened, TheirTensors.read, Views.copy_known
+        self._opened, self._read, self._copied = SharedMemoryRound._opened, LocatedTensors.read, Views.copy_known
 
     def __enter__(self) -> Counted:
         with ExitStack() as stack:
             stack.enter_context(patch.object(dist.ProcessGroup, "send", lambda *args: self._count_sent(*args)))
-            stack.enter_context(patch.object(SharedTurn, "_opened", lambda *args: self._count_opened(*args)))
-            stack.enter_context(patch.object(TheirTensors, "read", lambda *args: self._count_read(*args)))
+            stack.enter_context(patch.object(SharedMemoryRound, "_opened", lambda *args: self._count_opened(*args)))
+            stack.enter_context(patch.object(LocatedTensors, "read", lambda *args: self._count_read(*args)))
             stack.enter_context(patch.object(Views, "copy_known", lambda *args: self._count_copied(*args)))
             self._patches = stack.pop_all()
         return self
@@ -42,13 +42,13 @@ class Counted:
         self.bytes += sum(tensor.nbytes for tensor in tensors)
         return self._send(group, tensors, *args)
 
-    def _count_opened(self, turn: SharedTurn, one: Any, packet: Any) -> Any:
+    def _count_opened(self, turn: SharedMemoryRound, one: Any, packet: Any) -> Any:
         found = self._opened(turn, one, packet)
         if np.frombuffer(packet.payload, np.int64)[0] == STAGED:
             self.bytes += found.nbytes
         return found
 
-    def _count_read(self, theirs: TheirTensors, here: Any, tensor: Any, offset: Any, sizes: Any) -> None:
+    def _count_read(self, theirs: LocatedTensors, here: Any, tensor: Any, offset: Any, sizes: Any) -> None:
         self.bytes += int(sizes.sum())
         self._read(theirs, here, tensor, offset, sizes)
 

@@ -21,8 +21,8 @@ from benchmarks.memory import rise
 from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import Side, silence
-from shardwise.state.links import links
-from shardwise.state.plan import ModelPlan, Tensor
+from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.remap import links
 from shardwise.testing import on_ranks
 
 TITLE = "Whole models"
@@ -126,7 +126,7 @@ def _measured(shapes: Shapes, repeats: int) -> Measured:
     ways = {
         "Resharder.run": Side(lambda _: sync.run()),
         "source shared": _syncing(sw.Resharder(shared, target)),
-        "over the group": _syncing(sw.Resharder(source, target, wire="group")),
+        "over the group": _syncing(sw.Resharder(source, target, transport="group")),
         "reshard_state_dict": Side(lambda _: sw.reshard_state_dict(source, target)),
         PEER: Side(lambda _: {name: x.redistribute(mesh, [placement(name)]) for name, x in source.items()}),
     }

@@ -40,7 +40,7 @@ from shardwise.bench.moves import (
     silence,
     wrapped,
 )
-from shardwise.exchange.run import inline_bytes
+from shardwise.exchange.exchange import inline_bytes
 from shardwise.sharded_tensor import ShardedTensor as FamiliarTensor
 from shardwise.testing import on_ranks
 

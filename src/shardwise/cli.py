@@ -292,7 +292,7 @@ def verify(
 
 def _right(opened: Mapping[str, Any], made: Checkpoint, casts: Sequence[Any]) -> str:
     """How cells are that were read back. Codes that were cast by name are what was asked for, but right for nothing."""
-    from shardwise.tensor.casting import PLAIN
+    from shardwise.job.casting import PLAIN
 
     named = [rule[0] for rule in casts if isinstance(rule, tuple) and rule[0] in made]
     dtypes = {tensor.dtype for tensor in (*opened.values(), *(made[name] for name in named))}
@@ -325,7 +325,7 @@ def bench(
     size: Annotated[str, typer.Option(help="Of the tensor that is moved, such as 256MiB.")] = "64MiB",
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
 ) -> None:
-    """Time a few moves on this machine: over each wire, by torch's own ways, and as mere copies of the same cells."""
+    """Time a few moves on this machine: over each transport, by torch's own ways, and as mere copies of the same cells."""
     from shardwise import bench as benchmark
     from shardwise.checkpoint.asked import size_in_bytes
 

@@ -4,7 +4,7 @@ ShardwiseError
 ├── LayoutError (also ValueError)      a layout that cannot be, or does not cover its tensor
 │   └── NotationError                  a text that is not a layout: knows the position
 ├── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
-├── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a wire that broke
+├── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a transport that broke
 │   ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
 │   └── RefusedTypeError (also TypeError)    the same, of a type
 ├── UnsupportedError (also NotImplementedError, and so RuntimeError)  an operation that sharded tensors do not have
@@ -65,7 +65,7 @@ class PlanError(ShardwiseError, ValueError):
 
 
 class ExchangeError(ShardwiseError, RuntimeError):
-    """Ranks that disagree, a rank that cannot take part, or a wire that broke. Every rank of the group raises it."""
+    """Ranks that disagree, a rank that cannot take part, or a transport that broke. Every rank of the group raises it."""
 
 
 class RefusedValueError(ExchangeError, ValueError):

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise import LayoutError, checkpoint
 from shardwise.errors import CheckpointError
+from shardwise.job.remap import shapes_after
 from shardwise.state import Concat, Stack, Transposed
-from shardwise.state.links import shapes_after
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves

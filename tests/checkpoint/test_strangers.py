@@ -29,7 +29,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import pickles, tables
 from shardwise.checkpoint.formats.torch_save import EXPANDED
 from shardwise.errors import CheckpointError, LayoutError
-from shardwise.state.names import matched
+from shardwise.job.names import matched
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves
 

@@ -49,5 +49,5 @@ def arrays(found, dtype):
 def within(most):
     """Messages of up to that many bytes travel with the agreement."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.exchange.run.INLINE", most)
+        patch.setattr("shardwise.exchange.exchange.INLINE", most)
         yield

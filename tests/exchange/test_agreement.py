@@ -11,7 +11,7 @@ from shardwise import ExchangeError, Layout, parse, plan
 from shardwise.errors import RefusedValueError
 from shardwise.exchange import Exchange, Move, Terms, in_words
 from shardwise.exchange.agreement import WORDS, Status, Verdict, judge, refusal, weigh
-from shardwise.wires.memory import memory_wires
+from shardwise.transports.in_memory import in_memory_transports
 
 FIELDS = {
     "operation": ("reshard", "gather"),
@@ -224,26 +224,26 @@ def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
     assert all(int(run.split("-")[1]) - int(run.split("-")[0]) > 1 for run in listed.split(", ") if "-" in run)
 
 
-# --- on a wire -------------------------------------------------------------------------------------------------------
+# --- on a transport -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["slots", "reduced"])
-def wires(request, monkeypatch):
-    """Wires of four ranks, once as they are and once as in a group that is too large for slots."""
+def transports(request, monkeypatch):
+    """Transports of four ranks, once as they are and once as in a group that is too large for slots."""
     if request.param == "reduced":
-        monkeypatch.setattr("shardwise.exchange.run.MOST_SLOTS", 2)
-    return memory_wires(OWNERS, timeout=PATIENCE)
+        monkeypatch.setattr("shardwise.exchange.exchange.MOST_SLOTS", 2)
+    return in_memory_transports(OWNERS, timeout=PATIENCE)
 
 
-def agreed(wires, terms):
+def agreed(transports, terms):
     """What an exchange of these terms gives or raises on every rank."""
     brought = dict(zip(OWNERS, terms, strict=True))
-    return outcomes(wires, lambda wire: Exchange(wire, brought[wire.me]).start().finish())
+    return outcomes(transports, lambda transport: Exchange(transport, brought[transport.me]).start().finish())
 
 
-def test_ranks_that_agree_are_done(wires):
-    assert agreed(wires, [Terms(SAME)] * 4) == [None] * 4
-    assert agreed(wires, [Terms(SAME), *[Terms(SAME, GUESSED)] * 3]) == [None] * 4
+def test_ranks_that_agree_are_done(transports):
+    assert agreed(transports, [Terms(SAME)] * 4) == [None] * 4
+    assert agreed(transports, [Terms(SAME), *[Terms(SAME, GUESSED)] * 3]) == [None] * 4
 
 
 REFUSED = {
@@ -261,8 +261,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("terms", REFUSED.values(), ids=REFUSED)
-def test_every_rank_raises_the_same_error(wires, terms):
-    errors = agreed(wires, terms)
+def test_every_rank_raises_the_same_error(transports, terms):
+    errors = agreed(transports, terms)
     kinds = {type(one.error) for one in terms if one.error}
     differ = not kinds and not all(one.guessed for one in terms)
     assert {type(error) for error in errors} == {
@@ -272,51 +272,53 @@ def test_every_rank_raises_the_same_error(wires, terms):
     assert [error.__cause__ for error in errors] == [one.error for one in terms]
 
 
-def test_a_refusal_leaves_the_wire_as_it_was(wires):
+def test_a_refusal_leaves_the_transport_as_it_was(transports):
     for terms in REFUSED.values():
-        assert all(isinstance(error, ExchangeError) for error in agreed(wires, terms))
-    assert agreed(wires, [Terms(SAME)] * 4) == [None] * 4
+        assert all(isinstance(error, ExchangeError) for error in agreed(transports, terms))
+    assert agreed(transports, [Terms(SAME)] * 4) == [None] * 4
 
 
-def test_those_who_know_tell_those_who_guessed_wrong(wires):
+def test_those_who_know_tell_those_who_guessed_wrong(transports):
     wrong = Terms(SAME | {"shape": (1, 1)}, GUESSED)
-    found = agreed(wires, [wrong, Terms(SAME), Terms(SAME, GUESSED), wrong])
+    found = agreed(transports, [wrong, Terms(SAME), Terms(SAME, GUESSED), wrong])
     assert found == [[None, SAME, None, None]] * 4
 
 
-def test_terms_are_remembered_once_all_have_agreed_on_them(wires):
-    agreed(wires, [Terms(SAME), but("dtype"), *[Terms(SAME)] * 2])
-    assert [wire.agreed for wire in wires] == [set()] * 4
-    agreed(wires, [Terms(SAME)] * 4)
-    assert [wire.agreed for wire in wires] == [{Terms(SAME).header().tobytes()}] * 4
+def test_terms_are_remembered_once_all_have_agreed_on_them(transports):
+    agreed(transports, [Terms(SAME), but("dtype"), *[Terms(SAME)] * 2])
+    assert [transport.agreed for transport in transports] == [set()] * 4
+    agreed(transports, [Terms(SAME)] * 4)
+    assert [transport.agreed for transport in transports] == [{Terms(SAME).header().tobytes()}] * 4
 
 
-def test_where_the_ranks_disagree_nothing_is_written_that_others_can_see(wires):
+def test_where_the_ranks_disagree_nothing_is_written_that_others_can_see(transports):
     made = plan("4x6/S0@4:3,4,5,9", "4x6/S1@4:3,4,5,9")
     targets = {owner: torch.zeros(made.target.local_shape(owner)) for owner in OWNERS}
 
-    def work(wire):
-        source = torch.ones(made.source.local_shape(wire.me))
-        move = Move.of(made, wire.me, [source], [targets[wire.me]], torch.float32)
-        terms = but("dtype") if wire.me == 9 else Terms(SAME)
-        return Exchange(wire, terms, [move], fresh=False).start().finish()
+    def work(transport):
+        source = torch.ones(made.source.local_shape(transport.me))
+        move = Move.of(made, transport.me, [source], [targets[transport.me]], torch.float32)
+        terms = but("dtype") if transport.me == 9 else Terms(SAME)
+        return Exchange(transport, terms, [move], fresh=False).start().finish()
 
-    assert {type(error) for error in outcomes(wires, work)} == {RefusedValueError}
+    assert {type(error) for error in outcomes(transports, work)} == {RefusedValueError}
     assert not any(target.any() for target in targets.values())
 
 
-def test_a_large_group_moves_the_same_values(wires):
+def test_a_large_group_moves_the_same_values(transports):
     made = plan("4x6/S0@4:3,4,5,9", "4x6/S1@4:9,5,4,3")
     whole = torch.arange(24.0).reshape(4, 6)
 
-    def work(wire):
-        source = whole[OWNERS.index(wire.me)][None]
-        target = torch.empty(made.target.local_shape(wire.me))
+    def work(transport):
+        source = whole[OWNERS.index(transport.me)][None]
+        target = torch.empty(made.target.local_shape(transport.me))
         assert (
-            Exchange(wire, Terms(SAME), [Move.of(made, wire.me, [source], [target], torch.float32)]).start().finish()
+            Exchange(transport, Terms(SAME), [Move.of(made, transport.me, [source], [target], torch.float32)])
+            .start()
+            .finish()
             is None
         )
         return target
 
-    found = together(wires, work)
+    found = together(transports, work)
     torch.testing.assert_close(torch.cat(found[::-1], dim=1), whole, rtol=0, atol=0)

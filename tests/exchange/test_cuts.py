@@ -10,7 +10,8 @@ from rectangles import box_lists, boxes, full_shapes
 from threads import forms, plain, spaced, tensors_of, turned
 
 from shardwise import Box, Layout
-from shardwise.exchange.cuts import Cut, Places
+from shardwise.geometry import Places, Window
+from shardwise.layout import places_of
 from shardwise.testing import scatter, strategies
 
 
@@ -18,7 +19,7 @@ def laid(layout, owner, form=plain):
     """A numbered tensor, an owner's tensors of it, and their places."""
     whole = numbered(layout.shape)
     tensors = tensors_of(scatter(whole, layout)[owner], torch.int64, form)
-    return whole, tensors, Places.of_owner(layout, owner, [t.stride() for t in tensors])
+    return whole, tensors, places_of(layout, owner, [t.stride() for t in tensors])
 
 
 def cells(whole, box):
@@ -27,8 +28,8 @@ def cells(whole, box):
 
 def assert_hold(places, tensors, whole):
     """At every place lie the cells of its box."""
-    assert places.boxes.count == len(places.cuts())
-    for box, cut in zip(listed(places.boxes), places.cuts(), strict=True):
+    assert places.boxes.count == len(places.windows())
+    for box, cut in zip(listed(places.boxes), places.windows(), strict=True):
         np.testing.assert_array_equal(cut.of(tensors).numpy(), cells(whole, box), strict=True)
 
 
@@ -42,18 +43,18 @@ def owned(draw):
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), max_size=4))
 @settings(max_examples=40)
 def test_a_cut_is_contiguous_where_torch_says_so(dims):
-    cut = Cut(0, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), 0)
+    cut = Window(0, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), 0)
     assert cut.contiguous == cut.of([torch.zeros(64)]).is_contiguous()
 
 
 def test_a_cut_counts_from_the_first_element_of_its_tensor():
     tensors = [torch.zeros(3), torch.arange(40)[10:]]
-    assert Cut(1, (2, 3), (5, 2), 1).of(tensors).tolist() == [[11, 13, 15], [16, 18, 20]]
+    assert Window(1, (2, 3), (5, 2), 1).of(tensors).tolist() == [[11, 13, 15], [16, 18, 20]]
 
 
 def test_a_cut_is_a_view_of_its_tensor():
     tensor = torch.zeros(4, 3).t()
-    Cut(0, (2,), (tensor.stride(1),), 1).of([tensor]).fill_(7)
+    Window(0, (2,), (tensor.stride(1),), 1).of([tensor]).fill_(7)
     assert tensor.tolist() == [[0, 0, 0, 0], [7, 7, 0, 0], [0, 0, 0, 0]]
 
 
@@ -67,9 +68,9 @@ def test_the_pieces_of_an_owner_are_found_whatever_the_strides(layout_and_owner,
 
 
 def test_an_owner_that_a_layout_does_not_have_holds_nothing():
-    places = Places.of_owner(Layout.chunk((4, 3), 0, owners=2), 5, [])
+    places = places_of(Layout.chunk((4, 3), 0, owners=2), 5, [])
     assert (places.boxes.count, places.boxes.ndim) == (0, 2)
-    assert places.cuts() == []
+    assert places.windows() == []
 
 
 def test_buffers_are_told_apart():
@@ -81,7 +82,7 @@ def test_buffers_are_told_apart():
 def test_flat_ranges_are_found_in_a_tensor_with_gaps():
     whole, tensors, places = laid(Layout.flat((4, 6), [(0, 0, 9), (1, 9, 24)]), 1, spaced)
     assert tensors[0].stride() == (2,)
-    assert [cut.strides for cut in places.cuts()] == [(12, 2), (12, 2)]
+    assert [cut.strides for cut in places.windows()] == [(12, 2), (12, 2)]
     assert_hold(places, tensors, whole)
 
 
@@ -99,7 +100,7 @@ def test_packed_boxes_follow_each_other_row_by_row(shape_and_boxes):
     message = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(cells(whole, b).reshape(-1) for b in found)]))
     places = Places.packed(as_boxes(found, len(shape)))
     assert_hold(places, [message], whole)
-    assert all(cut.contiguous for cut in places.cuts())
+    assert all(cut.contiguous for cut in places.windows())
     assert places.offset.tolist() == [sum(b.volume for b in found[:i]) for i in range(len(found))]
 
 
@@ -154,5 +155,5 @@ def test_some_places_and_all_places():
     assert [box.lo for box in listed(few.boxes)] == [(8, 0), (0, 0)]
     assert_hold(few, tensors, whole)
     both = Places.concat([few, places])
-    assert both.cuts() == [*few.cuts(), *places.cuts()]
+    assert both.windows() == [*few.windows(), *places.windows()]
     assert_hold(both, tensors, whole)

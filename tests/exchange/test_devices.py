@@ -1,14 +1,14 @@
-"""Tensors on devices that the wire cannot reach: they are packed, and never read or written by their addresses."""
+"""Tensors on devices that the transport cannot reach: they are packed, and never read or written by their addresses."""
 
 import far
 import numpy as np
 import pytest
 import torch
-from threads import terms, together, wires_of
+from threads import terms, together, transports_of
 
 from shardwise import plan
-from shardwise.exchange import Exchange, Move, Views
-from shardwise.exchange.fetch import fetch
+from shardwise.exchange import Exchange, Move, ViewCache
+from shardwise.exchange.peer_reads import fetch
 from shardwise.testing import on_ranks
 
 MADE = plan("512x64/S0@2", "512x64/R@2", itemsize=8)
@@ -16,14 +16,14 @@ TURN = (0, 0)
 
 
 def exchange(*, source="cpu", target="cpu"):
-    """That of owner 0, over a wire that reaches memory of the CPU only; and what it is given to send."""
-    wire, sends = wires_of(MADE)[0], []
-    wire.serves = lambda _: torch.device("cpu")
-    wire.turn = lambda _, given, *__, **___: sends.extend(given)
+    """That of owner 0, over a transport that reaches memory of the CPU only; and what it is given to send."""
+    transport, sends = transports_of(MADE)[0], []
+    transport.serves = lambda _: torch.device("cpu")
+    transport.turn = lambda _, given, *__, **___: sends.extend(given)
     here, there = (
         torch.empty(shape, dtype=torch.int64, device=d) for shape, d in (((256, 64), source), ((512, 64), target))
     )
-    return Exchange(wire, terms(), [Move.of(MADE, 0, [here], [there], torch.int64)]), sends
+    return Exchange(transport, terms(), [Move.of(MADE, 0, [here], [there], torch.int64)]), sends
 
 
 @pytest.mark.parametrize(("device", "offered"), [("cpu", 1), ("meta", 0)])
@@ -44,7 +44,7 @@ class Peer:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_read_goes_straight_into_memory_and_else_by_way_of_a_message(device):
-    made, peer, views = exchange(target=device)[0], Peer(), Views()
+    made, peer, views = exchange(target=device)[0], Peer(), ViewCache()
     (parcel,) = made.schedule.turns[0].receives
     fetch(TURN, parcel, peer, made.moves, 0, views)
     assert peer.bytes == 256 * 64 * 8
@@ -53,19 +53,19 @@ def test_what_is_read_goes_straight_into_memory_and_else_by_way_of_a_message(dev
 
 
 def reduced_far(made, *, target="far", dtype=torch.int64):
-    """What everybody gets whose terms are on the device; the wire reaches CPU memory only. In a process of its own."""
+    """What everybody gets whose terms are on the device; the transport reaches CPU memory only. In a process of its own."""
     _lib, values = far.set_up(), {}
 
-    def work(wire):
-        wire.serves = lambda _: torch.device("cpu")
-        shape = made.target.local_shapes(wire.me)[0]
+    def work(transport):
+        transport.serves = lambda _: torch.device("cpu")
+        shape = made.target.local_shapes(transport.me)[0]
         room = torch.empty(shape, dtype=dtype)
-        source = [far.Far(torch.full(made.source.shape, wire.me + 1, dtype=dtype))]
-        move = Move.of(made, wire.me, source, [far.Far(room) if target == "far" else room], dtype)
-        Exchange(wire, terms(), [move], device=torch.device("far")).start().finish()
-        values[wire.me] = sorted(set(room.tolist()))
+        source = [far.Far(torch.full(made.source.shape, transport.me + 1, dtype=dtype))]
+        move = Move.of(made, transport.me, source, [far.Far(room) if target == "far" else room], dtype)
+        Exchange(transport, terms(), [move], device=torch.device("far")).start().finish()
+        values[transport.me] = sorted(set(room.tolist()))
 
-    together(wires_of(made), work)
+    together(transports_of(made), work)
     return values
 
 

@@ -1,4 +1,4 @@
-"""Exchanges through the in-memory wire: every plan brings the values that numpy says, whatever lies how in memory."""
+"""Exchanges through the in-memory transport: every plan brings the values that numpy says, whatever lies how in memory."""
 
 import numpy as np
 import pytest
@@ -19,15 +19,15 @@ from threads import (
     spaced,
     terms,
     together,
+    transports_of,
     turned,
     untouched,
-    wires_of,
 )
 
 from shardwise import Layout, parse, plan
 from shardwise.exchange import Exchange, Move
 from shardwise.testing import gather, scatter, simulate, strategies
-from shardwise.wires.memory import memory_wires
+from shardwise.transports.in_memory import in_memory_transports
 
 # --- every pair of layouts --------------------------------------------------------------------------------------------
 
@@ -89,22 +89,22 @@ def jobs(draw):
     return found
 
 
-def moved(some, wires):
+def moved(some, transports):
     """The buffers of every tensor after one exchange of them all."""
     shards = [scatter(bits(made.source.shape, dtype, n), made.source) for n, (made, dtype, *_) in enumerate(some)]
     before = [tensors(held, dtype, form) for held, (_, dtype, form, _) in zip(shards, some, strict=True)]
     after = [{o: rooms(made, o, dtype, form) for o in made.target.owners()} for made, dtype, _, form in some]
 
-    def work(wire):
+    def work(transport):
         moves = [
-            Move.of(made, wire.me, here.get(wire.me, []), there.get(wire.me, []), dtype)
+            Move.of(made, transport.me, here.get(transport.me, []), there.get(transport.me, []), dtype)
             for (made, dtype, *_), here, there in zip(some, before, after, strict=True)
         ]
-        exchange = Exchange(wire, terms(), moves).start()
+        exchange = Exchange(transport, terms(), moves).start()
         assert exchange.finish() is None
         return exchange
 
-    exchanges = together(wires, work)
+    exchanges = together(transports, work)
     for (made, dtype, *_), found, held in zip(some, after, shards, strict=True):
         assert_same_buffers(arrays(found, BITS[dtype.itemsize]), simulate(made, held))
     return exchanges
@@ -113,33 +113,33 @@ def moved(some, wires):
 @given(jobs(), inlines)
 @settings(max_examples=12)
 def test_tensors_of_many_dtypes_move_in_one_exchange(some, inline):
-    wires = wires_of(*(made for made, *_ in some))
+    transports = transports_of(*(made for made, *_ in some))
     with within(inline):
-        exchanges = moved(some, wires)  # which compares all buffers
-    assert [len(exchange.moves) for exchange in exchanges] == [len(some)] * len(wires)
+        exchanges = moved(some, transports)  # which compares all buffers
+    assert [len(exchange.moves) for exchange in exchanges] == [len(some)] * len(transports)
 
 
 def test_tensors_of_every_dtype_share_their_messages():
     made = {size: plan("48x40/S0@3", "48x40/S1@4", itemsize=size) for size in BITS}
     some = [(made[dtype.itemsize], dtype, plain, plain) for dtype in DTYPES]
-    for wire, exchange in zip(range(4), moved(some, wires_of(made[1])), strict=True):
+    for transport, exchange in zip(range(4), moved(some, transports_of(made[1])), strict=True):
         (turn,) = exchange.schedule.turns
         parcels = [*turn.sends, *turn.small_sends]
-        assert len(parcels) == len(made[1].for_owner(wire).sends)
+        assert len(parcels) == len(made[1].for_owner(transport).sends)
         assert {len(parcel.parts) for parcel in parcels} <= {len(DTYPES)}
 
 
 @given(jobs(), inlines)
 @settings(max_examples=10)
-def test_the_bytes_on_the_wire_are_those_of_the_plans(some, inline):
-    wires = wires_of(*(made for made, *_ in some))
-    sent = {wire.me: counted(wire)[0] for wire in wires}
+def test_the_bytes_on_the_transport_are_those_of_the_plans(some, inline):
+    transports = transports_of(*(made for made, *_ in some))
+    sent = {transport.me: counted(transport)[0] for transport in transports}
     with within(inline):
-        exchanges = moved(some, wires)
-    for wire, exchange in zip(wires, exchanges, strict=True):
+        exchanges = moved(some, transports)
+    for transport, exchange in zip(transports, exchanges, strict=True):
         small = sum(parcel.bytes for turn in exchange.schedule.turns for parcel in turn.small_sends)
-        found = small + sum(message.numel() for _, message in sent[wire.me])
-        assert found == sum(made.sent.get(wire.me, 0) for made, *_ in some)
+        found = small + sum(message.numel() for _, message in sent[transport.me])
+        assert found == sum(made.sent.get(transport.me, 0) for made, *_ in some)
         assert exchange.inline >= max((p.bytes for p in exchange.schedule.turns[0].small_sends), default=0)
     total = sum(message.numel() for messages in sent.values() for _, message in messages)
     total += sum(parcel.bytes for exchange in exchanges for parcel in exchange.schedule.turns[0].small_sends)
@@ -191,11 +191,13 @@ def test_owners_with_several_buffers_move():
     assert_same_buffers(arrays(found, np.int64), buffers(made.target, whole))
 
 
-def test_owners_may_have_any_numbers_and_wires_may_have_more_of_them():
+def test_owners_may_have_any_numbers_and_transports_may_have_more_of_them():
     made = plan("12x4/S0@3:900,7,41", "12x4/S1@2:41,10000", itemsize=8)
-    wires = memory_wires([10000, 3, 41, 7, 900, 5], timeout=PATIENCE)  # 3 and 5 only agree; rows are not in order
+    transports = in_memory_transports(
+        [10000, 3, 41, 7, 900, 5], timeout=PATIENCE
+    )  # 3 and 5 only agree; rows are not in order
     whole = numbered((12, 4))
-    found = carried(made, tensors(scatter(whole, made.source), torch.int64), wires=wires)
+    found = carried(made, tensors(scatter(whole, made.source), torch.int64), transports=transports)
     assert_same_buffers(arrays(found, np.int64), buffers(made.target, whole))
 
 

@@ -16,15 +16,15 @@ from threads import (
     spaced,
     terms,
     together,
+    transports_of,
     untouched,
-    wires_of,
 )
 
 from shardwise import ExchangeError, plan
 from shardwise.exchange import Exchange, Move
-from shardwise.exchange.run import inline_bytes
+from shardwise.exchange.exchange import inline_bytes
 from shardwise.testing import scatter
-from shardwise.wires.memory import MemoryWire, memory_wires
+from shardwise.transports.in_memory import InMemoryTransport, in_memory_transports
 
 
 def test_exchanges_under_way_together_do_not_meet():
@@ -33,16 +33,18 @@ def test_exchanges_under_way_together_do_not_meet():
     before = [tensors(scatter(whole, made.source), torch.int64) for whole in wholes]
     after = [{owner: rooms(made, owner, torch.int64) for owner in range(3)} for _ in wholes]
 
-    def work(wire):
+    def work(transport):
         started = [
             Exchange(
-                wire, terms(number=n), [Move.of(made, wire.me, here[wire.me], there[wire.me], torch.int64)]
+                transport,
+                terms(number=n),
+                [Move.of(made, transport.me, here[transport.me], there[transport.me], torch.int64)],
             ).start()
             for n, (here, there) in enumerate(zip(before, after, strict=True))
         ]
         return [exchange.finish() for exchange in started]
 
-    assert together(wires_of(made), work) == [[None] * 3] * 3
+    assert together(transports_of(made), work) == [[None] * 3] * 3
     for found, whole in zip(after, wholes, strict=True):
         assert_same_buffers(arrays(found, np.int64), buffers(made.target, whole))
 
@@ -50,13 +52,13 @@ def test_exchanges_under_way_together_do_not_meet():
 def test_large_exchanges_under_way_together_do_not_meet():
     made = plan("512x300/S0@2", "512x300/S1@2", itemsize=8)
 
-    def work(wire):
+    def work(transport):
         rooms = [torch.zeros(512, 150, dtype=torch.int64) for _ in range(2)]
-        moves = [Move.of(made, wire.me, [torch.full((256, 300), n)], [rooms[n]], torch.int64) for n in range(2)]
-        started = [Exchange(wire, terms(n=n), [move]).start() for n, move in enumerate(moves)]
+        moves = [Move.of(made, transport.me, [torch.full((256, 300), n)], [rooms[n]], torch.int64) for n in range(2)]
+        started = [Exchange(transport, terms(n=n), [move]).start() for n, move in enumerate(moves)]
         return [exchange.finish() for exchange in started], [room.unique().tolist() for room in rooms]
 
-    assert together(wires_of(made), work) == [([None] * 2, [[0], [1]])] * 2
+    assert together(transports_of(made), work) == [([None] * 2, [[0], [1]])] * 2
 
 
 @pytest.mark.parametrize(("source", "target", "most"), [("1/P@4", "1/R@4", None), ("4x3/S0@2", "4x3/R@2", 24)])
@@ -67,29 +69,29 @@ def test_one_cell_of_a_tensor_with_gaps_is_sent_too(source, target, most):
     assert_same_buffers(arrays(found, np.int64), buffers(made.target, whole))
 
 
-def test_a_fresh_exchange_that_breaks_tells_the_wire_why():
+def test_a_fresh_exchange_that_breaks_tells_the_transport_why():
     made = plan("8x6/R@1", "8x6/S0@1")
-    (wire,), reasons = wires_of(made), []
-    wire.fail = reasons.append
+    (transport,), reasons = transports_of(made), []
+    transport.fail = reasons.append
     move = Move.of(made, 0, [torch.ones(8, 6)], [torch.zeros(8, 6, requires_grad=True)], torch.float32)
     with pytest.raises(RuntimeError) as error:
-        Exchange(wire, terms(), [move]).start().finish()
+        Exchange(transport, terms(), [move]).start().finish()
     assert reasons == [f"RuntimeError: {error.value}"]
 
 
-def test_an_exchange_that_breaks_tells_the_wire_why():
+def test_an_exchange_that_breaks_tells_the_transport_why():
     made = plan("8x6/R@1", "8x6/S0@1")
-    (wire,), reasons = wires_of(made), []
-    wire.fail = reasons.append
+    (transport,), reasons = transports_of(made), []
+    transport.fail = reasons.append
     target = torch.zeros(8, 6, requires_grad=True)  # which cannot be written to
     move = Move.of(made, 0, [torch.ones(8, 6)], [target], torch.float32)
     with pytest.raises(RuntimeError) as error:
-        Exchange(wire, terms(), [move], fresh=False).start().finish()
+        Exchange(transport, terms(), [move], fresh=False).start().finish()
     assert reasons == [f"RuntimeError: {error.value}"]
 
 
-class TaggedWire(MemoryWire):
-    """A wire on which messages only meet those of the same tag, so that they may leave before all have agreed."""
+class TaggedWire(InMemoryTransport):
+    """A transport on which messages only meet those of the same tag, so that they may leave before all have agreed."""
 
     def __init__(self, like, posts):
         super().__init__(like.me, like.owners, like._queues, PATIENCE)
@@ -105,69 +107,71 @@ class TaggedWire(MemoryWire):
 
 
 class TaggedSwap:
-    def __init__(self, wire, receives, tag):
-        self.wire, self.receives, self.tag = wire, receives, tag
+    def __init__(self, transport, receives, tag):
+        self.transport, self.receives, self.tag = transport, receives, tag
 
     def arrivals(self):
         for at, (peer, room) in enumerate(self.receives):
-            room.copy_(self.wire.posts.setdefault((peer, self.wire.me, self.tag), Queue()).get(timeout=PATIENCE))
+            room.copy_(
+                self.transport.posts.setdefault((peer, self.transport.me, self.tag), Queue()).get(timeout=PATIENCE)
+            )
             yield at
 
 
-def ahead(wires, made, *, alone=True, fresh=True, differ=()):
+def ahead(transports, made, *, alone=True, fresh=True, differ=()):
     """For every rank how many messages it had sent when it had started, what came of it, and its target."""
-    calls = {wire.me: counted(wire)[0] for wire in wires}
+    calls = {transport.me: counted(transport)[0] for transport in transports}
 
-    def work(wire):
-        source = torch.from_numpy(scatter(numbered(made.source.shape), made.source)[wire.me][0])
-        (target,) = rooms(made, wire.me, torch.int64)
-        move = Move.of(made, wire.me, [source], [target], torch.int64)
-        exchange = Exchange(wire, terms(extra=wire.me in differ), [move], fresh=fresh).start(alone=alone)
-        early = len(calls[wire.me])
+    def work(transport):
+        source = torch.from_numpy(scatter(numbered(made.source.shape), made.source)[transport.me][0])
+        (target,) = rooms(made, transport.me, torch.int64)
+        move = Move.of(made, transport.me, [source], [target], torch.int64)
+        exchange = Exchange(transport, terms(extra=transport.me in differ), [move], fresh=fresh).start(alone=alone)
+        early = len(calls[transport.me])
         try:
             return early, exchange.finish(), target
         except ExchangeError as error:
             return early, str(error), target
 
-    return together(wires, work)
+    return together(transports, work)
 
 
 @pytest.fixture
 def tagged():
     made, posts = plan("512x64/S0@2", "512x64/S1@2", itemsize=8), {}
-    return made, [TaggedWire(wire, posts) for wire in wires_of(made)]
+    return made, [TaggedWire(transport, posts) for transport in transports_of(made)]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_messages_leave_at_once_where_all_have_agreed_before(tagged, fresh):
-    made, wires = tagged
+    made, transports = tagged
     whole = numbered((512, 64))
     for options, early in ({}, 0), ({}, 1), ({"alone": False}, 0), ({}, 1):
-        found = ahead(wires, made, fresh=fresh, **options)
+        found = ahead(transports, made, fresh=fresh, **options)
         assert [sent for sent, *_ in found] == [early] * 2
         assert [told for _, told, _ in found] == [None] * 2
         assert_same_buffers({o: [t.numpy()] for o, (*_, t) in enumerate(found)}, buffers(made.target, whole))
-    assert [wire.abandoned for wire in wires] == [[], []]
+    assert [transport.abandoned for transport in transports] == [[], []]
 
 
-def test_messages_do_not_leave_at_once_on_a_wire_on_which_they_could_meet_others(tagged):
-    made, wires = tagged
-    for wire in wires:
-        wire.tagged = False
+def test_messages_do_not_leave_at_once_on_a_transport_on_which_they_could_meet_others(tagged):
+    made, transports = tagged
+    for transport in transports:
+        transport.tagged = False
     for _ in range(2):
-        assert [early for early, *_ in ahead(wires, made)] == [0, 0]
+        assert [early for early, *_ in ahead(transports, made)] == [0, 0]
 
 
 def test_what_left_in_vain_is_abandoned_and_what_others_can_see_is_not_touched(tagged):
-    made, wires = tagged
-    ahead(wires, made)
-    found = ahead(wires, made, fresh=False, differ=[1])
+    made, transports = tagged
+    ahead(transports, made)
+    found = ahead(transports, made, fresh=False, differ=[1])
     assert [early for early, *_ in found] == [1, 0]
     (told,) = {told for _, told, _ in found}
     assert "disagree on the extra" in told
-    assert [len(wire.abandoned) for wire in wires] == [1, 0]
+    assert [len(transport.abandoned) for transport in transports] == [1, 0]
     assert all(untouched(target) and (target == rooms(made, 0, torch.int64)[0]).all() for *_, target in found)
-    found = ahead(wires, made)  # the next one does not meet what was left behind
+    found = ahead(transports, made)  # the next one does not meet what was left behind
     assert_same_buffers({o: [t.numpy()] for o, (*_, t) in enumerate(found)}, buffers(made.target, numbered((512, 64))))
 
 
@@ -179,7 +183,7 @@ def test_inline_messages_keep_every_dtype_aligned():
 
 
 def test_every_rank_hears_of_an_owner_that_waits_in_vain():
-    wires = memory_wires(2, timeout=0.01)
-    (error,) = outcomes(wires[:1], lambda wire: Exchange(wire, terms()).start().finish())
+    transports = in_memory_transports(2, timeout=0.01)
+    (error,) = outcomes(transports[:1], lambda transport: Exchange(transport, terms()).start().finish())
     assert isinstance(error, ExchangeError)
     assert str(error) == "owner 0 waited 0.01 s for owner 1"

@@ -12,23 +12,23 @@ from threads import (
     counted,
     plain,
     shifted,
+    transports_of,
     turned,
-    wires_of,
 )
 
 from shardwise import parse, plan
-from shardwise.exchange.run import inline_bytes
+from shardwise.exchange.exchange import inline_bytes
 from shardwise.testing import scatter, simulate
 
 
 @given(limited())
 @settings(max_examples=8)
 def test_no_more_is_staged_than_the_plan_says(made):
-    wires = wires_of(made)
+    transports = transports_of(made)
     shards = scatter(numbered(made.source.shape).astype(BITS[made.itemsize]), made.source)
     with within(0):
-        carried(made, tensors(shards, WHOLE[made.itemsize]), dtype=WHOLE[made.itemsize], wires=wires)
-    assert max(wire.staging.bytes for wire in wires) <= made.peak_bytes <= made.max_bytes
+        carried(made, tensors(shards, WHOLE[made.itemsize]), dtype=WHOLE[made.itemsize], transports=transports)
+    assert max(transport.staging.bytes for transport in transports) <= made.peak_bytes <= made.max_bytes
 
 
 LARGE = [
@@ -54,21 +54,21 @@ def test_large_messages_bring_what_small_ones_bring(source, target):
 def test_only_messages_beyond_the_limit_are_sent_on_their_own(rows, own):
     made = plan(f"512x300/split0={512 - rows},{rows}@2", "512x300/R@2", itemsize=8)
     assert [made.sent[owner] > inline_bytes(2) for owner in range(2)] == [n == 1 for n in own]
-    wires = wires_of(made)
-    sent = [counted(wire)[0] for wire in wires]
-    found = carried(made, tensors(scatter(numbered((512, 300)), made.source), torch.int64), wires=wires)
+    transports = transports_of(made)
+    sent = [counted(transport)[0] for transport in transports]
+    found = carried(made, tensors(scatter(numbered((512, 300)), made.source), torch.int64), transports=transports)
     assert [len(messages) for messages in sent] == own
     assert_same_buffers(arrays(found, np.int64), buffers(made.target, numbered((512, 300))))
 
 
 def test_messages_that_lie_in_one_piece_are_sent_from_and_received_into_place():
     made = plan("512x64/S0@2", "512x64/R@1:2", itemsize=8)
-    wires = wires_of(made)
-    calls = {wire.me: counted(wire) for wire in wires}
+    transports = transports_of(made)
+    calls = {transport.me: counted(transport) for transport in transports}
     before = tensors(scatter(numbered((512, 64)), made.source), torch.int64)
-    after = carried(made, before, wires=wires)
+    after = carried(made, before, transports=transports)
     np.testing.assert_array_equal(after[2][0].numpy(), numbered((512, 64)))
-    assert [wire.staging.bytes for wire in wires] == [0, 0, 0]
+    assert [transport.staging.bytes for transport in transports] == [0, 0, 0]
     for owner in (0, 1):
         ((peer, message),) = calls[owner][0]
         assert (peer, message.data_ptr()) == (2, before[owner][0].data_ptr())
@@ -79,10 +79,10 @@ def test_messages_that_lie_in_one_piece_are_sent_from_and_received_into_place():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_travels_from_and_into_place(dtype):
     made = plan("512x128/S0@2", "512x128/R@1:2", itemsize=dtype.itemsize)
-    wires = wires_of(made)
+    transports = transports_of(made)
     shards = scatter(bits((512, 128), dtype), made.source)
-    found = carried(made, tensors(shards, dtype, shifted), dtype=dtype, form=shifted, wires=wires)
-    assert [wire.staging.bytes for wire in wires] == [0, 0, 0]
+    found = carried(made, tensors(shards, dtype, shifted), dtype=dtype, form=shifted, transports=transports)
+    assert [transport.staging.bytes for transport in transports] == [0, 0, 0]
     assert_same_buffers(arrays(found, BITS[dtype.itemsize]), simulate(made, shards))
 
 
@@ -94,22 +94,26 @@ def test_only_the_side_that_is_scattered_is_staged():
         (plan(whole, columns, itemsize=8), plain, [0, 0, size]),
         (plan(whole, columns, itemsize=8), turned, [size // 2, size // 2, size]),
     ):
-        wires = wires_of(made)
+        transports = transports_of(made)
         before = tensors(scatter(numbered((512, 64)), made.source), torch.int64)
-        found = carried(made, before, form=form, wires=wires)
+        found = carried(made, before, form=form, transports=transports)
         assert_same_buffers(arrays(found, np.int64), buffers(made.target, numbered((512, 64))))
-        assert [wire.staging.bytes for wire in wires] == staged
+        assert [transport.staging.bytes for transport in transports] == staged
 
 
 def test_staging_is_kept_for_the_next_exchange():
     made = plan("512x64/S0@2", "512x64/S1@2", itemsize=8)
-    wires = wires_of(made)
+    transports = transports_of(made)
     shards = scatter(numbered((512, 64)), made.source)
     kept = set()
     for _ in range(3):
         assert_same_buffers(
-            arrays(carried(made, tensors(shards, torch.int64), wires=wires), np.int64), simulate(made, shards)
+            arrays(carried(made, tensors(shards, torch.int64), transports=transports), np.int64), simulate(made, shards)
         )
-        kept.add(tuple(wire.staging.take([1], torch.device("cpu"), align=1)[0].data_ptr() for wire in wires))
+        kept.add(
+            tuple(transport.staging.take([1], torch.device("cpu"), align=1)[0].data_ptr() for transport in transports)
+        )
     assert len(kept) == 1
-    assert [wire.staging.bytes for wire in wires] == [made.sent[owner] for owner in range(2)]  # what comes needs none
+    assert [transport.staging.bytes for transport in transports] == [
+        made.sent[owner] for owner in range(2)
+    ]  # what comes needs none

@@ -7,46 +7,46 @@ import torch
 from hypothesis import strategies as st
 
 from shardwise.exchange import Exchange, Move, Terms
-from shardwise.wires.memory import memory_wires
+from shardwise.transports.in_memory import in_memory_transports
 
 PATIENCE = 20.0  # seconds until a thread that waits for a message that never comes gives up
 JUNK = 85  # what memory holds that no cell lies in
 
 
-def outcomes(wires, work):
-    """For every wire what `work(wire)` gives or raises, each in a thread of its own."""
-    with ThreadPoolExecutor(len(wires)) as threads:
-        tasks = [threads.submit(work, wire) for wire in wires]
+def outcomes(transports, work):
+    """For every transport what `work(transport)` gives or raises, each in a thread of its own."""
+    with ThreadPoolExecutor(len(transports)) as threads:
+        tasks = [threads.submit(work, transport) for transport in transports]
         return [task.exception() or task.result() for task in tasks]
 
 
-def together(wires, work):
-    """For every wire what `work(wire)` gives. Where one raises, nobody waits for it, and the first error is raised."""
+def together(transports, work):
+    """For every transport what `work(transport)` gives. Where one raises, nobody waits for it, and the first error is raised."""
     errors = []
 
-    def watched(wire):
+    def watched(transport):
         try:
-            return work(wire)
+            return work(transport)
         except BaseException as error:
             errors.append(error)
-            for peer in wire.owners:
-                wire._queues[wire.me, peer].put(None)
+            for peer in transport.owners:
+                transport._queues[transport.me, peer].put(None)
             raise
 
-    found = outcomes(wires, watched)
+    found = outcomes(transports, watched)
     if errors:
         raise errors[0]
     return found
 
 
-def wires_of(*plans):
-    """A wire for everybody who takes part in one of the plans."""
-    return memory_wires(sorted({owner for made in plans for owner in made.owners}), timeout=PATIENCE)
+def transports_of(*plans):
+    """A transport for everybody who takes part in one of the plans."""
+    return in_memory_transports(sorted({owner for made in plans for owner in made.owners}), timeout=PATIENCE)
 
 
-def counted(wire):
-    """The messages that a wire is given to send and to fill from now on, as two lists."""
-    sent, received, swap = [], [], wire.swap
+def counted(transport):
+    """The messages that a transport is given to send and to fill from now on, as two lists."""
+    sent, received, swap = [], [], transport.swap
 
     def counting(receives, sends, tag):
         messages = list(sends)
@@ -54,7 +54,7 @@ def counted(wire):
         received.extend(receives)
         return swap(receives, messages, tag)
 
-    wire.swap = counting
+    transport.swap = counting
     return sent, received
 
 
@@ -133,16 +133,16 @@ def rooms(plan, owner, dtype, form=plain):
 # --- exchanges -------------------------------------------------------------------------------------------------------
 
 
-def carried(plan, sources, *, dtype=None, form=plain, becomes=None, wires=None):
+def carried(plan, sources, *, dtype=None, form=plain, becomes=None, transports=None):
     """The target's tensors of every owner after an exchange of one tensor."""
     dtype = dtype or next(t.dtype for tensors in sources.values() for t in tensors)
     targets = {o: rooms(plan, o, becomes or dtype, form) for o in plan.target.owners()}
 
-    def work(wire):
-        move = Move.of(plan, wire.me, sources.get(wire.me, []), targets.get(wire.me, []), dtype)
-        return Exchange(wire, terms(), [move]).start().finish()
+    def work(transport):
+        move = Move.of(plan, transport.me, sources.get(transport.me, []), targets.get(transport.me, []), dtype)
+        return Exchange(transport, terms(), [move]).start().finish()
 
-    assert together(wires or wires_of(plan), work) == [None] * len(wires or plan.owners)
+    assert together(transports or transports_of(plan), work) == [None] * len(transports or plan.owners)
     return targets
 
 

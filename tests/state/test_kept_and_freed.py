@@ -9,7 +9,7 @@ from ranks import ranks  # noqa: F401
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise as sw
-from shardwise.tensor.wiring import group_wire
+from shardwise.job.session import group_transport
 
 WHOLE = numbers(8, 6)
 MOVED = [("kept*", None), ("*", "8x6/S1@4")]
@@ -58,9 +58,9 @@ def test_what_a_resharder_remembers_of_messages_does_not_keep_their_memory(ranks
 
     def run(rank):
         given, room = {"w": held(whole, "512x256/S0@2")}, {"w": held(whole * 0, "512x256/S1@2")}
-        sync = sw.Resharder(given, room, wire="group")
+        sync = sw.Resharder(given, room, transport="group")
         sync.run()
-        (buffer,) = group_wire(None).staging._buffers.values()
+        (buffer,) = group_transport(None).staging._buffers.values()
         memory = weakref.ref(buffer.untyped_storage())
         del buffer
         assert memory() is not None

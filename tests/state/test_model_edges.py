@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import shardwise as sw
 from shardwise import Concat, Stack, Transposed
 from shardwise import sharded_tensor as ours
+from shardwise.job.session import group_transport
 from shardwise.state import flatten_state_dict
-from shardwise.tensor.wiring import group_wire
 
 WHOLE = numbers(8, 6)
 ROWS, COLUMNS = "8x6/S0@2", "8x6/S1@2"
@@ -747,16 +747,16 @@ STAGED = {  # how they lie, how they are to lie, dtypes
 def test_no_rank_stages_more_than_was_promised(ranks):  # noqa: F811
     def staged(most, count, size, source, target, dtype, becomes):
         """How much both ways to move so many tensors keep, and what the plan said of it."""
-        whole, wire = numbers(*size, dtype=dtype), group_wire(None)
+        whole, transport = numbers(*size, dtype=dtype), group_transport(None)
         given = {f"w{at}": held(whole + at, f"{size[0]}x{size[1]}/{source}") for at in range(count)}
         asked = f"{size[0]}x{size[1]}/{target}"
         into = {name: held(torch.zeros(size, dtype=becomes), asked) for name in given}
         moved, found = sw.Resharder(given, into, max_bytes=most, cast=dtype != becomes), []
         again = partial(sw.reshard_state_dict, given, [("*", asked)], dtype=becomes, max_bytes=most)
         for call in moved.run, moved.run, again:
-            wire.release()
+            transport.release()
             call()
-            found.append(wire.release())
+            found.append(transport.release())
         lies(into[f"w{count - 1}"], (whole + count - 1).to(becomes), asked)
         assert max(found) <= moved.plan.peak_bytes
         assert moved.plan.peak_bytes <= (most or 2**28)

@@ -8,7 +8,7 @@ from ranks import ranks  # noqa: F401
 
 import shardwise as sw
 from shardwise import Concat, Stack, Transposed
-from shardwise.exchange import Views
+from shardwise.exchange import ViewCache
 
 WHOLE = numbers(8, 6)
 ROWS, COLUMNS = "8x6/S0@4", "8x6/S1@4"
@@ -268,7 +268,7 @@ def test_memory_of_another_shape_since_the_last_run(ranks, side):  # noqa: F811
 
 def test_one_wrong_bit_leaves_the_target_as_it_was(ranks):  # noqa: F811
     def run(rank):
-        unpack = Views.unpack
+        unpack = ViewCache.unpack
 
         def flip(self, parcel, message, tensors):
             if rank == 2:
@@ -277,12 +277,12 @@ def test_one_wrong_bit_leaves_the_target_as_it_was(ranks):  # noqa: F811
 
         given, room = source(), target()
         sync, found = sw.Resharder(given, room, verify=True), []
-        Views.unpack = flip
+        ViewCache.unpack = flip
         for call in sync.run, lambda: sw.reshard_state_dict(given, [("*", COLUMNS)], verify=True, free=True):
             with pytest.raises(sw.ExchangeError, match=r"verify: .*did not arrive as sent") as error:
                 call()
             found.append(str(error.value))
-        Views.unpack = unpack
+        ViewCache.unpack = unpack
         untouched(room)
         sync.run()
         for at, name in enumerate(given):  # neither moved nor given back

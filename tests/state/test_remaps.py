@@ -10,7 +10,7 @@ from ranks import ranks  # noqa: F401
 
 import shardwise as sw
 from shardwise import Concat, Stack, Transposed
-from shardwise.state.names import renamed
+from shardwise.job.names import renamed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 OPTIONS = ({}, {"verify": True}, {"max_bytes": 64}, {"verify": True, "max_bytes": 200})

@@ -1,4 +1,4 @@
-"""What once went wrong: several wires on one group, other modes and threads, memory that is not what it seems."""
+"""What once went wrong: several transports on one group, other modes and threads, memory that is not what it seems."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ def big(rank, value):
     return sw.ShardedTensor(torch.full((SIDE // 2, SIDE), float(value)), ROWS)
 
 
-def test_two_wires_on_one_group_never_take_each_others_messages(ranks):  # noqa: F811
+def test_two_transports_on_one_group_never_take_each_others_messages(ranks):  # noqa: F811
     def run(rank):
         mesh = DeviceMesh("cpu", [[0, 1]])  # some ranks of the default group, beside all of them
         for step in range(15):
@@ -42,7 +42,7 @@ def test_two_wires_on_one_group_never_take_each_others_messages(ranks):  # noqa:
     assert all(ranks(3, run))
 
 
-def test_what_was_abandoned_on_one_wire_is_never_received_on_another(ranks):  # noqa: F811
+def test_what_was_abandoned_on_one_transport_is_never_received_on_another(ranks):  # noqa: F811
     def run(rank):
         mesh = DeviceMesh("cpu", [[0, 1]])
 
@@ -96,7 +96,7 @@ def test_handles_that_verify_may_be_waited_for_in_any_order_between_other_calls(
 
 def test_gradients_are_verified_too(ranks):  # noqa: F811
     def run(rank):
-        from shardwise.tensor import call
+        from shardwise.job import collective_call as call
 
         verified, verify = [], call.verify
         call.verify = lambda *args: verified.append(verify(*args))
@@ -264,10 +264,10 @@ def test_messages_without_tags_keep_the_order_of_the_program(ranks):  # noqa: F8
     """As with nccl: all messages follow agreement, in batches, and what is in flight is done by who waits."""
 
     def run(rank):
-        from shardwise.tensor.held import Held
-        from shardwise.tensor.wiring import wire_for
+        from shardwise.job.session import transport_for
+        from shardwise.job.source import Held
 
-        wire_for(None, Held(), None).tagged = False
+        transport_for(None, Held(), None).tagged = False
         handles = [sw.reshard(big(rank, n), COLUMNS, async_op=True) for n in range(3)]
         now = sw.reshard(big(rank, 3), COLUMNS)
         assert all(handle.done() for handle in handles)

@@ -168,9 +168,12 @@ def _die(when):
     """End this process before it takes part, once it has agreed, or once it has sent its first message."""
     if when == "before":
         os._exit(1)
-    calls = {"during": ("shardwise.wires.group", "swap"), "after": ("shardwise.wires.group", "arrivals")}
-    module = __import__(calls[when][0], fromlist=["GroupWire"])
-    owner = module.GroupWire if when == "during" else module.GroupSwap
+    calls = {
+        "during": ("shardwise.transports.process_group", "swap"),
+        "after": ("shardwise.transports.process_group", "arrivals"),
+    }
+    module = __import__(calls[when][0], fromlist=["GroupTransport"])
+    owner = module.GroupTransport if when == "during" else module.GroupMessages
     setattr(owner, calls[when][1], lambda *_: os._exit(1))
 
 
@@ -179,9 +182,9 @@ def test_an_error_in_the_middle_breaks_the_group_for_all(ranks):  # noqa: F811
 
     def run(rank):
         if rank == 1:
-            from shardwise.exchange import Views
+            from shardwise.exchange import ViewCache
 
-            Views.pack = _out_of_luck
+            ViewCache.pack = _out_of_luck
         values = np.ones(source.shape, dtype=np.float32)
         return raised(lambda: sw.reshard(rows(rank, source, values), target))
 
@@ -191,8 +194,8 @@ def test_an_error_in_the_middle_breaks_the_group_for_all(ranks):  # noqa: F811
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "out"])
-@pytest.mark.parametrize("wire", ["auto", "group"])
-def test_the_error_says_whether_out_may_be_partly_written(ranks, given, wire):  # noqa: F811
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_the_error_says_whether_out_may_be_partly_written(ranks, given, transport):  # noqa: F811
     source, target = BIG
 
     def notes(call, kind=sw.ExchangeError):
@@ -203,13 +206,13 @@ def test_the_error_says_whether_out_may_be_partly_written(ranks, given, wire):  
     def run(rank):
         x = rows(rank, source, np.ones(source.shape, dtype=np.float32))
         out = torch.zeros(target.local_shape(rank)) if given else None
-        refused = notes(lambda: sw.reshard(x, target if rank else source, out=out, wire=wire))
+        refused = notes(lambda: sw.reshard(x, target if rank else source, out=out, transport=transport))
         if rank == 1:
-            from shardwise.exchange import Views
+            from shardwise.exchange import ViewCache
 
-            Views.pack = _out_of_luck
-            return refused, notes(lambda: sw.reshard(x, target, out=out, wire=wire), ZeroDivisionError)
-        return refused, notes(lambda: sw.reshard(x, target, out=out, wire=wire))
+            ViewCache.pack = _out_of_luck
+            return refused, notes(lambda: sw.reshard(x, target, out=out, transport=transport), ZeroDivisionError)
+        return refused, notes(lambda: sw.reshard(x, target, out=out, transport=transport))
 
     reports = ranks(4, run, patience=6, dying=(9,))
     assert ("what was given as out= may be partly written" in reports[1][1]) == given

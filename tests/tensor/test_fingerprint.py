@@ -9,8 +9,8 @@ from ranks import ranks  # noqa: F401
 from sharded import held
 
 import shardwise as sw
-from shardwise.exchange.small import Picked
-from shardwise.tensor.sums import block_sums
+from shardwise.exchange.element_gather import ElementGather
+from shardwise.job.checksum import block_sums
 
 SHARDINGS = [
     "6x10/S0@4",
@@ -97,19 +97,19 @@ def test_rows_or_columns_that_change_places_are_seen():
 
 def test_verify_finds_one_wrong_bit(ranks):  # noqa: F811
     def run(rank):
-        put = Picked.put
+        put = ElementGather.put
 
         def flip(self, parcel, message):
             flipped = bytearray(message)
             flipped[5] ^= rank == 1
             return put(self, parcel, memoryview(flipped))
 
-        Picked.put = flip
+        ElementGather.put = flip
         values = np.arange(60.0).reshape(6, 10)
         for target in ("6x10/S1@2", "6x10/R@2", "6x10/cyclic0=1@2"):
             with pytest.raises(sw.ExchangeError, match=r"verify: a tensor of shape \(6, 10\)"):
                 sw.reshard(held(values, sw.parse("6x10/S0@2"), rank), target, verify=True)
-        Picked.put = put
+        ElementGather.put = put
         sw.reshard(held(values, sw.parse("6x10/S0@2"), rank), "6x10/S1@2", verify=True)
         return True
 
@@ -128,19 +128,19 @@ def test_values_made_to_have_the_same_fingerprint_do_not_pass_verify(ranks, dtyp
     def run(rank):
         layout = sw.parse("10/R@1")
         shown = {sw.fingerprint(held(bits.view(dtype), layout, rank)) for bits in (values, made)}
-        put = Picked.put
+        put = ElementGather.put
 
         def replaced(self, parcel, message):
             assert bytes(message) == values.tobytes()
             return put(self, parcel, memoryview(bytearray(made.tobytes())))
 
-        Picked.put = replaced
+        ElementGather.put = replaced
         source, target = held(values.view(dtype), layout, rank), sw.parse("10/R@1:1")
         with pytest.raises(sw.ExchangeError, match="verify: a tensor"):
-            sw.reshard(source, target, verify=True, wire="group")
+            sw.reshard(source, target, verify=True, transport="group")
         with pytest.raises(sw.ExchangeError, match="verify: 'w' did not arrive"):
-            sw.reshard_state_dict({"w": source}, {"w": target}, verify=True, wire="group")
-        Picked.put = put
+            sw.reshard_state_dict({"w": source}, {"w": target}, verify=True, transport="group")
+        ElementGather.put = put
         return shown
 
     assert len(set.union(*ranks(2, run))) == 1

@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardwise.tensor.output import shared
+from shardwise.containers.memory import shared
 
 LINE = torch.zeros(8)
 
@@ -29,7 +29,7 @@ def parts(draw):
 @st.composite
 def views(draw):
     """Of the same memory with any strides, also such that overlap themselves, and with any of two dtypes."""
-    memory, found = torch.zeros(64, dtype=torch.int8), []
+    memory, found = torch.zeros(128, dtype=torch.int8), []
     strides = st.lists(st.integers(0, 3), min_size=0, max_size=3)
     common = draw(strides)
     for _ in range(draw(st.integers(2, 4))):

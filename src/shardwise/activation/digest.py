@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.exchange import in_words
-from shardwise.exchange.pages import bytes_at
+from shardwise.exchange.host_memory import bytes_at
 
 BLOCKS, BLOCK = 64, 64  # of bytes, out of which a sample is made
 

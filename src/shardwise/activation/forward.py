@@ -16,11 +16,11 @@ from shardwise.activation.digest import difference
 from shardwise.activation.frame import Frame, Rule
 from shardwise.activation.kept import Home
 from shardwise.activation.saved import Saved, Untouched
-from shardwise.dtensor import is_mesh
-from shardwise.dtensor.autograd import backward_task, saved_tensors_hooks_on, transforming
 from shardwise.errors import LayoutError
-from shardwise.tensor.together import together
-from shardwise.tensor.wiring import group_wire
+from shardwise.job.agree import together
+from shardwise.job.session import group_transport
+from shardwise.torch_internals import is_mesh
+from shardwise.torch_internals.autograd import backward_task, saved_tensors_hooks_on, transforming
 
 
 class Frames(local):
@@ -125,7 +125,7 @@ class Resharding:
         )
 
     def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        home = Home.of(group_wire(self.mesh.get_group(0)))
+        home = Home.of(group_transport(self.mesh.get_group(0)))
         frame = Frame(home, self.mesh, self.module, self.name, self.rule, account_of(self.name))
         frame.outermost = next((outer for outer in _frames.stack if outer.home is home), None)
         if self.rule.check:

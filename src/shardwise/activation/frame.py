@@ -12,10 +12,10 @@ from shardwise.activation.account import Account
 from shardwise.activation.digest import digest
 from shardwise.activation.kept import Home, Kept
 from shardwise.activation.saved import Cells, Saved, has_memory
-from shardwise.dtensor import is_dtensor, replicated_along
-from shardwise.dtensor.autograd import random_state
-from shardwise.dtensor.memory import local_of, storage_of, watched_storage
-from shardwise.tensor.kinds import is_sharded
+from shardwise.containers.container import is_sharded
+from shardwise.torch_internals import is_dtensor, replicated_along
+from shardwise.torch_internals.autograd import random_state
+from shardwise.torch_internals.memory import local_of, storage_of, watched_storage
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 
 from shardwise.activation.account import Account
 from shardwise.activation.digest import difference
-from shardwise.dtensor.autograd import after_backward, backward_task
 from shardwise.errors import ExchangeError
-from shardwise.exchange.wire import Message, Swap
-from shardwise.wires import GroupWire
+from shardwise.exchange.transport import PeerBuffer, Swap
+from shardwise.torch_internals.autograd import after_backward, backward_task
+from shardwise.transports import GroupTransport
 
 ALIGN = 64  # bytes: where parts begin
 PATIENCE = 3.0  # seconds until a rank that waits helps those that may wait for something else
@@ -37,10 +37,10 @@ class Posted(NamedTuple):
 
 
 class Home:
-    """All that is kept in parts over one wire, numbered in the order in which it was saved."""
+    """All that is kept in parts over one transport, numbered in the order in which it was saved."""
 
-    def __init__(self, wire: GroupWire) -> None:
-        self.wire = wire
+    def __init__(self, transport: GroupTransport) -> None:
+        self.transport = transport
         self.lock = RLock()  # backward may run in threads of its own
         self._numbers = count()
         self._kept = WeakValueDictionary[int, Kept]()
@@ -53,11 +53,11 @@ class Home:
         self._left = list[Posted]()  # messages that may still write into memory, for as long as the group lives
 
     @staticmethod
-    def of(wire: GroupWire) -> Home:
-        """That of a wire."""
-        if "activations" not in wire.memory:
-            wire.memory["activations"] = Home(wire)
-        home: Home = wire.memory["activations"]
+    def of(transport: GroupTransport) -> Home:
+        """That of a transport."""
+        if "activations" not in transport.memory:
+            transport.memory["activations"] = Home(transport)
+        home: Home = transport.memory["activations"]
         return home
 
     def keep(self, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account) -> Kept:
@@ -68,14 +68,14 @@ class Home:
 
     def spans(self, total: int) -> Iterator[tuple[int, slice]]:
         """Every owner, and which of so many bytes are its part."""
-        owners = self.wire.owners
+        owners = self.transport.owners
         cuts = [total * row // len(owners) // ALIGN * ALIGN for row in range(len(owners))] + [total]
         for row, owner in enumerate(owners):
             yield owner, slice(cuts[row], cuts[row + 1])
 
     def tag(self, *what: object) -> int:
         """Of messages that only meet those of the same things."""
-        return crc32(f"{self.wire.name} activations {what}".encode()) >> 1
+        return crc32(f"{self.transport.name} activations {what}".encode()) >> 1
 
     def place(self, site: Site) -> tuple[Site, int]:
         """Which restoring this is: the same on every rank, whatever else happens in between.
@@ -168,7 +168,7 @@ class Kept:
         self.site, self.label = site, label
         self.guess: tuple[Site, Site] | None = None  # why it was restored ahead
         self.bytes, self.device = whole.numel(), whole.device
-        self._mine = dict(home.spans(self.bytes))[home.wire.me]
+        self._mine = dict(home.spans(self.bytes))[home.transport.me]
         self._part: torch.Tensor | None = whole[self._mine].clone()  # None while it is part of the whole
         self.uses = 0  # by how many saved tensors
         self._left = 0  # of those, in this backward pass
@@ -189,18 +189,18 @@ class Kept:
     def post(self) -> Posted:
         """Send this rank's part to all others, and get theirs, without waiting."""
         assert self._part is not None, "not under way"
-        wire, place = self.home.wire, self.home.place(self.site)
-        room = torch.empty(self.bytes, dtype=torch.uint8, device=wire.serves(self.device))
+        transport, place = self.home.transport, self.home.place(self.site)
+        room = torch.empty(self.bytes, dtype=torch.uint8, device=transport.serves(self.device))
         part = room[self._mine].copy_(self._part)
-        spans = {owner: span for owner, span in self.home.spans(self.bytes) if owner != wire.me}
+        spans = {owner: span for owner, span in self.home.spans(self.bytes) if owner != transport.me}
         mine = torch.tensor([self.digest, self.bytes])
         heads = {owner: torch.empty_like(mine) for owner in spans}
         told = [(owner, head.view(torch.uint8)) for owner, head in heads.items()]
-        said = wire.swap(told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", place))
+        said = transport.swap(told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", place))
         # parts of another size never meet: their tags differ, and what was said before tells why
-        receives: list[Message] = [(owner, room[span]) for owner, span in spans.items() if span.start < span.stop]
-        sends: list[Message] = [(owner, part) for owner in spans if part.numel()]
-        parts = wire.swap(receives, sends, self.home.tag("part", place, self.bytes))
+        receives: list[PeerBuffer] = [(owner, room[span]) for owner, span in spans.items() if span.start < span.stop]
+        sends: list[PeerBuffer] = [(owner, part) for owner in spans if part.numel()]
+        parts = transport.swap(receives, sends, self.home.tag("part", place, self.bytes))
         self._posted, self._part = Posted(mine, heads, said, room, parts), None
         self.account.gathered(self.bytes - part.numel())
         return self._posted
@@ -222,14 +222,14 @@ class Kept:
 
     def _restore(self) -> None:
         posted = self._posted or self.post()
-        for _ in _patiently(lambda: self._arrive(posted), at_once=not self.home.wire.tagged):
+        for _ in _patiently(lambda: self._arrive(posted), at_once=not self.home.transport.tagged):
             self.home.help_others(self.number)
         self._whole, self._posted, self._left = posted.room.to(self.device), None, self.uses
 
     def _arrive(self, posted: Posted) -> None:
         _finish(posted.said)
         told = {owner: tuple(head.tolist()) for owner, head in posted.heads.items()}
-        told[self.home.wire.me] = self.digest, self.bytes
+        told[self.home.transport.me] = self.digest, self.bytes
         if len(set(told.values())) > 1:
             raise ExchangeError(f"input_reshard: {difference(self.label, told)}")
         _finish(posted.parts)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.activation.kept import Kept
-from shardwise.dtensor.memory import dressed_as
+from shardwise.torch_internals.memory import dressed_as
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -1,4 +1,4 @@
-"""What no wire can beat: the copies of a move on memory of one's own, without a word to anybody."""
+"""What no transport can beat: the copies of a move on memory of one's own, without a word to anybody."""
 
 from __future__ import annotations
 

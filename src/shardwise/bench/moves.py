@@ -22,7 +22,7 @@ from shardwise.layout import Layout, Mesh
 from shardwise.planning import Plan, plan
 from shardwise.state import empty
 from shardwise.tensor import ShardedTensor, reshard
-from shardwise.wires import Way
+from shardwise.transports import TransportChoice
 
 Shape = tuple[int, int]
 AHEAD = 2e-3  # seconds in which everybody has heard when to start
@@ -55,7 +55,7 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How `reshard` is called: into a tensor that is there, from one in shared memory, over which wire.
+    """How `reshard` is called: into a tensor that is there, from one in shared memory, over which transport.
 
     >>> str(Variant(out=True, shared=True)), str(Variant())
     ('source shared, out=', '')
@@ -63,15 +63,15 @@ class Variant:
 
     out: bool = False
     shared: bool = False
-    wire: Way = "auto"
+    transport: TransportChoice = "auto"
 
     def __str__(self) -> str:
-        words = {"over the group": self.wire == "group", "source shared": self.shared, "out=": self.out}
+        words = {"over the group": self.transport == "group", "source shared": self.shared, "out=": self.out}
         return ", ".join(word for word, said in words.items() if said)
 
 
 PLAIN, OUT = Variant(), Variant(out=True)
-SHARED, GROUP = Variant(out=True, shared=True), Variant(out=True, wire="group")
+SHARED, GROUP = Variant(out=True, shared=True), Variant(out=True, transport="group")
 
 
 def rows_to_columns(shape: Shape, variants: Iterable[Variant]) -> Sides:
@@ -110,7 +110,7 @@ def _sides(shape: Shape, here: Layout, there: Layout, kind: Any, to: Any, varian
 
     def side(variant: Variant) -> Side:
         source, target = shared if variant.shared else x, out if variant.out else None
-        return Side(lambda _: reshard(source, to, out=target, wire=variant.wire))
+        return Side(lambda _: reshard(source, to, out=target, transport=variant.transport))
 
     copies = strided_copies(rank, [(made, torch.float32, None if room is None else [room])])
     limit = None if copies is None else Side(lambda _: copies())

@@ -1,4 +1,4 @@
-"""The short benchmark: a few moves on ranks of this machine, ours over each wire, torch's, and the limit."""
+"""The short benchmark: a few moves on ranks of this machine, ours over each transport, torch's, and the limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.bench.moves import (
     rows_to_columns,
     silence,
 )
-from shardwise.exchange.pages import available
+from shardwise.exchange.host_memory import available
 from shardwise.planning import size as in_words
 from shardwise.testing import on_ranks
 

@@ -25,7 +25,7 @@ LEGEND = """\
 A float32 tensor of {size} on {ranks} processes of this machine, one thread each.
 Medians, from when the first process starts until the last one is done.
 shardwise: reshard(x, to, out=y)   source shared: x made by empty(shared=True)
-over the group: wire="group"       limit: mere copies of the same cells, where
+over the group: transport="group"       limit: mere copies of the same cells, where
 each process has all of them in its own memory, and nobody talks to anybody"""
 
 

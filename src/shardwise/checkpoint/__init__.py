@@ -8,7 +8,7 @@ from shardwise.checkpoint.opaque import Opaque
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.saving import save
-from shardwise.state.links import Concat, Stack, Transposed
+from shardwise.job.remap import Concat, Stack, Transposed
 
 __all__ = [
     "Checkpoint",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.rules import Rules, read_rules
-from shardwise.state.links import Concat, Remap, Stack, Transposed
+from shardwise.job.remap import Concat, Remap, Stack, Transposed
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

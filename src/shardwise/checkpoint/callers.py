@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.state.plan import Tensor
-from shardwise.tensor.together import together
-from shardwise.tensor.wiring import group_wire
-from shardwise.wires.members import has_default_group, job_rank
+from shardwise.job.agree import together
+from shardwise.job.plan import Tensor
+from shardwise.job.session import group_transport
+from shardwise.transports.members import has_default_group, job_rank
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -23,14 +23,14 @@ class Callers:
     def __init__(self, operation: str, group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
         self.operation, self.group = operation, group
         self.alone = alone or (group is None and not has_default_group())
-        self.wire = None if self.alone else group_wire(group)
-        self.me = job_rank() if self.wire is None else self.wire.me
-        self.owners: tuple[int, ...] = (self.me,) if self.wire is None else self.wire.owners
+        self.transport = None if self.alone else group_transport(group)
+        self.me = job_rank() if self.transport is None else self.transport.me
+        self.owners: tuple[int, ...] = (self.me,) if self.transport is None else self.transport.owners
 
     @property
     def broken(self) -> bool:
         """True where others may have gone on, and cannot be asked."""
-        return self.wire is not None and self.wire.broken
+        return self.transport is not None and self.transport.broken
 
     @property
     def first(self) -> bool:
@@ -39,7 +39,7 @@ class Callers:
 
     def highest(self, numbers: torch.Tensor) -> torch.Tensor:
         """The highest of what all have, number by number."""
-        return numbers if self.wire is None else self.wire.reduced(numbers, "max")()
+        return numbers if self.transport is None else self.transport.reduced(numbers, "max")()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors of which others than the callers hold a part."""

@@ -17,13 +17,13 @@ from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.structure import differing_step
 from shardwise.checkpoint.values import is_listed, same_value
 from shardwise.errors import RefusedCastError
+from shardwise.exchange.overflow import Lost, Overflow, check_overflow, refusal
 from shardwise.geometry import Box, Boxes, Ints, starts
+from shardwise.job.casts import Cast
+from shardwise.job.names import Rename, missing
+from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.remap import Remap
 from shardwise.quoting import brief, in_line
-from shardwise.state.casts import Cast
-from shardwise.state.links import Remap
-from shardwise.state.names import Rename, missing
-from shardwise.state.progress import Progress, check_progress, shown
-from shardwise.tensor.overflow import Lost, Overflow, check_overflow, refusal
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -31,15 +31,15 @@ from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.values import is_listed
 from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
+from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
+from shardwise.job.casts import Cast
+from shardwise.job.names import Rename, missing
+from shardwise.job.progress import Count, Progress, check_progress, shown
+from shardwise.job.remap import Remap
 from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.quoting import brief
-from shardwise.state.casts import Cast
-from shardwise.state.links import Remap
-from shardwise.state.names import Rename, missing
-from shardwise.state.progress import Count, Progress, check_progress, shown
-from shardwise.tensor.overflow import Overflow
 
 CONFIG = "config.json"  # of the model, beside its weights
 FORMATS = ("safetensors", "sharded", "dcp", "torch.save")

@@ -19,11 +19,10 @@ from shardwise.checkpoint.files import Files, Span, elements
 from shardwise.checkpoint.local_files import LATELY, LocalFiles
 from shardwise.checkpoint.remote_files import worth_it
 from shardwise.errors import CheckpointError, LayoutError
-from shardwise.exchange.cuts import Cut, Places
+from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
-from shardwise.geometry import Box, Boxes, Ints, gaps, join, tiles
+from shardwise.geometry import Box, Boxes, Ints, Places, Window, gaps, join, tiles
 from shardwise.layout import Layout
-from shardwise.tensor.overflow import Lost
 
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
@@ -132,9 +131,9 @@ class Entry:
         strides = Places.packed(boxes).strides if at.strides is None else at.strides
         return Places(boxes, self.file[rows], at.start, strides * self.dtype.itemsize)
 
-    def cuts(self, places: Places) -> list[Cut]:
+    def cuts(self, places: Places) -> list[Window]:
         """Places that are counted in bytes, as cuts of files."""
-        return Places(places.boxes, places.tensor, places.offset, places.strides // self.dtype.itemsize).cuts()
+        return Places(places.boxes, places.tensor, places.offset, places.strides // self.dtype.itemsize).windows()
 
     def within(self, boxes: Boxes) -> Places:
         """What the files have of these boxes, no cell twice."""
@@ -157,7 +156,7 @@ class Entry:
                     f"(shape {self.shape}): shards are missing"
                 )
 
-    def views(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+    def views(self, cuts: Sequence[Window]) -> list[torch.Tensor]:
         """The elements of cuts of files, as tensors: of the mapped file, or of what was fetched."""
         self._check_dtype()
         if isinstance(self.files, LocalFiles):
@@ -180,22 +179,22 @@ class Entry:
                 f"integers of whole bytes are read. Remedy: leave it out, or save its int_repr() and its scales"
             )
 
-    def _parts(self, cut: Cut, outer: int) -> list[Cut]:
+    def _parts(self, cut: Window, outer: int) -> list[Window]:
         """A cut as one for every step along its first dims."""
         if not outer:
             return [cut]
         steps = [stride * self.dtype.itemsize for stride in cut.strides[:outer]]
         return [
-            Cut(cut.tensor, cut.shape[outer:], cut.strides[outer:], cut.offset + sum(map(mul, at, steps)))
+            Window(cut.tensor, cut.shape[outer:], cut.strides[outer:], cut.offset + sum(map(mul, at, steps)))
             for at in product(*map(range, cut.shape[:outer]))
         ]
 
-    def copy(self, cut: Cut, file: Any) -> None:
+    def copy(self, cut: Window, file: Any) -> None:
         """Append the bytes between the first and the last element of a cut to a file."""
         self._check_dtype()
         self.files.copy(self._span(cut), file)
 
-    def _span(self, cut: Cut) -> Span:
+    def _span(self, cut: Window) -> Span:
         return Span(self.paths[cut.tensor], cut.offset, cut.offset + cut.reach * self.dtype.itemsize)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
@@ -244,7 +243,7 @@ class Reading(NamedTuple):
     """Elements in files of an entry, and where they belong. `look` sees them as they are in the files."""
 
     entry: Entry
-    cuts: Sequence[Cut]
+    cuts: Sequence[Window]
     tensors: Sequence[torch.Tensor]
     look: Look | None = None
 
@@ -309,13 +308,13 @@ def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     read_into([Reading(entry, entry.cuts(here), [cut.of(tensors) for cut in there])])
 
 
-def placed(source: Places, target: Places) -> tuple[Places, list[Cut]]:
+def placed(source: Places, target: Places) -> tuple[Places, list[Window]]:
     """The same cells on both sides."""
     row, there = target.within(source.boxes)
-    return source.inside(row, there.boxes), there.cuts()
+    return source.inside(row, there.boxes), there.windows()
 
 
-def _outer(cut: Cut, itemsize: int) -> int:
+def _outer(cut: Window, itemsize: int) -> int:
     """How many dims to take apart, so that what is fetched is not mostly what nobody asked for."""
     outer = 0
     for dim, (size, stride) in enumerate(zip(cut.shape, cut.strides, strict=True)):

@@ -19,19 +19,19 @@ from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.checkpoint.without_memory import filled, replacements
+from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.state.casts import Cast, Into
-from shardwise.state.leaves import Said, is_tensor, said, tensors_of
-from shardwise.state.links import Link, Remap, links
-from shardwise.state.moving import check_local, memory_of
-from shardwise.state.names import Rename, missing
-from shardwise.state.plan import Tensor
-from shardwise.state.progress import Count, Progress, check_progress, shown
-from shardwise.state.ties import Ties, tied, ties_of
+from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
+from shardwise.job.casting import Change, check_changes
+from shardwise.job.casts import Cast, Into
+from shardwise.job.job import check_local, memory_of
+from shardwise.job.names import Rename, missing
+from shardwise.job.plan import Tensor
+from shardwise.job.progress import Count, Progress, check_progress, shown
+from shardwise.job.remap import Link, Remap, links
+from shardwise.job.side import Said, is_tensor, said, tensors_of
+from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
-from shardwise.tensor.casting import Change, check_changes
-from shardwise.tensor.output import check_written
-from shardwise.tensor.overflow import Losses, Lost, Overflow, check_overflow, refusal
 
 T = TypeVar("T")
 Read = Literal["each", "once"]
@@ -131,7 +131,7 @@ def _heard(
         replaced = replacements(flat)
         flat |= replaced
         found.append((checkpoint, State(flat, paths, replaced)))
-        return said(flat, callers.wire), ties_of(flat, callers.wire)
+        return said(flat, callers.transport), ties_of(flat, callers.transport)
 
     def conclude(told: Mapping[int, tuple[Said, Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.checkpoint.entry import Alike, Entry
-from shardwise.exchange.cuts import Cut, Places, Strides
-from shardwise.geometry import Box, Boxes, Ints, ints
-from shardwise.layout import Layout
-from shardwise.state.links import Link
-from shardwise.state.view import View
+from shardwise.geometry import Box, Boxes, Ints, Places, Strides, Window, ints
+from shardwise.job.remap import Link
+from shardwise.job.subtensor import View
+from shardwise.layout import Layout, places_of
 
 
 class Local(NamedTuple):
@@ -24,7 +23,7 @@ class Local(NamedTuple):
 
     def places(self) -> Places:
         """Where its cells are in them."""
-        return Places.of_owner(self.layout, self.owner, self.strides)
+        return places_of(self.layout, self.owner, self.strides)
 
 
 class Packed(NamedTuple):
@@ -47,18 +46,18 @@ class Match(NamedTuple):
     rows: Ints
     row: Ints
     boxes: Boxes
-    dense: list[Cut]
-    there: list[Cut]
+    dense: list[Window]
+    there: list[Window]
     wanted: Boxes
 
-    def sources(self, entry: Entry, view: View) -> list[Cut]:
+    def sources(self, entry: Entry, view: View) -> list[Window]:
         """Where the cells are in the files of one of the tensors."""
         entry.check(self.wanted)
         at, size = entry.locate(self.rows), entry.dtype.itemsize
         if at.strides is None:
             files, starts, rows = entry.file[self.rows].tolist(), at.start.tolist(), self.row.tolist()
             return [
-                Cut(files[row], cut.shape, cut.strides, starts[row] + cut.offset * size)
+                Window(files[row], cut.shape, cut.strides, starts[row] + cut.offset * size)
                 for row, cut in zip(rows, self.dense, strict=True)
             ]
         places = entry.places(self.rows, at).inside(self.row, self.boxes)
@@ -81,4 +80,4 @@ def _match(alike: Alike, room: Local | Packed, source_view: View, target_view: V
     here = source_view.of_places(held)  # one for one: nothing that is wanted is out of sight
     rows, row = np.unique(held.tensor, return_inverse=True)
     placed = there.inside(number, here.boxes)
-    return Match(ints(rows), ints(row), held.boxes, here.cuts(), placed.cuts(), wanted)
+    return Match(ints(rows), ints(row), held.boxes, here.windows(), placed.windows(), wanted)

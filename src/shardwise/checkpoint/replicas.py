@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shardwise.exchange.pages import bytes_at
-from shardwise.state.leaves import is_tensor, lists_chunks
-from shardwise.tensor.kinds import is_sharded
+from shardwise.containers.container import is_sharded
+from shardwise.exchange.host_memory import bytes_at
+from shardwise.job.side import is_tensor, lists_chunks
 
 SAMPLE = 1024  # elements that are compared, of every tensor
 NOTHING = -(2**63)  # lower than every mark

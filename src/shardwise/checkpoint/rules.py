@@ -50,10 +50,10 @@ import numpy as np
 
 from shardwise.checkpoint.files import readable
 from shardwise.errors import LayoutError
+from shardwise.job.names import matched
 from shardwise.layout import Layout, Mesh, Placement, Replicate, Shard
 from shardwise.layout.mesh import placement
 from shardwise.quoting import brief
-from shardwise.state.names import matched
 
 DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # how numbers are written in names of files
 READY = ("llama", "mistral", "mixtral", "qwen")
@@ -128,7 +128,7 @@ class Rules:
             for rule in self.rules:
                 rule.on(self.mesh)
             with _at(f"{self.where}, [files]"):
-                file_name(self.pattern or "", places_of(self.mesh, 0))
+                file_name(self.pattern or "", axis_positions(self.mesh, 0))
 
     def with_mesh(self, /, **sizes: int) -> Rules:
         """The same rules on a mesh of these axes.
@@ -236,10 +236,10 @@ def _check_heads(layout: Layout, words: Sequence[Word], count: int, what: str) -
             )
 
 
-def places_of(mesh: Mesh, rank: int) -> dict[str, int]:
+def axis_positions(mesh: Mesh, rank: int) -> dict[str, int]:
     """What the pattern of files can ask for: the rank, and its place along every axis.
 
-    >>> places_of(Mesh(dp=2, tp=4), 6)
+    >>> axis_positions(Mesh(dp=2, tp=4), 6)
     {'rank': 6, 'dp': 1, 'tp': 2}
     """
     places = [int(place) for place in np.unravel_index(rank, mesh.shape)]

@@ -20,14 +20,13 @@ from shardwise.checkpoint.replicas import marks, unlike
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded, refuse_modules
 from shardwise.checkpoint.writing import Folder, write_tensor
-from shardwise.exchange.cuts import Cut, Places, Strides
-from shardwise.geometry import Box, Boxes
-from shardwise.layout import Layout
+from shardwise.geometry import Box, Boxes, Strides, Window
+from shardwise.job.job import check_local, memory_of
+from shardwise.job.plan import Tensor
+from shardwise.job.side import Said, is_tensor, refuse_several_jobs, said, tensors_of
+from shardwise.job.ties import Ties, tied, ties_of
+from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
-from shardwise.state.leaves import Said, is_tensor, refuse_several_jobs, said, tensors_of
-from shardwise.state.moving import check_local, memory_of
-from shardwise.state.plan import Tensor
-from shardwise.state.ties import Ties, tied, ties_of
 from shardwise.state.traverse import flatten_state_dict, is_step
 
 T = TypeVar("T")
@@ -139,7 +138,7 @@ def _heard(
         for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
         marked.update({} if callers.alone else marks(flat))
-        return said(flat, callers.wire), list(others), ties_of(flat, callers.wire)
+        return said(flat, callers.transport), list(others), ties_of(flat, callers.transport)
 
     def conclude(told: Mapping[int, tuple[Said, list[str], Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
         (first, (_, names, _)), *others = told.items()
@@ -148,7 +147,7 @@ def _heard(
                 strange = sorted(set(names) ^ set(other)) or names
                 raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
         given = {rank: one for rank, (one, *_) in told.items()}
-        refuse_several_jobs(given, callers.wire)
+        refuse_several_jobs(given, callers.transport)
         tensors = tensors_of(given, "state dict")
         callers.check(tensors)
         _check_whole(tensors)
@@ -209,8 +208,8 @@ def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], m
 
 
 @lru_cache(maxsize=4096)
-def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Cut]]:
+def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
     """The boxes to write, and where they are. Kept: most tensors lie as others do."""
     boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
-    _, places = Places.of_owner(held, me, strides).once(boxes)
-    return [(places.boxes.box(at), cut) for at, cut in enumerate(places.cuts())]
+    _, places = places_of(held, me, strides).once(boxes)
+    return [(places.boxes.box(at), cut) for at, cut in enumerate(places.windows())]

@@ -7,9 +7,8 @@ from functools import lru_cache
 from math import prod
 
 from shardwise.errors import CheckpointError
-from shardwise.exchange.cuts import Places
 from shardwise.geometry import Box, Boxes, cut, ints, row_major
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Grid, Layout, places_of
 from shardwise.planning import plan
 
 Owned = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corners of a box
@@ -62,7 +61,7 @@ def _as_planned(layout: Layout, itemsize: int) -> Layout:
     copies = plan(layout, Layout.replicated(layout.shape, [max(layout.owners()) + 1]), itemsize=itemsize).copies
     found = list[Owned]()
     for owner in layout.owners():
-        held = Places.of_owner(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
+        held = places_of(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
         boxes = held.once(copies.boxes.take(copies.source == owner))[1].boxes
         found += [(owner, boxes.box(at).lo, boxes.box(at).hi) for at in range(boxes.count)]
     return Layout.boxes(layout.shape, found)

@@ -10,17 +10,17 @@ import torch
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry
 from shardwise.checkpoint.shares import Owned, slices
+from shardwise.containers.memory import check_written
 from shardwise.exchange import Move
+from shardwise.exchange.overflow import Losses
 from shardwise.geometry import Box, Boxes
+from shardwise.job.agree import agreed
+from shardwise.job.job import Mover, check_local, memory_of
+from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.progress import Progress, shown
+from shardwise.job.remap import Link
+from shardwise.job.session import group_transport
 from shardwise.layout import Layout
-from shardwise.state.links import Link
-from shardwise.state.moving import Mover, check_local, memory_of
-from shardwise.state.plan import ModelPlan, Tensor
-from shardwise.state.progress import Progress, shown
-from shardwise.tensor.output import check_written
-from shardwise.tensor.overflow import Losses
-from shardwise.tensor.together import agreed
-from shardwise.tensor.wiring import group_wire
 
 Listed = Sequence[tuple[Link, Entry, Tensor]]
 
@@ -35,7 +35,7 @@ def load_once(
     losses: Losses | None,
 ) -> None:
     """Fill the targets: a sync whose source are the mapped files, of which every rank holds an equal share."""
-    entries, wire = dict[str, Entry](), group_wire(callers.group)
+    entries, transport = dict[str, Entry](), group_transport(callers.group)
 
     def make() -> ModelPlan:
         listed = prepare()
@@ -47,7 +47,7 @@ def load_once(
         return ModelPlan.of([link for link, _, _ in listed], sources, filled, max_bytes=max_bytes)
 
     plan = agreed("load", make, group=callers.group)
-    mover = Mover(wire, plan, "load")
+    mover = Mover(transport, plan, "load")
 
     def check() -> None:
         for name, tensor in plan.targets.items():

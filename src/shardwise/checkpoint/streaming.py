@@ -14,10 +14,9 @@ import torch
 from shardwise.checkpoint.entry import Entry, Reading, placed, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.matching import Packed, match
-from shardwise.exchange.cuts import Cut, Places
-from shardwise.geometry import Box, Boxes, cut, ints
-from shardwise.state.links import Link
-from shardwise.tensor.overflow import Losses, may_overflow
+from shardwise.exchange.overflow import Losses, may_overflow
+from shardwise.geometry import Box, Boxes, Places, Window, cut, ints
+from shardwise.job.remap import Link
 
 CHUNK, APART = 2**23, 2**20
 
@@ -72,7 +71,7 @@ class Stream:
                     found.look(repr(self.name), entry.views(here), self.dtype)
         return found
 
-    def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Cut], list[Cut]]]:
+    def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Window], list[Window]]]:
         for link, entry in self.sources:
             there = link.target_view.of_places(packed)
             if there.boxes.count:
@@ -89,11 +88,11 @@ class Stream:
             self.fill(part, room)
             file.write(room.view(WORDS[self.dtype.itemsize]).numpy().data)
 
-    def _runs(self, box: Box) -> list[tuple[Entry, Cut]] | None:
+    def _runs(self, box: Box) -> list[tuple[Entry, Window]] | None:
         """The box as bytes of files one after the other; None where it has to be packed or cast."""
         if not box.volume:
             return []
-        found = list[tuple[int, Entry, Cut]]()
+        found = list[tuple[int, Entry, Window]]()
         for link, entry in self.sources:
             if entry.dtype != self.dtype:
                 return None

@@ -8,11 +8,11 @@ from math import prod
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.streaming import Stream
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.state.casts import Asked, Cast, Casts
-from shardwise.state.links import Link, Remap, links, shapes_after
-from shardwise.state.names import Rename, matched
-from shardwise.state.view import View
-from shardwise.tensor.casting import Change, check_change, check_changes
+from shardwise.job.casting import Change, check_change, check_changes
+from shardwise.job.casts import Asked, Cast, Casts
+from shardwise.job.names import Rename, matched
+from shardwise.job.remap import Link, Remap, links, shapes_after
+from shardwise.job.subtensor import View
 
 Select = Sequence[str] | str | None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor.memory import is_meta, local_of, storage_of, with_memory
+from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
 
 def replacements(flat: Mapping[str, Any]) -> dict[str, torch.Tensor]:

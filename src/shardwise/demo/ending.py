@@ -13,8 +13,8 @@ from shardwise.bench.table import seconds
 from shardwise.demo.figures import TURNS, Figure
 from shardwise.demo.folder import Folder
 from shardwise.demo.stage import MARGIN, heading, say, show
+from shardwise.job.plan import ModelPlan
 from shardwise.planning import size
-from shardwise.state.plan import ModelPlan
 
 TITLE = "A Llama-shaped model from 4 trainers (FSDP) to 2 servers (TP)"
 

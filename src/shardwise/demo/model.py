@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardwise.checkpoint import read_rules
+from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.remap import Concat, links
 from shardwise.layout import Layout, Mesh
-from shardwise.state.links import Concat, links
-from shardwise.state.plan import ModelPlan, Tensor
 
 DTYPE = torch.bfloat16
 TRAINERS, SERVERS = Mesh(fsdp=4), Mesh(tp=2, ranks=[4, 5])

@@ -11,10 +11,10 @@ from rich.text import Text
 from shardwise.bench.table import seconds
 from shardwise.demo.model import LLAMA_8B, SERVERS, TRAINERS, Llama, planned
 from shardwise.demo.stage import heading, say, show
+from shardwise.job.plan import ModelPlan
 from shardwise.layout import Mesh
 from shardwise.planning import size
 from shardwise.report import draw
-from shardwise.state.plan import ModelPlan
 
 SHOWN = "model.layers.0.self_attn.o_proj.weight"
 MANY_TRAINERS, MANY_SERVERS = Mesh(fsdp=64), Mesh(tp=8, ranks=range(64, 72))

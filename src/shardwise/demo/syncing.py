@@ -27,10 +27,10 @@ from shardwise.demo.model import (
     served,
 )
 from shardwise.demo.stage import heading, say
+from shardwise.job.plan import ModelPlan
 from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.state import Resharder, empty
-from shardwise.state.plan import ModelPlan
 from shardwise.tensor import ShardedTensor, fingerprint
 
 TRAINING, SERVING = TRAINERS.ranks.tolist(), SERVERS.ranks.tolist()

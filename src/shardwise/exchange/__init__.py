@@ -1,9 +1,9 @@
-"""Exchange: runs plans over a wire."""
+"""Exchange: runs plans over a transport."""
 
 from shardwise.exchange.agreement import Terms, in_words
-from shardwise.exchange.run import Exchange, Move
+from shardwise.exchange.exchange import Exchange, Move
 from shardwise.exchange.staging import Staging
-from shardwise.exchange.views import Views
-from shardwise.exchange.wire import Message, Swap, Wire
+from shardwise.exchange.transport import PeerBuffer, Swap, Transport
+from shardwise.exchange.view_cache import ViewCache
 
-__all__ = ["Exchange", "Message", "Move", "Staging", "Swap", "Terms", "Views", "Wire", "in_words"]
+__all__ = ["Exchange", "PeerBuffer", "Move", "Staging", "Swap", "Terms", "ViewCache", "Transport", "in_words"]

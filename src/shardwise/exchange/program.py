@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.exchange.cuts import Cut, Places, Strides
-from shardwise.geometry import Boxes, Ints, heads, running
+from shardwise.geometry import Boxes, Ints, Places, Strides, Window, heads, running
+from shardwise.layout import places_of
 from shardwise.planning import Copies, Plan
 
 
 class Pair(NamedTuple):
     """The same cells in our tensors, and in a message (or in other tensors of ours, to where they are copied)."""
 
-    here: Cut
-    there: Cut
+    here: Window
+    there: Window
 
 
 class Segment(NamedTuple):
@@ -30,20 +30,20 @@ class Segment(NamedTuple):
     peer: int
     cells: int
     pairs: tuple[Pair, ...]
-    whole: Cut | None
+    whole: Window | None
 
 
 class Term(NamedTuple):
     """A contribution to cells: in the message from `peer`, or in our own tensors where that is None."""
 
     peer: int | None
-    cut: Cut
+    cut: Window
 
 
 class Reduction(NamedTuple):
     """Terms, in their order, whose reduction is the value of the cells at `target`."""
 
-    target: Cut
+    target: Window
     terms: tuple[Term, ...]
 
 
@@ -71,8 +71,8 @@ def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[S
     if owner not in plan.source and owner not in plan.target:
         return Program({}, None)
     part = plan.for_owner(owner)
-    here = Places.of_owner(plan.source, owner, source)
-    there = Places.of_owner(plan.target, owner, target)
+    here = places_of(plan.source, owner, source)
+    there = places_of(plan.target, owner, target)
     copies, stages = part.copies, dict[tuple[int, int], Stage]()
     edges = [*np.flatnonzero(heads(copies.step, copies.round)).tolist(), len(copies)]
     for start, stop in pairwise(edges):
@@ -109,7 +109,7 @@ def _segment(peer: int, boxes: Boxes, places: Places | None) -> Segment:
         return Segment(peer, cells, (), None)
     number, parts = places.within(boxes)
     message = Places.packed(boxes).inside(number, parts.boxes)
-    pairs = tuple(map(Pair, parts.cuts(), message.cuts()))
+    pairs = tuple(map(Pair, parts.windows(), message.windows()))
     whole = pairs[0].here if len(pairs) == 1 and pairs[0].here.contiguous else None
     return Segment(peer, cells, pairs, whole)
 
@@ -127,16 +127,16 @@ def across(
     step, turn = key
     chosen = (copies.step == step) & (copies.round == turn) & (copies.source == peer) & (copies.target == owner)
     boxes = copies.boxes.take(chosen)
-    there = Places.of_owner(plan.source if step == 0 else plan.target, peer, theirs)
+    there = places_of(plan.source if step == 0 else plan.target, peer, theirs)
     if not ours:
         return _segment(peer, boxes, there).pairs
-    return _local(boxes, there, Places.of_owner(plan.target, owner, ours))
+    return _local(boxes, there, places_of(plan.target, owner, ours))
 
 
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
     _, read = source.within(boxes)
     number, written = target.within(read.boxes)
-    return tuple(map(Pair, read.inside(number, written.boxes).cuts(), written.cuts()))
+    return tuple(map(Pair, read.inside(number, written.boxes).windows(), written.windows()))
 
 
 def _reductions(received: Copies, kept: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
@@ -157,12 +157,12 @@ def _reductions(received: Copies, kept: Copies, source: Places, target: Places) 
     columns = list[list[Term]]()
     for term in range(terms):
         row = arrived[read_box[number], term]
-        there, here = messages.inside(row, written.boxes).cuts(), read.inside(number, written.boxes).cuts()
+        there, here = messages.inside(row, written.boxes).windows(), read.inside(number, written.boxes).windows()
         peer = received.source[row].tolist()
         columns.append(
             [Term(p, t) if r >= 0 else Term(None, h) for r, p, t, h in zip(row, peer, there, here, strict=True)]
         )
-    return tuple(map(Reduction, written.cuts(), zip(*columns, strict=True)))
+    return tuple(map(Reduction, written.windows(), zip(*columns, strict=True)))
 
 
 def _numbers(boxes: Boxes) -> Ints:

@@ -50,7 +50,7 @@ def reduce(target: Tensor, terms: Sequence[Tensor], op: str, look: Look | None =
     """Write the reduction of the terms, of which there are two or more, of the shape of the target.
 
     It is computed on the device of the target. Terms may lie elsewhere: messages that travel with the agreement, and
-    all messages of wires that cannot reach the device, are in CPU memory. `look` sees values that are cast, before
+    all messages of transports that cannot reach the device, are in CPU memory. `look` sees values that are cast, before
     they are.
     """
     dtype, combine = terms[0].dtype, COMBINE[op]

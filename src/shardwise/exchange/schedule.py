@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Parcel:
+class Message:
     """A message to or from a peer: parts of several tensors, one after the other."""
 
     peer: int
@@ -83,10 +83,10 @@ class Turn:
     """One round of one step: messages of their own, and those that are small enough to travel with the agreement."""
 
     key: tuple[int, int]
-    receives: tuple[Parcel, ...]
-    sends: tuple[Parcel, ...]
-    small_receives: tuple[Parcel, ...]
-    small_sends: tuple[Parcel, ...]
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    small_receives: tuple[Message, ...]
+    small_sends: tuple[Message, ...]
 
     @cached_property
     def bytes(self) -> int:
@@ -128,7 +128,7 @@ def _turn(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...
     return Turn(key, *large, *small)
 
 
-def _parcels(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Parcel]:
+def _parcels(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Message]:
     # by falling itemsize every part of a message starts at a multiple of its own
     order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
     found = dict[int, list[Share]]()
@@ -138,4 +138,4 @@ def _parcels(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], 
             parts = found.setdefault(segment.peer, [])
             start = parts[-1].stop if parts else 0
             parts.append(Share(number, segment, dtype, start, start + segment.cells * dtype.itemsize))
-    return [Parcel(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]
+    return [Message(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.exchange.pages import fresh, outside_inference
+from shardwise.exchange.host_memory import fresh, outside_inference
 
 
 class Staging:

@@ -4,6 +4,7 @@ from shardwise.geometry.axis import Axis, Spans
 from shardwise.geometry.box import Box, row_major
 from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
+from shardwise.geometry.places import Places, Strides, Window
 from shardwise.geometry.ragged import (
     Bools,
     Ints,
@@ -25,7 +26,10 @@ __all__ = [
     "Box",
     "Boxes",
     "Ints",
+    "Places",
     "Spans",
+    "Strides",
+    "Window",
     "cut",
     "different",
     "distinct",

@@ -6,6 +6,7 @@ from shardwise.layout.grid import Grid, outer
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
+from shardwise.layout.placing import places_of
 
 __all__ = [
     "Cells",
@@ -25,4 +26,5 @@ __all__ = [
     "StridedShard",
     "outer",
     "parse",
+    "places_of",
 ]

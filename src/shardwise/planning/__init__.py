@@ -1,4 +1,4 @@
-"""How to turn one layout into another. Nothing here knows whether a wire or a disk carries it out."""
+"""How to turn one layout into another. Nothing here knows whether a transport or a disk carries it out."""
 
 from shardwise.planning.copies import Copies, Copy
 from shardwise.planning.explain import columns, count, size

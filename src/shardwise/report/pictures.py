@@ -75,7 +75,7 @@ def by_owner(plan: Plan) -> tuple[Ints, Ints, Ints]:
 def figures(plan: Plan) -> dict[str, Any]:
     """The totals of a plan, against the least that any could move and against redistribute's."""
     known = plan.carrying or plan.target.terms == 1  # else a plan that reduces in another order could do with less
-    wires = [redistributed(plan.source, plan.target, plan.itemsize, all_to_all=gpu) for gpu in (True, False)]
+    transports = [redistributed(plan.source, plan.target, plan.itemsize, all_to_all=gpu) for gpu in (True, False)]
     return {
         "moved": plan.bytes_moved,
         "local": plan.bytes_local,
@@ -88,9 +88,9 @@ def figures(plan: Plan) -> dict[str, Any]:
         "seconds": plan.estimate(),
         "hosts": None if plan.hosts is None else plan.hosts.count,
         "across": int(plan.traffic.size[~plan.traffic.inside].sum()),
-        "redistribute": [wire.bytes for wire in wires],
-        "steps": [list(wire.steps) for wire in wires],
-        "why_not": wires[0].why_not,
+        "redistribute": [transport.bytes for transport in transports],
+        "steps": [list(transport.steps) for transport in transports],
+        "why_not": transports[0].why_not,
         "reduces": f"{plan.source.op} of {plan.source.terms} terms" if plan.reducing else "",
     }
 
@@ -162,7 +162,7 @@ def _added(found: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
         return None if any(v is None for v, _ in known) else sum(v * times for v, times in known if v is not None)
 
     sums = {name: total((one[name], times) for one, times in found) for name in ("moved", "local", "bound", "messages")}
-    wires = [total((one["redistribute"][way], times) for one, times in found) for way in (0, 1)]
+    transports = [total((one["redistribute"][way], times) for one, times in found) for way in (0, 1)]
     refused = [(one["why_not"], times) for one, times in found if one["why_not"]]
     why_not = {"why_not": refused[0][0], "refused": sum(times for _, times in refused)} if refused else {}
-    return {**sums, "redistribute": wires, **why_not}
+    return {**sums, "redistribute": transports, **why_not}

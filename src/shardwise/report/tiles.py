@@ -65,7 +65,7 @@ def _holders(layout: Layout, groups: Groups, block: int) -> dict[str, Any]:
 
 
 def _put_together(grid: Grid, groups: Groups, most: int) -> dict[str, Any]:
-    """Neighbours along every axis as one tile."""
+    """LocalPeers along every axis as one tile."""
     counts = [len(axis.part) for axis in grid.axes]
     edges = [np.arange(n + 1) * count // n for n, count in zip(_fewer(counts, most), counts, strict=True)]
     cuts = [axis.cuts[edge] for axis, edge in zip(grid.axes, edges, strict=True)]

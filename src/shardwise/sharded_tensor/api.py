@@ -12,10 +12,13 @@ from warnings import warn
 import torch
 import torch.distributed as dist
 
-import shardwise.tensor.sharded as plain
-from shardwise.dtensor import in_order, torchs_sharded
+import shardwise.containers.sharded as plain
 from shardwise.errors import ExchangeError, LayoutError
+from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
+from shardwise.job.agree import together
+from shardwise.job.source import Held
+from shardwise.job.work import Options
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.instances import FamiliarTensor
 from shardwise.sharded_tensor.kind import BySpec, Group, Target, Tensors
@@ -30,12 +33,9 @@ from shardwise.sharded_tensor.pickling import loaded, place, unplaced
 from shardwise.sharded_tensor.said import checked_metadata, concluded, refuse, said
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
-from shardwise.tensor.held import Held
-from shardwise.tensor.overflow import Overflow
 from shardwise.tensor.resharding import called, gather, result_of
-from shardwise.tensor.together import together
-from shardwise.tensor.work import Options
-from shardwise.wires.members import of_job, owner_here
+from shardwise.torch_internals import in_order, torchs_sharded
+from shardwise.transports.members import of_job, owner_here
 
 
 class ShardedTensorBase(plain.ShardedTensor, metaclass=FamiliarTensor):

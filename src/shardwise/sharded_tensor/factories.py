@@ -9,19 +9,19 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-import shardwise.tensor.sharded as plain
-from shardwise.dtensor import is_torch_sharded
+import shardwise.containers.sharded as plain
+from shardwise.job.agree import together
+from shardwise.job.source import Held
+from shardwise.job.work import Options
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.kind import BySpec, Group, Target
 from shardwise.sharded_tensor.metadata import TensorProperties
 from shardwise.sharded_tensor.sharding_spec import ShardingSpec
 from shardwise.sharded_tensor.utils import _raise_if_mismatch
-from shardwise.tensor.held import Held
 from shardwise.tensor.resharding import called, result_of
-from shardwise.tensor.together import together
-from shardwise.tensor.work import Options
-from shardwise.wires.members import owner_here
+from shardwise.torch_internals import is_torch_sharded
+from shardwise.transports.members import owner_here
 
 Factory = TypeVar("Factory", bound=Callable[..., ShardedTensor])
 

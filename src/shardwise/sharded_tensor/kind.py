@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import RemoteDevice, Shards, owner_of, shards_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
-from shardwise.wires.members import owner_here
+from shardwise.torch_internals import RemoteDevice, Shards, owner_of, shards_of
+from shardwise.transports.members import owner_here
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import RemoteDevice, torchs_metadata
 from shardwise.sharded_tensor.instances import Familiar
+from shardwise.torch_internals import RemoteDevice, torchs_metadata
 
 FORMATS = {
     "contiguous": torch.contiguous_format,

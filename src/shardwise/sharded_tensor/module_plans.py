@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import is_spec
 from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.factories import shard_parameter
 from shardwise.sharded_tensor.kind import Group
+from shardwise.torch_internals import is_spec
 
 
 class Sharder(ABC):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardwise.dtensor import default_group, torchs_loading
 from shardwise.sharded_tensor.kind import BySpec, Group, Tensors
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+from shardwise.torch_internals import default_group, torchs_loading
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor import owner_of
+from shardwise.job.source import Held
+from shardwise.job.work import Options
 from shardwise.sharded_tensor.kind import BySpec, Target, inside
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
 from shardwise.tensor import ShardedTensor
-from shardwise.tensor.held import Held
 from shardwise.tensor.resharding import called, result_of
-from shardwise.tensor.work import Options
-from shardwise.wires.members import owner_here, owners_of
+from shardwise.torch_internals import owner_of
+from shardwise.transports.members import owner_here, owners_of
 
 Local = torch.Tensor | Sequence[torch.Tensor] | None
 

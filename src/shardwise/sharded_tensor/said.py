@@ -21,7 +21,7 @@ from shardwise.sharded_tensor.utils import (
     build_global_metadata,
     build_metadata_from_local_shards,
 )
-from shardwise.wires.members import owner_here
+from shardwise.transports.members import owner_here
 
 Size = tuple[int | None, ...]
 Said = tuple[Size, ShardedTensorMetadata | None]

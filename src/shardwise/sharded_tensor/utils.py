@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import owner_of, worker_rank
 from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, same_device
 from shardwise.sharded_tensor.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
-from shardwise.wires.members import owners_of
+from shardwise.torch_internals import owner_of, worker_rank
+from shardwise.transports.members import owners_of
 
 
 def _parse_and_validate_remote_device(pg: Any, remote_device: Any) -> tuple[int | None, torch.device]:

@@ -1,8 +1,8 @@
 """Whole state dicts: visit and flatten them, reshard all tensors at once, sync one model into another every step."""
 
+from shardwise.job.plan import ModelPlan
+from shardwise.job.remap import Concat, Stack, Transposed
 from shardwise.state.flatten import _flatten_sharded_tensors, flatten_sharded_tensors
-from shardwise.state.links import Concat, Stack, Transposed
-from shardwise.state.plan import ModelPlan
 from shardwise.state.reshard import reshard_state_dict
 from shardwise.state.resharder import Resharder
 from shardwise.state.shared_memory import empty, share_

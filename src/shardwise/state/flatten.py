@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwise.containers.container import is_sharded, kind_of
+from shardwise.containers.sharded import ShardedTensor
 from shardwise.geometry import Box
+from shardwise.job.agree import together_or_alone
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.kind import BySpec
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.state.traverse import OBJ_PATH, dotted, set_element, traverse_state_dict
-from shardwise.tensor.kinds import is_sharded, kind_of
-from shardwise.tensor.sharded import ShardedTensor
-from shardwise.tensor.together import together_or_alone
-from shardwise.wires.members import has_default_group, owner_here
+from shardwise.transports.members import has_default_group, owner_here
 
 
 class Part(NamedTuple):

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor.memory import storage_of
-from shardwise.state.casts import Asked, Cast, Casts
-from shardwise.state.leaves import Said, is_tensor, refuse_several_jobs, said, tensors_of
-from shardwise.state.links import Link
-from shardwise.state.moving import Mover, check_local, check_verifiable, memory_of
-from shardwise.state.plan import ModelPlan, Tensor
-from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.containers.container import Kind
+from shardwise.exchange.overflow import Overflow, check_overflow
+from shardwise.job.agree import agreed, together
+from shardwise.job.casting import Change, check_change, check_changes
+from shardwise.job.casts import Asked, Cast, Casts
+from shardwise.job.job import Mover, check_local, check_verifiable, memory_of
+from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.remap import Link
+from shardwise.job.session import group_transport
+from shardwise.job.side import Said, is_tensor, refuse_several_jobs, said, tensors_of
+from shardwise.job.subtensor import View
+from shardwise.job.work import check_owners
 from shardwise.state.targets import Targets, kinds_for
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
-from shardwise.state.view import View
-from shardwise.tensor.casting import Change, check_change, check_changes
-from shardwise.tensor.kinds import Kind
-from shardwise.tensor.overflow import Overflow, check_overflow
-from shardwise.tensor.together import agreed, together
-from shardwise.tensor.wiring import group_wire
-from shardwise.tensor.work import check_owners
-from shardwise.wires import GroupWire, Way
+from shardwise.torch_internals.memory import storage_of
+from shardwise.transports import GroupTransport, TransportChoice
 
 StateDict = Mapping[Any, Any]
 OPERATION = "reshard_state_dict"
@@ -43,7 +43,7 @@ def reshard_state_dict(
     free: bool = False,
     verify: bool = False,
     progress: Progress = None,
-    wire: Way = "auto",
+    transport: TransportChoice = "auto",
 ) -> dict[str, Any]:
     """A state dict with its tensors in other shardings. Every rank of the group calls; None where it has nothing of it.
 
@@ -55,15 +55,15 @@ def reshard_state_dict(
     DTensors, ShardedTensors and plain tensors (which all ranks have alike) are moved; everything else keeps its place.
     Names are those of nested dicts and lists with dots. `dtype`: cast floating point tensors, or some of them by rules,
     as `cast` of `checkpoint.convert` does. `free`: give the memory of each source tensor back as soon as it was sent
-    (after the comparison with `verify`). `overflow`, `verify`, `max_bytes`, `hosts`, `wire`: as in `reshard`.
+    (after the comparison with `verify`). `overflow`, `verify`, `max_bytes`, `hosts`, `transport`: as in `reshard`.
     `progress`: a function of (bytes done, bytes in all), or "bar".
     """
     flat, paths, sources = _heard(state_dict, group)
-    over, kinds = group_wire(group), dict[str, Kind]()
+    over, kinds = group_transport(group), dict[str, Kind]()
 
     def make() -> ModelPlan:
         check_progress(progress)
-        over.check_way(wire)
+        over.check_choice(transport)
         kinds.update(kinds_for(sources, to, mesh, over, group))
         check_overflow(overflow)
         made = _plan(over, sources, kinds, Casts.of(dtype, "dtype="), max_bytes, hosts)
@@ -72,9 +72,9 @@ def reshard_state_dict(
         return made
 
     same = {"verify": verify, "free": free, "max_bytes": max_bytes, "dtype": str(dtype), "overflow": overflow}
-    same |= {"wire": wire}
+    same |= {"transport": transport}
     made = agreed(OPERATION, make, group=group, **same)
-    mover = Mover(over, made, OPERATION, wire, overflow=overflow)
+    mover = Mover(over, made, OPERATION, transport, overflow=overflow)
     freeing = Freeing(mover, flat) if free else None
 
     def check() -> None:
@@ -109,18 +109,18 @@ def _heard(
         found = flatten_state_dict(state_dict)
         flat.update(found[0])
         paths.update(found[1])
-        return said(flat, group_wire(group))
+        return said(flat, group_transport(group))
 
     def sides(told: Mapping[int, Said | None]) -> tuple[dict[str, Tensor], int, bool]:
         holder = next((rank for rank, one in told.items() if one is not None), -1)
-        refuse_several_jobs(told, group_wire(group))
+        refuse_several_jobs(told, group_transport(group))
         return tensors_of(told, "state dict"), holder, None in told.values()
 
     sources, holder, lacking = together(OPERATION, say, sides, group=group)
     if lacking:  # somebody has to learn the rest from one who has it
         rest = together(
             OPERATION,
-            lambda: _others(flat, paths) if group_wire(group).me == holder else ({}, {}),
+            lambda: _others(flat, paths) if group_transport(group).me == holder else ({}, {}),
             lambda told: told[holder],
             group=group,
         )
@@ -134,7 +134,7 @@ def _others(flat: Mapping[str, Any], paths: FLATTEN_MAPPING) -> tuple[dict[str, 
 
 
 def _plan(
-    wire: GroupWire,
+    transport: GroupTransport,
     sources: Mapping[str, Tensor],
     kinds: Mapping[str, Kind],
     casts: Casts,
@@ -144,8 +144,8 @@ def _plan(
     targets, named = dict[str, Tensor](), set[str]()
     for name, kind in kinds.items():
         source = sources[name]
-        check_owners(wire, f"{name!r}, as it is,", source.layout)
-        check_owners(wire, f"{name!r}, as it is to be,", kind.layout)
+        check_owners(transport, f"{name!r}, as it is,", source.layout)
+        check_owners(transport, f"{name!r}, as it is to be,", kind.layout)
         asked = casts.asked(name, source.dtype) or Asked(source.dtype, named=False)
         named |= {name} if asked.named else set()
         becomes = asked.dtype

@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
+from shardwise.containers.memory import check_written, shared
 from shardwise.exchange import Move
-from shardwise.state.casts import Cast, Into
-from shardwise.state.leaves import Said, is_tensor, refuse_several_jobs, said, tensors_of
-from shardwise.state.links import Remap, links
-from shardwise.state.moving import Mover, Tell, check_local, check_verifiable, memory_of
-from shardwise.state.names import Rename
-from shardwise.state.plan import ModelPlan, Tensor
-from shardwise.state.progress import Progress, check_progress, shown
+from shardwise.exchange.overflow import Overflow, check_overflow
+from shardwise.job.agree import agreed, together
+from shardwise.job.casting import Change, check_changes
+from shardwise.job.casts import Cast, Into
+from shardwise.job.job import Mover, Tell, check_local, check_verifiable, memory_of
+from shardwise.job.names import Rename
+from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.remap import Remap, links
+from shardwise.job.session import group_transport
+from shardwise.job.side import Said, is_tensor, refuse_several_jobs, said, tensors_of
+from shardwise.job.work import check_owners
 from shardwise.state.traverse import dotted, flatten_state_dict
-from shardwise.tensor.casting import Change, check_changes
-from shardwise.tensor.output import check_written, shared
-from shardwise.tensor.overflow import Overflow, check_overflow
-from shardwise.tensor.together import agreed, together
-from shardwise.tensor.wiring import group_wire
-from shardwise.tensor.work import check_owners
-from shardwise.wires import GroupWire, Way
+from shardwise.transports import GroupTransport, TransportChoice
 
 StateDict = Mapping[Any, Any]
 
@@ -39,7 +39,7 @@ class Resharder:
     of quantised codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`: write
     nothing where a value is beyond the range of its target; "allow" casts it. `strict=False`: sources without a target
     are left out. `max_bytes`: stage no more than this at a time. `verify`: compare, and write only if all is well.
-    `plan`: a file that must be of this plan. `wire`: as in `reshard`.
+    `plan`: a file that must be of this plan. `transport`: as in `reshard`.
     """
 
     def __init__(
@@ -58,31 +58,31 @@ class Resharder:
         verify: bool = False,
         plan: str | None = None,
         progress: Progress = None,
-        wire: Way = "auto",
+        transport: TransportChoice = "auto",
     ) -> None:
-        self._verify, self._progress, self._wire = verify, progress, group_wire(group)
+        self._verify, self._progress, self._transport = verify, progress, group_transport(group)
         self._source, self._target = dict[str, Any](), dict[str, Any]()
 
         def say() -> tuple[Said | None, Said | None]:
             for tensors, given in (self._source, source), (self._target, target):
                 tensors.update({} if given is None else _tensors(given))
             return tuple(
-                None if given is None else said(tensors, self._wire)
+                None if given is None else said(tensors, self._transport)
                 for tensors, given in ((self._source, source), (self._target, target))
             )  # type: ignore[return-value]
 
         def sides(told: Mapping[int, tuple[Said | None, Said | None]]) -> Sides:
             sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
-            refuse_several_jobs(sources, self._wire)
+            refuse_several_jobs(sources, self._transport)
             return tensors_of(sources, "source"), tensors_of(targets, "target")
 
         known = together("Resharder", say, sides, group=group)
 
         def make() -> ModelPlan:
             check_progress(progress)
-            self._wire.check_way(wire)
+            self._transport.check_choice(transport)
             check_overflow(overflow)
-            self.plan = _plan(self._wire, known, rename, remap, Into.of(cast), strict, max_bytes, hosts)
+            self.plan = _plan(self._transport, known, rename, remap, Into.of(cast), strict, max_bytes, hosts)
             if verify:
                 check_verifiable(self.plan)
             if plan is not None:
@@ -91,9 +91,9 @@ class Resharder:
             return self.plan
 
         same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
-        same |= {"wire": wire}
+        same |= {"transport": transport}
         agreed("Resharder", make, group=group, **same)
-        self._mover = Mover(self._wire, self.plan, "sync", wire, overflow=overflow)
+        self._mover = Mover(self._transport, self.plan, "sync", transport, overflow=overflow)
         self._moves = dict[int, tuple[list[Any], Move]]()  # by entry, with where its memory was
         self._written, self._inference = list[torch.Tensor](), False
 
@@ -104,7 +104,7 @@ class Resharder:
 
     def run(self) -> None:
         """Move the current values. Every rank of the group calls."""
-        first = self._wire.me == self._wire.owners[0]
+        first = self._transport.me == self._transport.owners[0]
         with torch.no_grad(), shown(self._progress, self._mover.total, "sync", here=first) as progress:
             if self._verify:
                 self._verified(progress)
@@ -164,7 +164,7 @@ class Resharder:
 
     def _check(self) -> None:
         """Refuse what this rank has, where it is not what the layouts say, or cannot be read and written apart."""
-        me, sides = self._wire.me, list[dict[str, list[torch.Tensor]]]()
+        me, sides = self._transport.me, list[dict[str, list[torch.Tensor]]]()
         for side, values, tensors in (
             ("target", self._target, self.plan.targets),
             ("source", self._source, self.plan.sources),
@@ -207,7 +207,7 @@ Sides = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def _plan(
-    wire: GroupWire,
+    transport: GroupTransport,
     known: Sides,
     rename: Rename,
     remap: Iterable[Remap],
@@ -218,7 +218,7 @@ def _plan(
 ) -> ModelPlan:
     for side, tensors in zip(("source", "target"), known, strict=True):
         for name, tensor in tensors.items():
-            check_owners(wire, f"{name!r} of the {side},", tensor.layout)
+            check_owners(transport, f"{name!r} of the {side},", tensor.layout)
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     found = links(*shapes, rename=rename, remap=remap, strict=strict)

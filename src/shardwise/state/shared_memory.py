@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.containers.container import target_kind
+from shardwise.containers.local_parts import local_shapes
 from shardwise.errors import ExchangeError, LayoutError
-from shardwise.exchange.pages import fresh
+from shardwise.exchange.host_memory import fresh
+from shardwise.job.job import memory_of
+from shardwise.job.side import is_tensor
 from shardwise.layout import Layout, parse
-from shardwise.state.leaves import is_tensor
-from shardwise.state.moving import memory_of
-from shardwise.tensor.kinds import target_kind
-from shardwise.tensor.parts import local_shapes
-from shardwise.wires.members import owner_here
+from shardwise.transports.members import owner_here
 
 T = TypeVar("T")
 
@@ -86,6 +86,6 @@ def _shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def _memory() -> Any:
     if sys.platform != "linux":
         raise ExchangeError("shared memory between ranks needs Linux")
-    from shardwise.wires.segments import shared
+    from shardwise.transports.segments import shared
 
     return shared

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dtensor import is_mesh, is_placement
+from shardwise.containers.container import Kind, is_sharded, on_transport, target_kind
+from shardwise.job.names import matched, missing
+from shardwise.job.plan import Tensor
+from shardwise.job.side import Plain, is_tensor
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
-from shardwise.state.leaves import Plain, is_tensor
-from shardwise.state.names import matched, missing
-from shardwise.state.plan import Tensor
-from shardwise.tensor.kinds import Kind, is_sharded, on_wire, target_kind
-from shardwise.wires import GroupWire
+from shardwise.torch_internals import is_mesh, is_placement
+from shardwise.transports import GroupTransport
 
 Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
 
@@ -23,7 +23,7 @@ def kinds_for(
     sources: Mapping[str, Tensor],
     to: Targets,
     mesh: Any,
-    wire: GroupWire,
+    transport: GroupTransport,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Kind]:
     """How every tensor is to lie; those that stay as they are, are left out."""
@@ -32,7 +32,7 @@ def kinds_for(
         try:
             target = asked(name)
             if target is not None:
-                found[name] = _kind(_on(mesh, target), source.shape, wire, group)
+                found[name] = _kind(_on(mesh, target), source.shape, transport, group)
         except Exception as error:
             said = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the target of {name!r}: {said}") from error
@@ -49,11 +49,11 @@ def _on(mesh: Any, target: Any) -> Any:
     return mesh, [target] * mesh.ndim if everywhere else target
 
 
-def _kind(target: Any, shape: tuple[int, ...], wire: GroupWire, group: dist.ProcessGroup | None) -> Kind:
+def _kind(target: Any, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None) -> Kind:
     if isinstance(target, torch.Tensor) and not is_sharded(target):
-        kind: Kind = Plain(Layout.replicated(target.shape, wire.owners), group, on=target.device)
+        kind: Kind = Plain(Layout.replicated(target.shape, transport.owners), group, on=target.device)
     else:
-        kind = on_wire(target_kind(target, shape, group), wire)
+        kind = on_transport(target_kind(target, shape, group), transport)
     if kind.layout.shape != shape:
         raise ValueError(f"it has shape {shape}, but {kind.layout.shape} is asked for")
     return kind

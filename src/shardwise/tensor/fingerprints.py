@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange import Exchange, Terms
+from shardwise.job.checksum import LANES, sums
+from shardwise.job.collective_call import Call
+from shardwise.job.serial_queue import SerialQueue
+from shardwise.job.session import transport_for
+from shardwise.job.source import Held, SourceFacts
+from shardwise.job.verify import spread
 from shardwise.layout import Layout
 from shardwise.planning import plan
-from shardwise.tensor.call import Call
-from shardwise.tensor.held import Facts, Held
-from shardwise.tensor.lane import Lane
-from shardwise.tensor.sums import LANES, sums
-from shardwise.tensor.verify import spread
-from shardwise.tensor.wiring import wire_for
-from shardwise.wires import GroupWire
+from shardwise.transports import GroupTransport
 
 Tensors = Sequence[torch.Tensor]
 
@@ -32,26 +32,26 @@ def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str | None
     back on a rank that is not in the mesh of a DTensor.)
     """
     held = Held.of(x)
-    wire = wire_for(group, held, x)
-    if wire is None:
+    transport = transport_for(group, held, x)
+    if transport is None:
         return None
-    held = held.on(wire)
+    held = held.on(transport)
     known = {name: held.known().get(name, "unknown") for name in ("shape", "dtype", "source", "device")}
     guessed = frozenset(known).difference(held.known())
-    exchange = Exchange(wire, Terms({"operation": "fingerprint", **known}, guessed, held.error)).start()
-    return Lane.of(wire).run(lambda: _fingerprint(wire, held, exchange))
+    exchange = Exchange(transport, Terms({"operation": "fingerprint", **known}, guessed, held.error)).start()
+    return SerialQueue.of(transport).run(lambda: _fingerprint(transport, held, exchange))
 
 
-def _fingerprint(wire: GroupWire, held: Held, exchange: Exchange) -> str:
+def _fingerprint(transport: GroupTransport, held: Held, exchange: Exchange) -> str:
     told = exchange.finish()
     fields = exchange.terms.fields if told is None else next(fields for fields in told if fields is not None)
-    facts = Facts(fields["shape"], fields["dtype"], fields["source"], fields["device"], gradient=False)
+    facts = SourceFacts(fields["shape"], fields["dtype"], fields["source"], fields["device"], gradient=False)
     layout = facts.source
     local = [t.resolve_conj().resolve_neg() for t in held.kind.local(held.tensors)] if held.kind else []
     if layout.op is not None:
         layout = spread(layout)
-        local = Call.value(wire, held, facts, layout, exchange)
-    total = wire.reduced(_once(layout, local, wire.me), "sum", apart=exchange.number)()
+        local = Call.value(transport, held, facts, layout, exchange)
+    total = transport.reduced(_once(layout, local, transport.me), "sum", apart=exchange.number)()
     head = f"shardwise values 1 {facts.shape} {facts.dtype} ".encode()
     return blake2b(head + total.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 

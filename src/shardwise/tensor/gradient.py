@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwise.tensor.call import Call
-from shardwise.tensor.held import Held
-from shardwise.tensor.sharded import Own
+from shardwise.containers.sharded import Own
+from shardwise.job.collective_call import Call
+from shardwise.job.source import Held
 
 
 def linked(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -35,7 +35,12 @@ class Link(torch.autograd.Function):
     def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Nothing is left to do."""
         ctx.source, ctx.target, ctx.holds = call.held.kind, call.work.target, bool(outputs)
-        ctx.wire, ctx.facts, ctx.options, ctx.key = call.wire, call.work.facts, call.options, ("gradient", call.key)
+        ctx.transport, ctx.facts, ctx.options, ctx.key = (
+            call.transport,
+            call.work.facts,
+            call.options,
+            ("gradient", call.key),
+        )
         return tuple(outputs) or (torch.empty(0),)
 
     @staticmethod
@@ -48,8 +53,8 @@ class Link(torch.autograd.Function):
         # gradients that overflow are inf, as torch's own are: those who scale losses look for it
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
         # a rank that holds nothing of the source cannot know what arrives at the others
-        arrived = held.kind if all(owner in source.layout for owner in ctx.wire.owners) else None
+        arrived = held.kind if all(owner in source.layout for owner in ctx.transport.owners) else None
         operation = "backward of a reshard"
-        call = Call(ctx.wire, held, lambda _: source.gradient(arrived), options, key=ctx.key, operation=operation)
+        call = Call(ctx.transport, held, lambda _: source.gradient(arrived), options, key=ctx.key, operation=operation)
         moved, _ = linked(call.start().run())
         return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

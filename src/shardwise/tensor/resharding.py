@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
+from shardwise.containers.container import Kind, is_sharded, on_transport, target_kind
+from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import ExchangeError
+from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
+from shardwise.job.collective_call import Call
+from shardwise.job.output import check_whole
+from shardwise.job.session import group_transport, transport_for
+from shardwise.job.source import Held
+from shardwise.job.work import NAME, Options
 from shardwise.layout import Layout, Mesh
-from shardwise.tensor.call import Call
 from shardwise.tensor.gradient import linked
-from shardwise.tensor.held import Held
-from shardwise.tensor.kinds import Kind, is_sharded, on_wire, target_kind
-from shardwise.tensor.output import check_whole
-from shardwise.tensor.overflow import Losses, Overflow, refuse_loss
-from shardwise.tensor.sharded import Own, ShardedTensor
-from shardwise.tensor.wiring import group_wire, wire_for
-from shardwise.tensor.work import NAME, Options
-from shardwise.wires import Way
+from shardwise.transports import TransportChoice
 
 
 def reshard(
@@ -36,7 +36,7 @@ def reshard(
     hosts: int | Mapping[int, Hashable] | Mesh | None = None,
     verify: bool = False,
     async_op: bool = False,
-    wire: Way = "auto",
+    transport: TransportChoice = "auto",
     overflow: Overflow = "refuse",
 ) -> Any:
     """Move a sharded tensor to another sharding. Every rank of the group calls it; autograd follows.
@@ -48,11 +48,11 @@ def reshard(
     `group`: the ranks that call; else the group of a ShardedTensor that has one, the mesh of a DTensor that stays on
     it, or the default group. `out`: write the result there. `dtype`: cast on the way. `overflow="refuse"`: move nothing
     where a value is beyond the range of that dtype; "allow" casts it. `max_bytes`: stage no more than this at a time.
-    `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `wire`: "auto"
+    `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `transport`: "auto"
     goes through shared memory between ranks of one host, "group" over the group, "shared" is refused unless all ranks
     can share memory.
     """
-    options = Options(dtype, max_bytes, hosts, verify, wire, overflow)
+    options = Options(dtype, max_bytes, hosts, verify, transport, overflow)
     call = called(Held.of(x), out if to is None else to, options, group=group, out=out, alone=not async_op)
     if call is None:
         return Handle(None) if async_op else None
@@ -63,16 +63,16 @@ def called(
     held: Held, asked: Any, options: Options, *, group: dist.ProcessGroup | None, out: Any = None, alone: bool = True
 ) -> Call | None:
     """A call for what is asked for, started; None on a rank that has no part in it."""
-    wire = wire_for(group, held, asked)
-    if wire is None:
+    transport = transport_for(group, held, asked)
+    if transport is None:
         return None
-    home = wire.group if wire.members.joined else group  # whose ranks the owners of a layout are
+    home = transport.group if transport.members.joined else group  # whose ranks the owners of a layout are
 
     @cache
     def target(shape: tuple[int, ...]) -> Kind:
-        return on_wire(target_kind(asked, shape, home), wire)
+        return on_transport(target_kind(asked, shape, home), transport)
 
-    return Call(wire, held.on(wire), target, options, out=out, key=_key(asked)).start(alone=alone)
+    return Call(transport, held.on(transport), target, options, out=out, key=_key(asked)).start(alone=alone)
 
 
 def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
@@ -130,19 +130,25 @@ def gather(
 
     `out` may have any plain floating point dtype; another one has to be that of the tensor, or `dtype`.
     """
-    wire = group_wire(x.group)
+    transport = group_transport(x.group)
     fits = isinstance(out, torch.Tensor) and out.dtype == (dtype or x.dtype)
 
     def target(shape: tuple[int, ...]) -> Own:
-        layout = Layout.replicated(shape, wire.owners if dst is None else [dst])
+        layout = Layout.replicated(shape, transport.owners if dst is None else [dst])
         if out is not None:
-            check_whole(out, shape, dtype or x.dtype, here=wire.me in layout)
+            check_whole(out, shape, dtype or x.dtype, here=transport.me in layout)
         return Own(layout, x.group)
 
     held = Held.made(x.detach) if apart else Held.of(x)
     room = out if fits else None
     call = Call(
-        wire, held, target, Options(dtype, overflow=overflow), out=room, key=("gather", str(dst)), operation="gather"
+        transport,
+        held,
+        target,
+        Options(dtype, overflow=overflow),
+        out=room,
+        key=("gather", str(dst)),
+        operation="gather",
     )
     found, _ = result_of(call.start().run(), room)
     if found is None or out is None:

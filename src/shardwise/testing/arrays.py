@@ -80,10 +80,10 @@ def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
     todo = {owner: _by_stage(part) for owner, part in parts.items()}
     for stage in sorted({stage for stages in todo.values() for stage in stages}):
         now = {owner: stages.get(stage, []) for owner, stages in todo.items()}
-        wire = _packed(plan, now, shards, found, stage)
+        transport = _packed(plan, now, shards, found, stage)
         for owner, copies in now.items():
-            _unpack(plan, owner, copies, found.get(owner, []), stage, wire)
-        if any(len(message) for message in wire.values()):
+            _unpack(plan, owner, copies, found.get(owner, []), stage, transport)
+        if any(len(message) for message in transport.values()):
             raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that nobody expected")
     return found
 
@@ -97,13 +97,13 @@ def _packed(
 ) -> dict[tuple[int, int], Array]:
     """One message per sender and receiver, packed in the sender's order."""
     layout, buffers = (plan.source, shards) if stage[0] == 0 else (plan.target, found)
-    wire = defaultdict[tuple[int, int], list[Array]](list)
+    transport = defaultdict[tuple[int, int], list[Array]](list)
     for owner, copies in now.items():
         for copy in copies:
             if copy.source == owner:
                 cells = read(buffers[owner], layout, owner, copy.box)
-                wire[copy.source, copy.target].append(cells.reshape(-1))
-    return {pair: np.concatenate(cells) for pair, cells in wire.items()}
+                transport[copy.source, copy.target].append(cells.reshape(-1))
+    return {pair: np.concatenate(cells) for pair, cells in transport.items()}
 
 
 def _unpack(
@@ -112,15 +112,15 @@ def _unpack(
     copies: list[Copy],
     buffers: Sequence[Array],
     stage: tuple[int, int],
-    wire: dict[tuple[int, int], Array],
+    transport: dict[tuple[int, int], Array],
 ) -> None:
     """Messages taken apart in the receiver's order; terms are then reduced in theirs."""
     arrived = list[tuple[Copy, Array]]()
     for copy in copies:
         if copy.target == owner:
-            message = wire[copy.source, copy.target]
+            message = transport[copy.source, copy.target]
             arrived.append((copy, message[: copy.box.volume].reshape(copy.box.shape)))
-            wire[copy.source, copy.target] = message[copy.box.volume :]
+            transport[copy.source, copy.target] = message[copy.box.volume :]
     if plan.reducing and stage[0] == 0:
         arrived.sort(key=lambda item: (item[0].box.lo, item[0].box.hi, item[0].term))
         for (_, _), terms in groupby(arrived, key=lambda item: (item[0].box.lo, item[0].box.hi)):

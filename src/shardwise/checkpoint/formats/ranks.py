@@ -21,13 +21,12 @@ import torch
 from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats import safetensors, torch_save
-from shardwise.checkpoint.rules import Rules, Word, file_name, layout_on, places_of, read_rules
+from shardwise.checkpoint.rules import Rules, Word, axis_positions, file_name, layout_on, read_rules
 from shardwise.errors import CheckpointError, LayoutError
-from shardwise.exchange.cuts import Places
-from shardwise.geometry import Box, Boxes, Ints, ints, join, spread
+from shardwise.geometry import Box, Boxes, Ints, Places, ints, join, spread
+from shardwise.job.names import missing
 from shardwise.layout import Mesh, Partial, Replicate, Shard
 from shardwise.layout.checks import checked_dim
-from shardwise.state.names import missing
 
 NUMBER = re.compile("[0-9]+")
 SAMPLE = 1024  # cells of replicas that are compared
@@ -67,7 +66,7 @@ def rank_files(files: Files, rules: Rules) -> list[str]:
     mesh, pattern, there = rules.known_mesh(), rules.pattern, set(files.names(below=True))
     if mesh.ranks.size > len(there) + NAMED:
         raise CheckpointError(f"{files.root} has {len(there)} files, too few for the {mesh.ranks.size} ranks of {mesh}")
-    names = [inside(file_name(pattern, places_of(mesh, rank)), rules.where) for rank in range(mesh.ranks.size)]
+    names = [inside(file_name(pattern, axis_positions(mesh, rank)), rules.where) for rank in range(mesh.ranks.size)]
     if len(set(names)) < len(names):
         (twice, _), *_ = Counter(names).most_common(1)
         raise LayoutError(f"{rules.where}, [files]: by pattern {pattern!r} several ranks of {mesh} have {twice!r}")
@@ -77,7 +76,7 @@ def rank_files(files: Files, rules: Rules) -> list[str]:
         )
     sizes = {"rank": mesh.ranks.size, **dict(zip(mesh.names, mesh.shape, strict=True))}
     for axis, size in sizes.items():
-        beyond = file_name(pattern, places_of(mesh, 0) | {axis: size})
+        beyond = file_name(pattern, axis_positions(mesh, 0) | {axis: size})
         if beyond in there - set(names):
             raise CheckpointError(f"{files.shown(beyond)} belongs to no rank of {mesh}: is the mesh larger?")
     return names

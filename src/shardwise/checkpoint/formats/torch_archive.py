@@ -19,9 +19,9 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # names in the 
 
 from shardwise.checkpoint.opaque import Opaque, OpaqueError, opaque_in
 from shardwise.checkpoint.writing import write_tensor
+from shardwise.containers.container import is_sharded
 from shardwise.errors import CheckpointError
 from shardwise.geometry import row_major
-from shardwise.tensor.kinds import is_sharded
 
 ALIGN = 64
 NAMED = re.compile(r"\w+(\.\w+)*")

@@ -1,0 +1,1 @@
+"""Containers of sharded tensors: ours, DTensor and torch's ShardedTensor, taken apart and put together."""

@@ -1,0 +1,200 @@
+"""The kinds of sharded tensors: what can be resharded, and what can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.containers.sharded import Own, ShardedTensor
+from shardwise.errors import LayoutError, RefusedValueError
+from shardwise.layout import Layout, parse
+from shardwise.torch_internals import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
+from shardwise.torch_internals.memory import is_chunked
+from shardwise.transports import GroupTransport
+from shardwise.transports.members import Members, of_job
+
+Tensors = Sequence[torch.Tensor]
+
+TARGETS = (
+    "a Layout, its notation, (DeviceMesh, placements), a sharding spec, or a sharded tensor to look like "
+    "(DTensor, ShardedTensor)"
+)
+
+
+class Kind(Protocol):
+    """How a sharded tensor lies, and how its container is taken apart and put together."""
+
+    @property
+    def layout(self) -> Layout:
+        """Where every cell is."""
+        ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that it was given."""
+        ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where local tensors are, where it knows."""
+        ...
+
+    def taken(self, x: Any) -> list[torch.Tensor]:
+        """The tensors of the container that autograd sees."""
+        ...
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """The plain local tensors of those, apart from autograd."""
+        ...
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """The inverse of `local`."""
+        ...
+
+    def closed(self, tensors: Tensors) -> Any:
+        """The inverse of `taken`; None on a rank that holds nothing."""
+        ...
+
+    def gradient(self, arrived: object = None) -> Kind:
+        """How the gradient of such a tensor is to lie; `arrived` is the kind of the one that comes from the result."""
+        ...
+
+    def gradient_of(self, grads: Tensors) -> Kind | None:
+        """How the gradients that came lie; None where only ranks that hold some of them know."""
+        ...
+
+
+@dataclass(frozen=True)
+class Renumbered:
+    """A kind over ranks of this process's job, seen in a group over several jobs: owners are ranks of the group."""
+
+    kind: Kind
+    members: Members
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Over ranks of the group."""
+        return self.members.renumbered(self.kind.layout)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of its job."""
+        return self.kind.group
+
+    @property
+    def device(self) -> torch.device | None:
+        """As in its job."""
+        return self.kind.device
+
+    def taken(self, x: Any) -> list[torch.Tensor]:
+        """As in its job."""
+        return self.kind.taken(x)
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """As in its job."""
+        return self.kind.local(tensors)
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """As in its job."""
+        return self.kind.dressed(local)
+
+    def closed(self, tensors: Tensors) -> Any:
+        """The container of its job."""
+        return self.kind.closed(tensors)
+
+    def gradient(self, arrived: object = None) -> Kind:
+        """As in its job; whole where the value was partial, since other jobs do not know what arrives here."""
+        return Renumbered(self.kind.gradient(), self.members)
+
+    def gradient_of(self, grads: Tensors) -> Kind | None:
+        """As in its job."""
+        kind = self.kind.gradient_of(grads)
+        return kind and Renumbered(kind, self.members)
+
+
+def on_transport(kind: Kind, transport: GroupTransport | None) -> Kind:
+    """A kind with the owners of a transport; without a transport, with the ranks of this process's job."""
+    if kind.group is not None and transport is not None and kind.group is transport.group:
+        return kind
+    if not of_job(kind.group):
+        raise RefusedValueError(
+            f"{kind.layout!r} belongs to a group whose owners are ranks of the group, and not of a job: "
+            f"give that group as group="
+        )
+    if transport is None or not transport.members.joined:
+        return kind
+    found = Renumbered(kind, transport.members)
+    found.layout  # noqa: B018  # refused here, where errors are told to all
+    return found
+
+
+def is_sharded(x: Any) -> bool:
+    """True for a sharded tensor of any kind."""
+    if type(x) is torch.Tensor:  # asked of every tensor of a model, several times
+        return False
+    return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
+
+
+def kind_of(x: Any) -> Kind:
+    """How a sharded tensor lies."""
+    if isinstance(x, ShardedTensor):
+        return x.kind
+    if is_dtensor(x):
+        if is_chunked(x):
+            raise LayoutError(
+                f"a DTensor of {type(x._local_tensor).__name__} knows the chunks of its own rank alone, wherever "
+                f"{x.placements} says they are: checkpoint.save, checkpoint.load and Resharder take it; to move it "
+                f"alone, make a ShardedTensor of it (sharded_tensor.init_from_local_shards)"
+            )
+        return OnMesh.of(x)
+    if is_torch_sharded(x):
+        return Shards.of(x)
+    what = f"a plain tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+    raise LayoutError(
+        f"{what} does not say where its cells live: give a DTensor or a ShardedTensor "
+        f"(of a plain local tensor: ShardedTensor(tensor, layout))"
+    )
+
+
+def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) -> Kind:
+    """What was asked for, for a tensor of that shape."""
+    if isinstance(to, str):
+        to = parse(to)
+    if isinstance(to, Layout):
+        return Own(to.validate(), group)
+    if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
+        return on_mesh(*to, shape)
+    if hasattr(to, "kind_for"):
+        kind: Kind = to.kind_for(shape, group)
+        return kind
+    if is_spec(to):
+        if not of_job(group):
+            raise RefusedValueError(
+                f"{to!r} is a spec of torch, whose ShardedTensor knows ranks of one job alone, but owners of this "
+                f"group are ranks of the group: use a spec of shardwise.sharded_tensor, or a Layout"
+            )
+        return Shards.by(to, shape, group)
+    if is_sharded(to):
+        return kind_of(to)
+    raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")
+
+
+def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
+    """Where every cell of a sharded tensor lives: a DTensor, our ShardedTensor or torch's.
+
+    Whatever can be asked for as a target is understood as well; for those that fit any tensor, (DeviceMesh,
+    placements) and sharding specs, `shape` says which.
+
+    >>> layout_of(ShardedTensor(torch.zeros(8, 6), "8x6/R@1"))
+    Layout('8x6/R@1')
+    """
+    if shape is not None or isinstance(x, Layout | str):
+        return target_kind(x, shape or (), None).layout
+    if is_spec(x) or hasattr(x, "kind_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
+        raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
+    return x.layout if isinstance(x, ShardedTensor) else kind_of(x).layout

@@ -1,0 +1,124 @@
+"""Cells straight from the tensors of a peer into ours, where these can be read from here: nobody packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.exchange.program import Pair, across
+from shardwise.exchange.schedule import Message, Share
+from shardwise.exchange.transport import PeerTensors
+from shardwise.exchange.view_cache import Sides, ViewCache
+from shardwise.geometry import Ints, Window, ints
+
+if TYPE_CHECKING:
+    from shardwise.exchange.exchange import Move
+
+SHORT = 1024  # bytes that a run has on average, if it is worth to be read by itself
+Stage = tuple[int, int]
+Cells = tuple[int, Share, tuple[Pair, ...]]  # the number of a peer's first tensor of a part, and cells there and here
+
+
+class Runs(NamedTuple):
+    """Ranges of bytes: where they belong, and the tensors of a peer and the offsets in them that they come from.
+
+    They belong to addresses here, or into a message of our own, from these bytes on.
+    """
+
+    here: Ints
+    tensor: Ints
+    offset: Ints
+    sizes: Ints
+    packed: bool
+
+
+def fetch(
+    key: Stage, parcel: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, views: ViewCache
+) -> None:
+    """Copy what the message would have had. `key` is that of the stage."""
+
+    def cells(*, packed: bool) -> Iterator[Cells]:
+        return _cells(key, parcel, theirs, moves, owner, packed=packed)
+
+    if not theirs.attached:
+        views.copy_known(parcel, theirs.key, lambda: _views(cells(packed=False), theirs.mapped(), moves))
+        return
+    runs = views.known(parcel, theirs.key, lambda: _runs(cells, parcel, moves))
+    if not runs.packed:
+        theirs.read(*runs[:4])
+        return
+    room = views.spare(parcel.bytes)
+    theirs.read(runs.here + room.data_ptr(), *runs[1:4])
+    views.unpack(parcel, room, [move.target for move in moves])
+
+
+def _cells(
+    key: Stage, parcel: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, *, packed: bool
+) -> Iterator[Cells]:
+    first = 0
+    for part in parcel.parts:
+        plan, target = moves[part.move].plan, moves[part.move].target
+        count = len((plan.source if key[0] == 0 else plan.target).local_shapes(parcel.peer))
+        strides = tuple(theirs.strides[first : first + count])
+        ours = () if packed else tuple(t.stride() for t in target)
+        yield first, part, across(plan, key, (parcel.peer, owner), strides, ours)
+        first += count
+
+
+def _views(cells: Iterable[Cells], mapped: Sequence[torch.Tensor], moves: Sequence[Move]) -> Sides:
+    here, there = list[torch.Tensor](), list[torch.Tensor]()
+    for first, part, pairs in cells:
+        for theirs, ours in pairs:
+            here.append(ours.of(moves[part.move].target))
+            there.append(_typed(mapped[first + theirs.tensor], part.dtype, theirs))
+    return here, there
+
+
+def _typed(data: torch.Tensor, dtype: torch.dtype, cut: Window) -> torch.Tensor:
+    start = cut.offset * dtype.itemsize
+    words = data[start : start + cut.reach * dtype.itemsize].view(dtype)
+    return words.as_strided(cut.shape, cut.strides)
+
+
+def _runs(cells: Callable[..., Iterator[Cells]], parcel: Message, moves: Sequence[Move]) -> Runs:
+    """Into our tensors, where they are memory of the same dtype and runs are not too short; else into a message."""
+    targets = [(part.dtype, tensor) for part in parcel.parts for tensor in moves[part.move].target]
+    if all(tensor.dtype == dtype and tensor.device.type == "cpu" for dtype, tensor in targets):
+        found = list(cells(packed=False))
+        count = sum(prod(pair.here.shape[: _outer(pair)]) for *_, pairs in found for pair in pairs)
+        if parcel.bytes >= SHORT * count:
+            return _listed(
+                (_ranges(moves[part.move].target[ours.tensor].data_ptr(), first, part, Pair(theirs, ours))
+                for first, part, pairs in found
+                for theirs, ours in pairs),
+                packed=False,
+            )  # fmt: skip
+    listed = (_ranges(part.start, first, part, pair) for first, part, pairs in cells(packed=True) for pair in pairs)
+    return _listed(listed, packed=True)
+
+
+def _outer(pair: Pair) -> int:
+    """How many of the first dims tell runs apart: along the others, cells follow each other on both sides."""
+    (_, shape, there, _), (_, _, here, _) = pair
+    cells, dim = 1, len(shape)
+    while dim and (shape[dim - 1] == 1 or there[dim - 1] == here[dim - 1] == cells):
+        dim -= 1
+        cells *= shape[dim]
+    return dim
+
+
+def _ranges(base: int, first: int, part: Share, pair: Pair) -> tuple[Ints, Ints, Ints, Ints]:
+    """The runs of a pair, whose cells begin at the byte `base` here."""
+    size, dims, (there, here) = part.dtype.itemsize, _outer(pair), pair
+    ours, theirs = size * here.elements(dims), size * there.elements(dims)
+    length = size * prod(there.shape[dims:])
+    return base + ours, np.full(len(ours), first + there.tensor), theirs, np.full(len(ours), length)
+
+
+def _listed(ranges: Iterable[tuple[Ints, Ints, Ints, Ints]], *, packed: bool) -> Runs:
+    here, tensor, offset, sizes = (ints(np.concatenate(column)) for column in zip(*ranges, strict=True))
+    return Runs(here, tensor, offset, sizes, packed)

@@ -1,0 +1,265 @@
+"""The plan for a whole model: one for every link, in buckets; it can be explained, saved and held against a file."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise import report
+from shardwise.errors import PlanError
+from shardwise.exchange.overflow import may_overflow
+from shardwise.job.agree import first_difference
+from shardwise.job.casting import travels_as
+from shardwise.job.names import missing
+from shardwise.job.remap import Link
+from shardwise.job.subtensor import View, subtensor_layout
+from shardwise.layout import Layout
+from shardwise.planning import Plan, plan, size
+from shardwise.report import draw, matrix
+
+BUCKET = 2**28  # bytes that a rank stages at a time, unless told
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a plan has to know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    device: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One link, and the plan that carries it out; `dtype` is that of its messages."""
+
+    link: Link
+    plan: Plan
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def of(link: Link, source: Tensor, target: Tensor, max_bytes: int | None, hosts: Any) -> Entry:
+        """In rounds only where it would stage too much."""
+        ours, theirs = (
+            subtensor_layout(source.layout, link.source_view),
+            subtensor_layout(target.layout, link.target_view),
+        )
+        travels = travels_as(ours, theirs, source.dtype, target.dtype)
+        made = _planned(ours, theirs, travels.itemsize, None, hosts)
+        if max_bytes is not None and made.most_bytes > max_bytes:
+            made = _planned(ours, theirs, travels.itemsize, max_bytes, hosts)
+        return Entry(link, made, travels, source.device)
+
+    @property
+    def bytes(self) -> int:
+        """Of all cells that it moves."""
+        return prod(self.plan.target.shape) * self.dtype.itemsize
+
+    @property
+    def in_rounds(self) -> bool:
+        """True where it takes several exchanges of messages."""
+        return self.plan.max_bytes is not None
+
+
+def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
+    """One for all tensors that move alike: what is found out about it is found out once."""
+    if isinstance(hosts, list | set):  # which `plan` refuses, in words
+        return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=hosts)  # type: ignore[arg-type]
+    return _kept(source, target, itemsize, limit, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
+
+
+@lru_cache(maxsize=4096)
+def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
+    named = dict(hosts) if isinstance(hosts, tuple) else hosts
+    return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How every tensor of a source becomes one of a target."""
+
+    entries: tuple[Entry, ...]
+    sources: Mapping[str, Tensor]
+    targets: Mapping[str, Tensor]
+    max_bytes: int | None = None
+
+    @staticmethod
+    def of(
+        found: Sequence[Link],
+        sources: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        *,
+        max_bytes: int | None = None,
+        hosts: Any = None,
+    ) -> ModelPlan:
+        """The same on every rank, from the same values."""
+        limit: object = max_bytes
+        if limit is not None and not (isinstance(limit, int) and limit > 0):
+            raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
+        entries = list[Entry]()
+        for link in found:
+            try:
+                entries.append(Entry.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
+            except Exception as error:
+                error.add_note(f"while planning {link.source!r} -> {link.target!r}")
+                raise
+        used = {link.source for link in found}
+        return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
+
+    def may_overflow(self, at: int) -> bool:
+        """True where the cast of entry number `at` may lose a value."""
+        link = self.entries[at].link
+        return may_overflow(self.sources[link.source].dtype, self.targets[link.target].dtype)
+
+    def buckets(self) -> Iterator[list[int]]:
+        """Numbers of entries that go in one exchange: as many as may be staged at a time, of one kind of device."""
+        limit, room, bucket, before = self.max_bytes or BUCKET, 0, list[int](), None
+        for at, entry in enumerate(self.entries):
+            if before and (
+                room + entry.plan.most_bytes > limit
+                or before.device != entry.device
+                or before.in_rounds
+                or entry.in_rounds
+            ):
+                yield bucket
+                room, bucket = 0, []
+            bucket.append(at)
+            room, before = room + entry.plan.most_bytes, entry
+        if bucket:
+            yield bucket
+
+    @cached_property
+    def kept(self) -> frozenset[tuple[str, str]]:
+        """The sources and targets of which one is the other as it is."""
+        whole = [entry.link for entry in self.entries if entry.plan.source == entry.plan.target]
+        return frozenset(
+            (link.source, link.target)
+            for link in whole
+            if self.sources[link.source] == self.targets[link.target]
+            and link.source_view == link.target_view == View.whole(self.targets[link.target].shape)
+        )
+
+    def __repr__(self) -> str:
+        moved, exchanges = size(self.bytes_moved), len(list(self.buckets()))
+        return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Between ranks."""
+        return sum(entry.plan.bytes_moved for entry in self.entries)
+
+    @property
+    def bytes_local(self) -> int:
+        """Copied where they are."""
+        return sum(entry.plan.bytes_local for entry in self.entries)
+
+    @property
+    def peak_bytes(self) -> int:
+        """No rank stages more than this at a time."""
+        return max((sum(self.entries[at].plan.most_bytes for at in bucket) for bucket in self.buckets()), default=0)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells apart what differs in any name, shape, dtype, layout or limit."""
+        return blake2b(json.dumps(self._listed(lambda layout: layout.fingerprint)).encode(), digest_size=16).hexdigest()
+
+    def explain(self) -> str:
+        """In words, and a line for every kind of move."""
+        kinds = dict[str, list[Entry]]()
+        for entry in self.entries:
+            kinds.setdefault(self._in_words(entry), []).append(entry)
+        buckets, peak = len(list(self.buckets())), size(self.peak_bytes)
+        lines = [
+            f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
+            f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
+        ]
+        for words, entries in kinds.items():
+            moved, link = size(sum(entry.plan.bytes_moved for entry in entries)), entries[0].link
+            named = link.source if link.source == link.target else f"{link.source} -> {link.target}"
+            lines.append(f"{len(entries):6d} x {words}: {moved} move, as {named}")
+        return "\n".join(lines)
+
+    def _in_words(self, entry: Entry) -> str:
+        words = list[str]()
+        for name, view, tensors in (
+            (entry.link.source, entry.link.source_view, self.sources),
+            (entry.link.target, entry.link.target_view, self.targets),
+        ):
+            whole, tensor = "" if view.is_whole(tensors[name].shape) else "a part of ", tensors[name]
+            words.append(f"{whole}{tensor.layout.brief()} {str(tensor.dtype).removeprefix('torch.')}")
+        return " -> ".join(words)
+
+    def draw(self, name: str | None = None) -> str:
+        """A target and what it comes from as pictures, and who sends what to whom; without a name that of all."""
+        if name is None:
+            return matrix(*(entry.plan for entry in self.entries))
+        if name not in self.targets:
+            raise PlanError(missing("the target has no", [name], self.targets))
+        mine = [entry for entry in self.entries if entry.link.target == name]
+        pictures = [f"{link.source}\n{draw(self.sources[link.source].layout)}" for link in (e.link for e in mine)]
+        whole = f"{name}\n{draw(self.targets[name].layout)}"
+        return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(entry.plan for entry in mine))] if mine else [])])
+
+    def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
+        """Write a page to look at: all tensors by size, what moves, and a picture of each. Returns its path."""
+        buckets, peak = len(list(self.buckets())), size(self.peak_bytes)
+        facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
+        return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
+
+    def _row(self, entry: Entry) -> report.Row:
+        link, target = entry.link, self.targets[entry.link.target]
+        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
+        note = f"from {link.source}" if link.source != link.target else ""
+        return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
+
+    def listed(self) -> dict[str, Any]:
+        """All that it depends on, by name."""
+        return self._listed(str)
+
+    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, Any]:
+        def told(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+            return {
+                name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
+                for name, t in tensors.items()
+            }
+
+        links = defaultdict[str, dict[str, Any]](dict)
+        for link in (entry.link for entry in self.entries):
+            links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
+        hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
+        parts = {"sources": told(self.sources), "targets": told(self.targets), "links": links}
+        return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
+
+    def to_json(self) -> str:
+        """As a file."""
+        figures = {"bytes_moved": self.bytes_moved, "peak_bytes": self.peak_bytes}
+        return json.dumps({"shardwise_model_plan": 1, **self.listed(), **figures}, indent=1)
+
+    def check(self, text: str) -> None:
+        """Raise a PlanError that says the first difference, unless the file is of this plan."""
+        try:
+            said = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"this is not a plan file: {error}") from None
+        if not isinstance(said, dict) or said.get("shardwise_model_plan") != 1:
+            raise PlanError("this is not the plan file of a model")
+        found = json.loads(self.to_json())
+        difference = first_difference(said, found, "in the file", "here")
+        if difference:
+            raise PlanError(f"the plan file is of another model: {difference}")
+
+
+def _view(view: Any) -> list[list[int]]:
+    return [list(view.region.lo), list(view.region.hi), list(view.order)]

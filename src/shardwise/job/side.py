@@ -1,0 +1,179 @@
+"""The tensors of a state dict: where they lie, and what is known of them on ranks that hold nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.containers.container import is_sharded, kind_of, on_transport
+from shardwise.containers.sharded import Own, ShardedTensor
+from shardwise.job.plan import Tensor
+from shardwise.layout import Layout
+from shardwise.torch_internals.memory import chunks_in, is_chunked
+from shardwise.transports import GroupTransport
+from shardwise.transports.members import job_rank
+
+
+@dataclass(frozen=True)
+class Plain(Own):
+    """How a plain tensor lies: whole, on every rank that has it."""
+
+    on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it is to be."""
+        return self.on
+
+    def taken(self, x: Any) -> list[torch.Tensor]:
+        """Itself."""
+        return [x]
+
+    def closed(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The tensor; None on a rank that has none."""
+        return tensors[0] if tensors else None
+
+
+class Known(NamedTuple):
+    """What all ranks must know of a tensor. `layout` is None for a plain one: all have it who have the state dict."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # not known to a rank that has none of its shards
+    layout: Layout | None
+    device: str | None
+
+
+Said = Mapping[str, Known | None]
+
+
+def is_tensor(value: Any) -> bool:
+    """True for what can be moved."""
+    return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
+
+
+def lists_chunks(value: Any) -> bool:
+    """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what no process group places."""
+    return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
+
+
+def known_of(value: Any, transport: GroupTransport | None) -> Known | None:
+    """What a rank knows of one of its tensors, with the owners of a transport; None where it has nothing of it."""
+    if lists_chunks(value):
+        return _known_chunks(tuple(value.shape), chunks_in(value), job_rank() if transport is None else transport.me)
+    if not is_sharded(value):
+        return Known(tuple(value.shape), value.dtype, None, value.device.type)
+    kind = on_transport(kind_of(value), transport)
+    tensors = kind.taken(value)
+    device = tensors[0].device if tensors else kind.device
+    return Known(kind.layout.shape, value.dtype, kind.layout, None if device is None else device.type)
+
+
+def _known_chunks(
+    shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]], me: int
+) -> Known | None:
+    if not chunks:
+        return None
+    pieces = [(me, lo, tuple(map(add, lo, tensor.shape))) for lo, tensor in chunks]
+    first = chunks[0][1]
+    return Known(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
+
+
+def said(flat: Mapping[str, Any], transport: GroupTransport | None) -> Said:
+    """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing.
+
+    Owners are those of the transport of all who call; without one, ranks of this process's job.
+    """
+    return {
+        name: None if v is None else known_of(v, transport) for name, v in flat.items() if v is None or is_tensor(v)
+    }
+
+
+def refuse_several_jobs(told: Mapping[int, Said | None], transport: GroupTransport | None) -> None:
+    """Refuse a source that several jobs give, each by its own ranks: these are tensors of one name, not replicas."""
+    jobs = transport.members.jobs if transport is not None else ()
+    layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
+    for rank, known in told.items() if jobs else ():
+        for name, tensor in (known or {}).items():
+            if tensor is not None and tensor.layout is not None:
+                layouts[name][jobs[rank]].add(str(tensor.layout))
+    for name, (first, *others) in ((name, list(by_job.values())) for name, by_job in layouts.items()):
+        for other in others:
+            if other != first:
+                raise ValueError(
+                    f"{name!r} is given by several jobs, as {min(first)} and as {min(other)}: give it on ranks of one "
+                    f"job, and None on the others; one over ranks of the group is ShardedTensor(shards, layout, group)"
+                )
+
+
+def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:
+    """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
+
+    A name that is None on all ranks is left out: a value like others.
+    """
+    alike = dict[int, tuple[list[int], Said]]()  # most often all say the same, which is one object
+    for rank, known in told.items():
+        if known is not None:
+            alike.setdefault(id(known), ([], known))[0].append(rank)
+    if not alike:
+        raise ValueError(
+            f"no rank has a {side}: at least one must give it. Jobs that were started separately are one "
+            f"group only if all of them give group="
+        )
+    (first, *_), names = next(iter(alike.values()))
+    for (rank, *_), other in alike.values():
+        if list(other) != list(names):
+            strange = sorted(set(names) ^ set(other)) or [a for a, b in zip(names, other, strict=True) if a != b]
+            raise ValueError(
+                f"the {side} has other names on rank {rank} than on rank {first}: {', '.join(map(repr, strange[:5]))}"
+            )
+    found = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _one(what: str, told: Iterable[tuple[list[int], Known | None]]) -> Tensor | None:
+    given = [(ranks, one) for ranks, one in told if one is not None]
+    if not given:
+        return None
+
+    def same(field: str) -> Any:
+        values = [(ranks[0], value) for ranks, one in given if (value := getattr(one, field)) is not None]
+        for rank, value in values[1:]:
+            if value != values[0][1]:
+                there = f"{values[0][1]} on rank {values[0][0]}"
+                raise ValueError(f"{what} has {field} {there}, but {value} on rank {rank}")
+        return values[0][1] if values else None
+
+    shape, dtype, device = same("shape"), same("dtype") or torch.get_default_dtype(), same("device") or "cpu"
+    plain = [ranks for ranks, one in given if one.layout is None]
+    if len(plain) == len(given):
+        return Tensor(
+            shape, dtype, _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks))), device
+        )
+    if plain:
+        raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
+    return Tensor(shape, dtype, _joined(tuple({one.layout: None for _, one in given})) or same("layout"), device)
+
+
+@lru_cache(maxsize=4096)
+def _replicated(shape: tuple[int, ...], holders: tuple[int, ...]) -> Layout:
+    return Layout.replicated(shape, holders)
+
+
+@lru_cache(maxsize=1024)
+def _joined(layouts: tuple[Layout, ...]) -> Layout | None:
+    """One for all, where they are on different ranks: each group of ranks has the whole. None where they are not."""
+    if len(layouts) == 1:
+        return layouts[0]
+    owners = [owner for layout in layouts for owner in layout.owners()]
+    if any(layout.op for layout in layouts) or len(owners) != len(set(owners)):
+        return None
+    pieces = [(o, piece.box.lo, piece.box.hi) for one in layouts for o in one.owners() for piece in one.pieces(o)]
+    both = Layout.boxes(layouts[0].shape, pieces, overlap="replicas")
+    same = all(both.local_shapes(o) == one.local_shapes(o) for one in layouts for o in one.owners() if o in both)
+    return both if same else None

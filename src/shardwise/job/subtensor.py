@@ -1,0 +1,124 @@
+"""A part of a sharded tensor, its dims perhaps in another order, as a sharded tensor of its own: the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.geometry import Box, Boxes, Places, ints
+from shardwise.layout import Layout, places_of
+
+
+@dataclass(frozen=True)
+class View:
+    """The cells of `region`; its dims in this order. A dim that is left out has one cell there."""
+
+    region: Box
+    order: tuple[int, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.region, self.order))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> View:
+        """All cells, as they are."""
+        return _whole(tuple(shape))
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return tuple(self.region.hi[dim] - self.region.lo[dim] for dim in self.order)
+
+    def narrow(self, dim: int, start: int, length: int) -> View:
+        """Some of the cells along a dim of the part.
+
+        >>> View.whole((6, 4)).narrow(0, 2, 3).region
+        Box(lo=(2, 0), hi=(5, 4))
+        """
+        lo, hi = list(self.region.lo), list(self.region.hi)
+        lo[self.order[dim]] += start
+        hi[self.order[dim]] = lo[self.order[dim]] + length
+        return View(Box(tuple(lo), tuple(hi)), self.order)
+
+    def select(self, dim: int, at: int) -> View:
+        """One cell along a dim, which is dropped."""
+        one = self.narrow(dim, at, 1)
+        return View(one.region, self.order[:dim] + self.order[dim + 1 :])
+
+    def permute(self, order: Sequence[int]) -> View:
+        """The dims in another order."""
+        return View(self.region, tuple(self.order[dim] for dim in order))
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        """True where it changes nothing."""
+        return self == View.whole(shape)
+
+    def of_places(self, places: Places) -> Places:
+        """What is seen of boxes in memory, in the coordinates of the part."""
+        if self._sees_all(places.boxes):
+            return places
+        _, found = places.within(Boxes.of([self.region], places.boxes.ndim))
+        start, order = ints(self.region.lo), list(self.order)
+        boxes = Boxes(*((corner - start)[:, order] for corner in found.boxes))
+        return Places(boxes, found.tensor, found.offset, found.strides[:, order])
+
+    def _sees_all(self, boxes: Boxes) -> bool:
+        """True where nothing of these is outside, and coordinates stay what they are."""
+        straight = self.order == tuple(range(boxes.ndim)) and not any(self.region.lo)
+        return straight and bool((boxes.hi <= ints(self.region.hi)).all())
+
+    def back(self, boxes: Boxes) -> Boxes:
+        """Boxes of the part, in the coordinates of the whole."""
+        if self.order == tuple(range(len(self.region.lo))) and not any(self.region.lo):
+            return boxes
+        lo, hi = (np.repeat(ints([corner]), boxes.count, axis=0) for corner in (self.region.lo, self.region.hi))
+        start, order = ints(self.region.lo)[list(self.order)], list(self.order)
+        lo[:, order], hi[:, order] = boxes.lo + start, boxes.hi + start
+        return Boxes(lo, hi)
+
+    def box(self, box: Box) -> Box | None:
+        """What is seen of a box, in the coordinates of the part."""
+        shared = box & self.region
+        if shared is None:
+            return None
+        start = self.region.lo
+        lo, hi = (tuple(corner[dim] - start[dim] for dim in self.order) for corner in (shared.lo, shared.hi))
+        return Box(lo, hi)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> View:
+    return View(Box((0,) * len(shape), shape), tuple(range(len(shape))))
+
+
+@lru_cache(maxsize=4096)
+def subtensor_layout(layout: Layout, view: View) -> Layout:
+    """Where the cells of the part live; each piece that is seen is a buffer of its own."""
+    if view.is_whole(layout.shape):
+        return layout
+    if layout.op is not None:
+        raise LayoutError(f"a part of {layout!r} cannot be taken while it is partial: reduce it first")
+    pieces = list[tuple[int, Sequence[int], Sequence[int]]]()
+    for owner in layout.owners():
+        for piece in layout.pieces(owner):
+            box = view.box(piece.box)
+            if box is not None:
+                pieces.append((owner, box.lo, box.hi))
+    return Layout.boxes(view.shape, pieces, overlap="replicas").shortest()
+
+
+def seen(tensors: Sequence[torch.Tensor], layout: Layout, view: View, owner: int) -> list[torch.Tensor]:
+    """An owner's tensors of the part: views of those of the whole, in the order of the layout."""
+    if view.is_whole(layout.shape):
+        return list(tensors)
+    places = places_of(layout, owner, [tensor.stride() for tensor in tensors])
+    return [cut.of(tensors) for cut in view.of_places(places).windows()]

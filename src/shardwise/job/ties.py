@@ -1,0 +1,85 @@
+"""Tied weights: tensors of several names that share all of their memory, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.job.job import memory_of
+from shardwise.job.side import is_tensor, known_of
+from shardwise.transports import GroupTransport
+
+Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def ties_of(flat: Mapping[str, Any], transport: GroupTransport | None = None) -> dict[str, tuple[str, bool]]:
+    """The tied names of a flat state dict, as this rank sees it: those that have no memory here may be tied elsewhere.
+
+    >>> w = torch.ones(3)
+    >>> ties_of({"a": w, "b": w.view(3), "part": w[1:], "c": w.clone()})
+    {'a': ('a', True), 'b': ('a', True)}
+    """
+    near = _grouped({name: _addresses(v) for name, v in flat.items() if v is None or is_tensor(v)})
+    groups = [names for some in near for names in _grouped(_memories({name: flat[name] for name in some}, transport))]
+    return {name: (names[0], _has_cells(flat[names[0]])) for names in groups for name in names}
+
+
+def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
+    """Names of equal keys, where there are several."""
+    found = dict[Hashable, list[str]]()
+    for name, key in keys.items():
+        found.setdefault(key, []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _addresses(value: Any) -> Hashable:
+    """Quick to tell: most tensors lie elsewhere than all others. Empty where there are no cells."""
+    if type(value) in PLAIN and value.layout == torch.strided:
+        address = value.data_ptr()
+        return (address,) if address else ()
+    return tuple(tensor.data_ptr() for tensor in memory_of(value, apart=False) if tensor.numel() and _is_plain(tensor))
+
+
+def tied(told: Mapping[int, Ties]) -> dict[str, str]:
+    """The names that share their memory with an earlier one on every rank that has any of it, and that one.
+
+    >>> tied({0: {"a": ("a", True), "b": ("a", True)}, 1: {"a": ("a", False), "b": ("a", False), "c": ("a", False)}})
+    {'b': 'a'}
+    """
+    first, found = dict[Hashable, str](), dict[str, str]()
+    for name in dict.fromkeys(name for ties in told.values() for name in ties):
+        places = [ties.get(name, (name, True)) for ties in told.values()]
+        known = first.setdefault(tuple(where for where, _ in places), name)
+        if known != name and any(cells for _, cells in places):
+            found[name] = known
+    return found
+
+
+def _has_cells(value: Any) -> bool:
+    return any(tensor.numel() for tensor in memory_of(value))
+
+
+def _memories(values: Mapping[str, Any], transport: GroupTransport | None) -> dict[str, Hashable]:
+    """Equal for what lies in the same memory, in the same way; and for what has none here."""
+    # all are alive at the same time: what is made anew for every call must not be taken for what was there before
+    parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
+    return {
+        name: None if value is None else (known_of(value, transport), tuple(map(_place, parts[name])))
+        for name, value in values.items()
+    }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    if not _is_plain(tensor):
+        return id(tensor)
+    strides = tuple(step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tuple(tensor.shape), strides, tensor.dtype, str(tensor.device), flags
