@@ -1,5 +1,7 @@
 """Targets and sources that torch's own checkpoints take: LocalShardsWrapper, DCP's chunk protocol, meta tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed.checkpoint as judge
@@ -51,6 +53,44 @@ def test_chunks_are_saved_and_loaded_as_torch_does(tmp_path):
         assert parts(target) == [WHOLE[:, a:b].tolist() for a, b in COLUMNS[rank]]
         with pytest.raises(sw.LayoutError, match="knows the chunks of its own rank alone"):
             sw.layout_of(target)
+
+    on_ranks(3, run)
+
+
+OUTSIDE = (
+    r"a LocalShardsWrapper outside a DTensor does not know the shape .*DTensor.from_local\(.*init_from_local_shards"
+)
+
+
+def test_a_wrapper_outside_a_dtensor_is_refused_with_the_remedy(tmp_path):
+    checkpoint.save({"w": WHOLE}, tmp_path / "saved")
+
+    def run(rank):
+        mesh, whole = init_device_mesh("cpu", (3,)), torch.zeros_like(WHOLE)
+        x = sw.ShardedTensor(WHOLE, "8x6/R@3")
+        for bare in wrapped(mesh, rank).to_local(), LocalShardsWrapper([WHOLE.clone()], [(0, 0)]):
+            state = {"w": bare}
+            for call, *given in (
+                (checkpoint.save, state, tmp_path / "bare"),
+                (checkpoint.load, tmp_path / "saved", state),
+                (partial(checkpoint.load, read="once"), tmp_path / "saved", state),
+                (sw.Resharder, state, {"w": whole}),
+                (sw.Resharder, {"w": whole}, state),
+                (sw.reshard_state_dict, state, {"w": "8x6/R@3"}),
+                (sw.reshard_state_dict, {"w": x}, state),
+            ):
+                with pytest.raises(ValueError, match=f"'w': {OUTSIDE}"):
+                    call(*given)
+            for call, *given in (
+                (sw.reshard, bare, "8x6/R@3"),
+                (sw.reshard, x, bare),
+                (partial(sw.reshard, out=bare), x),
+                (sw.fingerprint, bare),
+                (sw.layout_of, bare),
+            ):
+                with pytest.raises(ValueError, match=OUTSIDE):
+                    call(*given)
+        assert not (tmp_path / "bare").exists()
 
     on_ranks(3, run)
 

@@ -36,6 +36,15 @@ def shell(monkeypatch, capsys, tmp_path):
     return run
 
 
+def test_names_with_brackets_are_taken_as_they_are(shell, tmp_path):
+    torch.save({"a[0]": torch.zeros(2), "a0": torch.ones(2)}, tmp_path / "in.pt")
+    options = ["--select", "a[0]", "--rename", "a[0]=b[0]", "--cast", "b[0]=int8"]
+    code, said = shell("convert", "in.pt", "out.safetensors", *options)
+    assert (code, list(checkpoint.open("out.safetensors"))) == (0, ["b[0]"]), said
+    torch.testing.assert_close(checkpoint.open("out.safetensors")["b[0]"].read(), torch.zeros(2, dtype=torch.int8))
+    assert shell("verify", "in.pt", "out.safetensors", *options)[0] == 0
+
+
 @pytest.fixture
 def saved(tmp_path):
     checkpoint.save({**WEIGHTS, "step": 7}, tmp_path / "saved")

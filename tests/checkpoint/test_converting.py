@@ -400,6 +400,45 @@ def test_patterns_choose_source_names(tmp_path, few, select, names):
     assert_same(found, {"h" if name == "head" else name: few[name] for name in names})
 
 
+LITERAL = {name: torch.full((2, 3), float(at)) for at, name in enumerate(["a0", "a1", "a?", "a[0]", "a[1]"])}
+
+
+@pytest.mark.parametrize(
+    ("options", "becomes"),
+    [
+        ({"select": "a[0]"}, {"a[0]": "a[0]"}),
+        ({"select": ["a?", "a[1]"]}, {"a?": "a?", "a[1]": "a[1]"}),
+        ({"select": "a[01]"}, {"a0": "a0", "a1": "a1"}),  # which no tensor is called
+        ({"rename": {"a[0]": "b", "a?": "c"}}, {"a0": "a0", "a1": "a1", "a?": "c", "a[0]": "b", "a[1]": "a[1]"}),
+        (
+            {"select": ["a?", "a[[]*"], "rename": [("a?", "c"), ("a*", "d*")]},
+            {"a?": "c", "a[0]": "d[0]", "a[1]": "d[1]"},
+        ),
+    ],
+    ids=str,
+)
+def test_a_pattern_that_is_the_name_of_a_tensor_means_that_tensor(tmp_path, options, becomes):
+    found = became(tmp_path, LITERAL, **options)
+    assert_same(found, {new: LITERAL[old] for old, new in becomes.items()})
+    assert not checkpoint.verify(tmp_path / "in.safetensors", tmp_path / "out.safetensors", **options)
+
+
+def test_casts_and_parts_that_are_names_of_tensors_mean_those(tmp_path):
+    found = became(tmp_path, LITERAL, cast=[("a[0]", torch.float16), ("a?", torch.int32)])
+    assert {name: tensor.dtype for name, tensor in found.items() if tensor.dtype != torch.float32} == {
+        "a[0]": torch.float16,
+        "a?": torch.int32,
+    }
+    found = became(tmp_path, LITERAL, remap=[Concat("whole", ["a[0]", "a[1]"]), Transposed("a?")])
+    assert found.keys() == {"a0", "a1", "a?", "whole"}
+    assert found["whole"][:, 0].tolist() == [3, 3, 4, 4]
+    assert [found[name].shape[0] for name in ("a0", "a1", "a?")] == [2, 2, 3]
+    into = {"a0": torch.zeros(2, 3), "b": torch.zeros(2, 3, dtype=torch.int64), "a?": torch.zeros(2, 3)}
+    rename = {"a[0]": "b", "a[1]": "c"}
+    checkpoint.load(tmp_path / "in.safetensors", into, rename=rename, cast=[("b", torch.int64), ("a?", torch.float32)])
+    assert {name: tensor[0, 0].item() for name, tensor in into.items()} == {"a0": 0, "b": 3, "a?": 2}
+
+
 CASTS = {
     "all floats": (torch.bfloat16, {"0.up": torch.bfloat16, "1.up": torch.bfloat16, "norm": torch.bfloat16}),
     "to float8": ([("0.up", torch.float8_e5m2)], {"0.up": torch.float8_e5m2}),

@@ -608,7 +608,9 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path):
     opened = checkpoint.open(source(tmp_path, model(seed=1)))
     changed = source(tmp_path, model(seed=2), "new.safetensors").read_bytes()
     (tmp_path / "in.safetensors").write_bytes(changed)
-    with pytest.raises(CheckpointError, match=r"in\.safetensors was replaced or changed since it was opened"):
+    with pytest.raises(
+        CheckpointError, match=r"in\.safetensors was replaced or changed since the checkpoint was opened"
+    ):
         next(iter(opened.values())).read()
     with pytest.raises(CheckpointError, match="was replaced or changed"):
         checkpoint.convert(opened, tmp_path / "out.safetensors", durable=False, verify=False)

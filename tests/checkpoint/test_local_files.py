@@ -11,6 +11,7 @@ import torch
 from confined import refused
 
 from shardwise import Layout, ShardedTensor, checkpoint
+from shardwise.checkpoint import local_files
 from shardwise.checkpoint.files import Span
 from shardwise.checkpoint.local_files import LocalFiles
 from shardwise.errors import CheckpointError
@@ -110,9 +111,10 @@ READERS = {
 }
 
 
+@pytest.mark.parametrize("before", [lambda found: found["w"].read(), lambda found: None], ids=["a read", "open"])
 @pytest.mark.parametrize("change", [other_values, cut_off])
 @pytest.mark.parametrize("format", ["safetensors", "dcp", "torch.save"])
-def test_files_that_are_written_to_after_a_read_are_noticed(tmp_path, monkeypatch, format, change):
+def test_files_that_are_written_to_afterwards_are_noticed(tmp_path, monkeypatch, format, change, before):
     """Also where they are cut off, which would end a process that reads what is mapped: so in one of its own."""
     monkeypatch.chdir(tmp_path)
     for name, read in READERS.items():
@@ -125,12 +127,12 @@ def test_files_that_are_written_to_after_a_read_are_noticed(tmp_path, monkeypatc
 
         def work(path=path, data=data, read=read):
             found = checkpoint.open(path)
-            assert found["w"].read().sum() == 5_000
+            before(found)
             time.sleep(0.02)  # longer than what clocks of file systems count
             rewritten(data, change)
             return read(found)
 
-        refused(work, CheckpointError, data.name, "changed since it was opened")
+        refused(work, CheckpointError, data.name, "changed since the checkpoint was opened")
 
 
 def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path):
@@ -140,3 +142,31 @@ def test_a_file_that_is_replaced_is_read_as_it_was(tmp_path):
     torch.save({"w": torch.zeros(5_000)}, tmp_path / "new.pt")
     (tmp_path / "new.pt").replace(tmp_path / "m.pt")
     assert found["w"].read().sum() == 5_000
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_a_file_that_is_replaced_before_its_first_read_is_noticed(tmp_path, format):
+    for name, value in ("old", 0.0), ("new", 1.0):
+        checkpoint.save({"w": torch.full((5_000,), value), "v": torch.ones(3)}, tmp_path / name, format=format)
+    (old,), (new,) = ([p for p in (tmp_path / n).iterdir() if p.stat().st_size > 15_000] for n in ("old", "new"))
+    found = checkpoint.open(tmp_path / "old")
+    time.sleep(0.02)
+    new.replace(old)  # which is older than the checkpoint was when it was opened, but not there
+    for _ in range(2):  # the second look is no excuse
+        with pytest.raises(
+            CheckpointError, match=f"{old.name} was replaced or changed since the checkpoint was opened"
+        ):
+            found["w"].read()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_a_file_that_is_the_same_is_read_whatever_names_and_clocks_say(tmp_path, monkeypatch, format):
+    checkpoint.save({"w": torch.ones(5_000)}, tmp_path / "m", format=format)
+    found = checkpoint.open(tmp_path / "m")
+    time.sleep(0.02)
+    for file in (tmp_path / "m").iterdir():
+        os.link(file, tmp_path / f"{file.name}.copy")
+    assert found["w"].read().sum() == 5_000
+    monkeypatch.setattr(local_files, "time_ns", lambda: time.time_ns() - 3600 * 10**9)  # the file server is ahead of us
+    checkpoint.save({"w": torch.ones(5_000)}, tmp_path / "ahead", format=format)
+    assert checkpoint.open(tmp_path / "ahead")["w"].read().sum() == 5_000

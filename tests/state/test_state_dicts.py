@@ -263,3 +263,13 @@ def test_terms_are_added_up(ranks):  # noqa: F811
         same(found["w"].full_tensor(), WHOLE)
 
     ranks(4, run)
+
+
+def test_a_rule_that_is_the_name_of_a_tensor_means_that_tensor(ranks):  # noqa: F811
+    def run(rank):
+        state = {name: sw.ShardedTensor(torch.zeros(2, 4), "4x4/S0@2") for name in ("a0", "a[0]")}
+        found = sw.reshard_state_dict(state, [("a[0]", "4x4/R@2"), ("*", "4x4/S1@2")], dtype=[("a[0]", torch.float16)])
+        return {name: (str(one.layout), one.dtype) for name, one in found.items()}
+
+    for found in ranks(2, run):
+        assert found == {"a0": ("4x4/S1@2", torch.float32), "a[0]": ("4x4/R@2", torch.float16)}

@@ -255,6 +255,39 @@ def test_a_source_is_never_put_together_from_two_jobs(ranks, tmp_path):  # noqa:
         assert "'w' is given by several jobs, as 8x12/S0@4 and as 8x12/S0@2:4,5" in text
 
 
+def test_plain_tensors_of_two_jobs_are_not_taken_for_replicas(ranks, tmp_path):  # noqa: F811
+    def run(at):
+        group, mesh = joined(tmp_path, at, custom_group)
+        trains = at < TRAINERS
+        state = {"b": VALUES[0] + at // TRAINERS}  # each job has one of its own
+        target = {"b": sw.empty("12/S0@6", group=group)}
+        path = os.path.join(tmp_path, "saved")
+        said = [
+            raised(lambda: sw.Resharder(state, target, group=group))[:2],
+            raised(lambda: sw.reshard_state_dict(state, {"b": "12/S0@6"}, group=group))[:2],
+            raised(lambda: sw.checkpoint.save(state, path, group=group))[:2],
+        ]
+        mixed = {"b": state["b"] if trains else spread(VALUES[0], mesh, Shard(0))}
+        sharded = raised(lambda: sw.Resharder(mixed, target, group=group))[:2]
+        for source in ({"b": state["b"] if trains else None}, state if trains else None):
+            sw.Resharder(source, target, group=group).run()
+            same(target["b"].gather(dst=None), VALUES[0])
+        replicas = {"b": sw.ShardedTensor(VALUES[0].clone(), "12/R@6", group)}  # which says that all are the same
+        sw.Resharder(replicas, state, group=group).run()
+        same(state["b"], VALUES[0])
+        sw.checkpoint.save({"b": state["b"] if trains else None}, path, group=group)
+        sw.checkpoint.load(path, state, group=group)  # each job's own is a whole copy
+        same(state["b"], VALUES[0])
+        return tuple(said), sharded
+
+    ((said, sharded),) = set(on_jobs(ranks, run))
+    for kind, text in said:
+        assert kind == "RefusedValueError"
+        assert "'b' is given by several jobs, as a plain tensor on rank 0 and as a plain tensor on rank 4" in text
+        assert "give it on ranks of one job, and None on the others" in text
+    assert "'b' is given by several jobs, as a plain tensor on rank 0 and as 12/S0@2:4,5" in sharded[1]
+
+
 def test_a_group_of_one_job_keeps_the_ranks_of_the_job(ranks, tmp_path):  # noqa: F811
     def run(rank):
         group = dist.new_group([1, 2])

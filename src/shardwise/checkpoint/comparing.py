@@ -78,7 +78,7 @@ def verify(
         found += _absent(other, streams, one.path)
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
     found += compared(pairs, jobs=jobs, progress=progress)
-    found += _structure(one, other, [*pairs, *(name for name in one.objects if chosen(name, select))])
+    found += _structure(one, other, [*pairs, *filter(chosen(one, select), one.objects)])
     return found + _values(one, other, select, objects)
 
 
@@ -122,7 +122,7 @@ def uncompared(
 
 def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of both that are asked for."""
-    mine = {name: value for name, value in one.objects.items() if chosen(name, select)}
+    mine = {name: one.objects[name] for name in filter(chosen(one, select), one.objects)}
     return mine, {name: value for name, value in other.objects.items() if select is None or name in mine}
 
 

@@ -153,7 +153,7 @@ def _resumable(claim: Claim, folder: Folder, token: str, owners: Sequence[int]) 
 def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, Any]:
     """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
     check_objects(objects)
-    found = {key: value for key, value in opened.objects.items() if chosen(key, select)}
+    found = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
     lost = [key for key, value in found.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
         raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(found[lost[0]], format)}")

@@ -68,6 +68,9 @@ class Files(ABC):
     ) -> None:
         """Refuse files that were written to after they were first looked at, where that can be seen."""
 
+    def opened(self) -> None:  # noqa: B027
+        """Refuse from now on files that changed after this was made, also when they are first looked at."""
+
     def copy(self, span: Span, file: Any) -> None:
         """Append the bytes to a file that is being written, a little at a time."""
         for start in range(span.start, span.stop, PIECE):

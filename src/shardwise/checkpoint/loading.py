@@ -55,7 +55,7 @@ def load(
     """Fill the tensors of a state dict from a checkpoint, in place, whatever the shardings. Other values are set.
 
     Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
-    that list their chunks for DCP (LocalShardsWrapper) are filled as well.
+    that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
 
     `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
     checkpoint. `cast`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those

@@ -6,9 +6,10 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from threading import Lock
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ class Seen(NamedTuple):
             status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink, status.st_dev, status.st_ino
         )
 
+    def since(self) -> int:
+        """Since when it is as it is, or was put there. Of a file with several names a new one tells nothing."""
+        return self.changed if self.links == 1 else self.written
+
 
 class Mapped(NamedTuple):
     """A file in memory: its bytes, and all of it as tensors of some dtypes, without so many bytes at its start."""
@@ -54,6 +59,7 @@ class LocalFiles(Files):
         self._mapped = dict[str, Mapped]()
         self._open = dict[str, Descriptor]()
         self._seen = dict[str, Seen]()
+        self._begun, self._latest = time_ns(), inf  # the latest change of a file that was not looked at yet
         self._checked = dict[str, float]()  # when they were last seen to be the same
         self._lock = Lock()
 
@@ -120,6 +126,10 @@ class LocalFiles(Files):
         self._check_same(name, os.fstat(file.number))
         return found
 
+    def opened(self) -> None:
+        """Files that were not looked at yet are no later than an index, by the clock of a server that is ahead, too."""
+        self._latest = max([self._begun, *(seen.changed for seen in self._seen.values())])
+
     def check_unchanged(self, names: Iterable[str], *, within: float = 0) -> None:
         """Refuse files that were written to after they were first looked at, which are then of two checkpoints.
 
@@ -141,11 +151,18 @@ class LocalFiles(Files):
 
     def _check_same(self, name: str, status: os.stat_result) -> None:
         now = Seen.of(status)
+        if name not in self._seen and now.since() > self._latest:
+            raise self._changed(name)
         was = self._seen.setdefault(name, now)
         if now.links != was.links:  # a name more or less changes the file, too, but not what is in it
             now = now._replace(links=was.links, changed=was.changed)
         if now != was:
-            raise CheckpointError(f"{self.shown(name)} was replaced or changed since it was opened: open it again")
+            raise self._changed(name)
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.shown(name)} was replaced or changed since the checkpoint was opened: open it again"
+        )
 
     def _opened(self, name: str) -> Descriptor:
         """A file; refused where it is not the one that was looked at before."""

@@ -31,13 +31,19 @@ def open(path: Any, *, rules: Any = None) -> Checkpoint:
     """
     files, name = files_at(path)
     with _uncollected():
-        if rules is not None:
-            return ranks.open_ranks(files, rules)
-        if name is None:
-            return _open_directory(files)
-        found = _open_file(files, name)
-        found.path = files.shown(name)
-        return found
+        found = _opened(files, name, rules)
+    files.opened()
+    return found
+
+
+def _opened(files: Files, name: str | None, rules: Any) -> Checkpoint:
+    if rules is not None:
+        return ranks.open_ranks(files, rules)
+    if name is None:
+        return _open_directory(files)
+    found = _open_file(files, name)
+    found.path = files.shown(name)
+    return found
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 from shardwise.checkpoint.entry import Checkpoint, Entry
@@ -28,10 +28,11 @@ def streams_of(
 ) -> dict[str, Stream]:
     """The tensors by their new names. What fits nothing is refused: it was meant to."""
     remap, casts = list(remap), Casts.of(cast)
-    shapes = {name: opened[name].shape for name in opened if chosen(name, select)}
+    shapes = {name: opened[name].shape for name in filter(chosen(opened, select), opened)}
     if not shapes and len(opened):
         _check_used(opened, "select=", _patterns(select), opened)
     targets = shapes_after(shapes, rename=rename, remap=remap)
+    casts = casts.among(targets)
     found = dict[str, list[tuple[Link, Entry]]]()
     for link in links(shapes, targets, rename=rename, remap=remap, empty=True):
         found.setdefault(link.target, []).append((link, opened[link.source]))
@@ -49,9 +50,12 @@ def streams_of(
     return streams
 
 
-def chosen(name: str, select: Select) -> bool:
-    """True for a name that is to be taken."""
-    return select is None or any(matched(pattern, name) is not None for pattern in _patterns(select))
+def chosen(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
+    """True for a name of a checkpoint that is to be taken."""
+    if select is None:
+        return lambda name: True
+    patterns, names = _patterns(select), {*opened, *opened.objects}
+    return lambda name: any(matched(pattern, name, names) is not None for pattern in patterns)
 
 
 def _patterns(select: Select) -> list[str]:

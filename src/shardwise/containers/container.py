@@ -14,7 +14,7 @@ from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
 from shardwise.torch_internals import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
-from shardwise.torch_internals.memory import is_chunked
+from shardwise.torch_internals.memory import is_chunked, whole_shape
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import Members, of_job
 
@@ -144,13 +144,15 @@ def kind_of(x: Any) -> Kind:
     """How a sharded tensor lies."""
     if isinstance(x, ShardedTensor):
         return x.kind
+    if is_chunked(x):
+        whole_shape(x)  # refused by itself where that is not known
+        what = f"a DTensor of {type(x._local_tensor).__name__}" if is_dtensor(x) else f"a {type(x).__name__}"
+        raise LayoutError(
+            f"{what} knows the chunks of its own rank alone, whatever placements it has: checkpoint.save, "
+            f"checkpoint.load and Resharder take it; to move it alone, make a ShardedTensor of it "
+            f"(sharded_tensor.init_from_local_shards)"
+        )
     if is_dtensor(x):
-        if is_chunked(x):
-            raise LayoutError(
-                f"a DTensor of {type(x._local_tensor).__name__} knows the chunks of its own rank alone, wherever "
-                f"{x.placements} says they are: checkpoint.save, checkpoint.load and Resharder take it; to move it "
-                f"alone, make a ShardedTensor of it (sharded_tensor.init_from_local_shards)"
-            )
         return OnMesh.of(x)
     if is_torch_sharded(x):
         return Shards.of(x)
@@ -179,7 +181,7 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
                 f"group are ranks of the group: use a spec of shardwise.sharded_tensor, or a Layout"
             )
         return Shards.by(to, shape, group)
-    if is_sharded(to):
+    if is_sharded(to) or is_chunked(to):
         return kind_of(to)
     raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")
 

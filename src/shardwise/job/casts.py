@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class Casts:
 
     rules: tuple[tuple[str, torch.dtype | None], ...] = ()
     rest: torch.dtype | None = None
+    names: Container[str] = field(default=(), compare=False)  # of all tensors, which patterns can be spelled like
 
     @staticmethod
     def of(cast: Any, option: str = "cast=") -> Casts:
@@ -52,17 +53,24 @@ class Casts:
             )
         return Casts(tuple((str(pattern), becomes) for pattern, becomes in rules), rest[0] if rest else None)
 
+    def among(self, names: Container[str]) -> Casts:
+        """The same for tensors of these names."""
+        return replace(self, names=names) if self.rules else self
+
     def asked(self, name: str, dtype: torch.dtype) -> Asked | None:
         """What a tensor is to become; None where nothing is asked for."""
         for pattern, becomes in self.rules:
-            if _fits(pattern, name):
+            if self._fits(pattern, name):
                 return Asked(dtype if becomes is None else becomes, pattern == name)
         return Asked(self.rest, named=False) if self.rest is not None and dtype.is_floating_point else None
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The patterns that fit no name."""
         there = list(names)
-        return [pattern for pattern, _ in self.rules if not any(_fits(pattern, name) for name in there)]
+        return [pattern for pattern, _ in self.rules if not any(self._fits(pattern, name) for name in there)]
+
+    def _fits(self, pattern: str, name: str) -> bool:
+        return pattern == name or matched(pattern, name, self.names) is not None
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Into:
 
     def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:
         """Refuse what is not asked for."""
-        asked = self.casts.asked(change.target, change.dtype)
+        asked = self.casts.among(targets).asked(change.target, change.dtype)
         if asked is not None and asked.dtype != change.becomes:
             raise ValueError(f"cast= makes {change.target!r} {asked.dtype}, but the target is {change.becomes}")
         check_change(change, sources, targets, named=asked is not None and asked.named)
@@ -91,7 +99,3 @@ class Into:
         unused = self.casts.unused(names)
         if unused:
             raise ValueError(f"cast= has {unused[0]!r}, which fits no name of the target")
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return pattern == name or matched(pattern, name) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache
@@ -15,14 +15,20 @@ LIKELY = 200  # characters of a name that is compared with others: to compare ta
 ONE = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)  # what stands for one character: ?, [abc], or itself
 
 
-def matched(pattern: str, name: str) -> tuple[str, ...] | None:
+def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, ...] | None:
     """What the stars of a pattern stand for in a name; None where it does not fit. ? and [abc] are one character.
+
+    A pattern without stars fits the name that is spelled like it; where that is one of `names`, no other.
 
     >>> matched("layers.*.*.weight", "layers.3.q_proj.weight"), matched("layers.*", "head.weight")
     (('3', 'q_proj'), None)
     >>> matched("*.[qkv]_proj", "3.k_proj"), matched("*.[qkv]_proj", "3.o_proj")
     (('3',), None)
+    >>> matched("a[0]", "a0"), matched("a[0]", "a[0]"), matched("a[0]", "a0", ["a0", "a[0]"])
+    ((), (), None)
     """
+    if "*" not in pattern and (pattern == name or pattern in names):
+        return () if pattern == name else None
     parts = _parts(pattern)
     last, at, stars = parts[-1], 0, list[str]()
     end = len(name) - last.width
@@ -62,8 +68,10 @@ def filled(pattern: str, stars: Sequence[str]) -> str:
     return "".join(text for pair in zip(parts, [*stars, ""], strict=True) for text in pair)
 
 
-def renamed(name: str, rename: Rename) -> list[str]:
+def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
     """The names that a tensor gets: by a mapping or rules (first one that fits; stars match anything), or a function.
+
+    `names`: all that are there, which patterns can be spelled like.
 
     >>> renamed("model.embed.w", {"model.*": "*"}), renamed("embed.w", [("embed.*", ["embed.*", "head.*"])])
     (['embed.w'], ['embed.w', 'head.w'])
@@ -71,7 +79,7 @@ def renamed(name: str, rename: Rename) -> list[str]:
     if rename is None:
         return [name]
     try:
-        found = rename(name) if callable(rename) else _by_rules(name, rename)
+        found = rename(name) if callable(rename) else _by_rules(name, rename, names)
     except Exception as error:
         raise ValueError(f"rename= failed for {name!r}: {type(error).__name__}: {error}") from error
     several = [found] if isinstance(found, str) else found
@@ -80,14 +88,14 @@ def renamed(name: str, rename: Rename) -> list[str]:
     return list(several)
 
 
-def _by_rules(name: str, rename: Any) -> Any:
+def _by_rules(name: str, rename: Any, names: Container[str]) -> Any:
     if not isinstance(rename, Mapping | list | tuple):
         raise TypeError(f"it must be a mapping, rules [(pattern, name), ...] or a function, not {rename!r}")
     for rule in rename.items() if isinstance(rename, Mapping) else rename:
         if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
             raise ValueError(f"a rule is a pair of a pattern and the new name, not {rule!r}")
         pattern, becomes = rule
-        stars = matched(pattern, name)
+        stars = matched(pattern, name, names)
         if stars is not None:
             several = becomes if isinstance(becomes, list | tuple) else [becomes]
             return [filled(one, stars) if isinstance(one, str) else one for one in several]

@@ -59,7 +59,7 @@ class Concat:
 
     def named(self, part: str, names: Shapes) -> tuple[str, list[str]] | None:
         """The names of the whole and of all parts, of which this is the first; None where it is not."""
-        stars = matched(self.parts[0], part)
+        stars = matched(self.parts[0], part, names)
         several = [] if stars is None else [filled(one, stars) for one in self.parts]
         return (filled(self.whole, stars), several) if stars is not None and all(n in names for n in several) else None
 
@@ -104,7 +104,7 @@ class Stack:
 
     def named(self, part: str, names: Shapes) -> tuple[str, list[str]] | None:
         """The names of the whole and of all parts, of which this is the first; None where it is not."""
-        stars = matched(self.part.replace("{}", "0"), part)
+        stars = matched(self.part.replace("{}", "0"), part, names)
         if stars is None:
             return None
         every = filled(self.part, stars)
@@ -184,7 +184,7 @@ def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
         return {name: name for name in sources}
     given = dict[str, str]()
     for source in sources:
-        for name in renamed(source, rename):
+        for name in renamed(source, rename, sources):
             if name in given:
                 raise ValueError(f"{given[name]!r} and {source!r} would both be {name!r}: give them different names")
             given[name] = source
@@ -214,7 +214,7 @@ def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Rema
     >>> shapes_after({"q": (8, 6), "k": (2, 6)}, remap=[Concat("qk", ["q", "k"])])
     {'qk': (10, 6)}
     """
-    shapes = {name: shape for source, shape in sources.items() for name in renamed(source, rename)}
+    shapes = {name: shape for source, shape in sources.items() for name in renamed(source, rename, sources)}
     for rule in _checked(remap):
         try:
             shapes = _after(rule, shapes)
@@ -231,12 +231,12 @@ def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
         if name in gone:
             continue
         if isinstance(rule, Transposed):
-            fits = matched(rule.name, name) is not None
+            fits = matched(rule.name, name, shapes) is not None
             found[name] = _turned(rule, shape) if fits else shape
         elif (together := rule.named(name, shapes)) is not None:
             found[together[0]] = rule.joined([shapes[part] for part in together[1]])
             gone |= set(together[1])
-        elif (stars := matched(rule.whole, name)) is not None:
+        elif (stars := matched(rule.whole, name, shapes)) is not None:
             found |= zip(rule.names(stars, shape), rule.apart(shape), strict=True)
         else:
             found[name] = shape
@@ -247,7 +247,7 @@ def _check_parts(rule: Concat, shapes: Shapes) -> None:
     """Refuse some of the parts without the others."""
     for name in shapes:
         for part in rule.parts:
-            stars = matched(part, name)
+            stars = matched(part, name, shapes)
             several = [] if stars is None else [filled(one, stars) for one in rule.parts]
             absent = [one for one in several if one not in shapes]
             if absent:
@@ -278,12 +278,12 @@ def _by_rule(rule: Remap, sources: Shapes, targets: Shapes) -> list[Link]:
 def _remapped(rule: Remap, sources: Shapes, targets: Shapes) -> Iterable[Link]:
     if isinstance(rule, Transposed):
         for name in targets:
-            if name in sources and matched(rule.name, name) is not None:
+            if name in sources and matched(rule.name, name, targets) is not None:
                 yield _transposed(name, rule, sources[name], targets[name])
         return
     for wholes, others, inward in ((targets, sources, True), (sources, targets, False)):
         for whole, shape in wholes.items():
-            stars = matched(rule.whole, whole)
+            stars = matched(rule.whole, whole, wholes)
             if stars is None or whole in others:
                 continue
             parts = rule.names(stars, shape)

@@ -13,9 +13,10 @@ import torch
 
 from shardwise.containers.container import is_sharded, kind_of, on_transport
 from shardwise.containers.sharded import Own, ShardedTensor
+from shardwise.errors import LayoutError
 from shardwise.job.plan import Tensor
 from shardwise.layout import Layout
-from shardwise.torch_internals.memory import chunks_in, is_chunked
+from shardwise.torch_internals.memory import chunks_in, is_chunked, whole_shape
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import job_rank
 
@@ -65,7 +66,7 @@ def lists_chunks(value: Any) -> bool:
 def known_of(value: Any, transport: GroupTransport | None) -> Known | None:
     """What a rank knows of one of its tensors, with the owners of a transport; None where it has nothing of it."""
     if lists_chunks(value):
-        return _known_chunks(tuple(value.shape), chunks_in(value), job_rank() if transport is None else transport.me)
+        return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
     if not is_sharded(value):
         return Known(tuple(value.shape), value.dtype, None, value.device.type)
     kind = on_transport(kind_of(value), transport)
@@ -89,9 +90,14 @@ def said(flat: Mapping[str, Any], transport: GroupTransport | None) -> Said:
 
     Owners are those of the transport of all who call; without one, ranks of this process's job.
     """
-    return {
-        name: None if v is None else known_of(v, transport) for name, v in flat.items() if v is None or is_tensor(v)
-    }
+    found = dict[str, Known | None]()
+    for name, value in flat.items():
+        if value is None or is_tensor(value):
+            try:
+                found[name] = None if value is None else known_of(value, transport)
+            except LayoutError as error:
+                raise LayoutError(f"{name!r}: {error}") from error
+    return found
 
 
 def refuse_several_jobs(told: Mapping[int, Said | None], transport: GroupTransport | None) -> None:
@@ -100,14 +106,16 @@ def refuse_several_jobs(told: Mapping[int, Said | None], transport: GroupTranspo
     layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
     for rank, known in told.items() if jobs else ():
         for name, tensor in (known or {}).items():
-            if tensor is not None and tensor.layout is not None:
-                layouts[name][jobs[rank]].add(str(tensor.layout))
+            if tensor is not None:  # nobody says that plain ones of two jobs are equal
+                plain = f"a plain tensor on rank {rank}"
+                layouts[name][jobs[rank]].add(plain if tensor.layout is None else str(tensor.layout))
     for name, (first, *others) in ((name, list(by_job.values())) for name, by_job in layouts.items()):
         for other in others:
             if other != first:
                 raise ValueError(
                     f"{name!r} is given by several jobs, as {min(first)} and as {min(other)}: give it on ranks of one "
-                    f"job, and None on the others; one over ranks of the group is ShardedTensor(shards, layout, group)"
+                    f"job, and None on the others; one over ranks of the group, replicas too, is "
+                    f"ShardedTensor(shards, layout, group)"
                 )
 
 

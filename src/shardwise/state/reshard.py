@@ -141,7 +141,7 @@ def _plan(
     max_bytes: int | None,
     hosts: Any,
 ) -> ModelPlan:
-    targets, named = dict[str, Tensor](), set[str]()
+    targets, named, casts = dict[str, Tensor](), set[str](), casts.among(kinds)
     for name, kind in kinds.items():
         source = sources[name]
         check_owners(transport, f"{name!r}, as it is,", source.layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from shardwise.job.plan import Tensor
 from shardwise.job.side import Plain, is_tensor
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
 from shardwise.torch_internals import is_mesh, is_placement
+from shardwise.torch_internals.memory import is_chunked
 from shardwise.transports import GroupTransport
 
 Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
@@ -50,7 +51,7 @@ def _on(mesh: Any, target: Any) -> Any:
 
 
 def _kind(target: Any, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None) -> Kind:
-    if isinstance(target, torch.Tensor) and not is_sharded(target):
+    if isinstance(target, torch.Tensor) and not (is_sharded(target) or is_chunked(target)):
         kind: Kind = Plain(Layout.replicated(target.shape, transport.owners), group, on=target.device)
     else:
         kind = on_transport(target_kind(target, shape, group), transport)
@@ -72,19 +73,19 @@ def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
             said = [name for name in _keys(to, "") if name not in left]
             raise ValueError(missing("nothing is asked for", left, said) + "; None leaves a tensor as it is")
         return tensors.__getitem__
-    return to if callable(to) else _Rules(to)
+    return to if callable(to) else _Rules(to, set(names))
 
 
 class _Rules:
     """Ordered rules: of those that fit a name, the first one holds."""
 
-    def __init__(self, rules: Any) -> None:
+    def __init__(self, rules: Any, names: Container[str]) -> None:
         if not isinstance(rules, list | tuple):
             raise TypeError(
                 f"to= must be a mapping, rules [(pattern, target), ...] or a function, not {rules!r}; "
                 f"[('*', target)] is the same for all"
             )
-        self._rules = list[tuple[str, Any]]()
+        self._rules, self._names = list[tuple[str, Any]](), names
         for rule in rules:
             if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
                 raise ValueError(f"a rule is a pair (pattern, target), such as ('*', target), not {rule!r}")
@@ -92,7 +93,7 @@ class _Rules:
 
     def __call__(self, name: str) -> Any:
         for pattern, target in self._rules:
-            if matched(pattern, name) is not None:
+            if matched(pattern, name, self._names) is not None:
                 return target
         rules = ", ".join(repr(pattern) for pattern, _ in self._rules)
         raise ValueError(f"no rule fits: there are {rules or 'none'}; end with '*'")

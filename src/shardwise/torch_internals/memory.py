@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.errors import LayoutError
 from shardwise.transports.members import has_default_group
 
 
@@ -43,6 +44,20 @@ def is_chunked(x: Any) -> bool:
     if type(inner) is torch.Tensor:  # asked of every tensor in every sync, and what is missing takes long to look for
         return False
     return hasattr(inner, "__create_chunk_list__") and hasattr(inner, "__get_tensor_shard__")
+
+
+def whole_shape(x: Any) -> tuple[int, ...]:
+    """The shape of the tensor that chunks are of; refused where only a DTensor around them would know it."""
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    if isinstance(x, LocalShardsWrapper):
+        raise LayoutError(
+            f"a LocalShardsWrapper outside a DTensor does not know the shape of the whole tensor: its own shape, "
+            f"{tuple(x.shape)}, is that of this rank's chunks. For checkpoint.save, checkpoint.load and Resharder, "
+            f"wrap it: DTensor.from_local(wrapper, mesh, placements, run_check=False, shape=..., stride=...). "
+            f"For reshard, make a ShardedTensor: sharded_tensor.init_from_local_shards"
+        )
+    return tuple(x.shape)
 
 
 def chunks_in(x: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
