@@ -23,7 +23,7 @@ FIELDS = {
 }
 SAME = {name: values[0] for name, values in FIELDS.items()}
 FAILURES = [None, ValueError("no such layout"), TypeError("no tensor"), KeyError("weight")]
-GUESSED = frozenset({"shape", "dtype", "source"})
+UNKNOWN = frozenset({"shape", "dtype", "source"})
 OWNERS = [3, 4, 5, 9]
 
 
@@ -42,7 +42,7 @@ def but(name):
 
 fields = st.tuples(*map(st.sampled_from, FIELDS.values())).map(lambda values: dict(zip(FIELDS, values, strict=True)))
 sure = fields.map(Terms)
-guesses = st.builds(Terms, fields, st.frozensets(st.sampled_from(sorted(GUESSED)), min_size=1))
+lacking = st.builds(Terms, fields, st.frozensets(st.sampled_from(sorted(UNKNOWN)), min_size=1))
 failed = st.sampled_from(FAILURES[1:]).map(lambda error: Terms({"operation": "reshard"}, error=error))
 
 
@@ -61,33 +61,32 @@ def test_ranks_that_know_go_where_all_headers_are_equal_and_only_there(first, ot
 
 def expected(terms):
     """The verdict, by looking at everybody's fields one by one."""
-    known = {name: {one.fields[name] for one in terms if name not in one.guessed} for name in FIELDS}
-    if all(one.guessed for one in terms) or any(len(values) > 1 for values in known.values()):
+    known = {name: {one.fields[name] for one in terms if name not in one.unknown} for name in FIELDS}
+    if all(one.unknown for one in terms) or any(len(values) > 1 for values in known.values()):
         return Verdict.REFUSE
-    taken = {name: {one.fields[name] for one in terms} for name in FIELDS}
-    return Verdict.LEARN if any(len(values) > 1 for values in taken.values()) else Verdict.GO
+    return Verdict.LEARN if any(one.unknown for one in terms) else Verdict.GO
 
 
-@given(st.lists(sure | guesses, min_size=1, max_size=4))
+@given(st.lists(sure | lacking, min_size=1, max_size=4))
 @settings(max_examples=80)
-def test_with_guesses_the_verdict_is_that_of_everybodys_fields(terms):
+def test_where_ranks_lack_knowledge_the_verdict_is_that_of_everybodys_fields(terms):
     assert verdict(terms) is expected(terms)
 
 
-@given(st.lists(sure | guesses, max_size=4), failed, st.integers(0, 4))
+@given(st.lists(sure | lacking, max_size=4), failed, st.integers(0, 4))
 @settings(max_examples=40)
 def test_one_rank_that_fails_stops_all(terms, one, place):
     assert verdict([*terms[:place], one, *terms[place:]]) is Verdict.REFUSE
 
 
-@given(st.lists(sure | guesses | failed, min_size=1, max_size=5), st.randoms(use_true_random=False))
+@given(st.lists(sure | lacking | failed, min_size=1, max_size=5), st.randoms(use_true_random=False))
 @settings(max_examples=40)
 def test_the_verdict_does_not_depend_on_who_brings_what(terms, random):
     shuffled = random.sample(terms, len(terms))
     assert verdict(shuffled) is verdict(terms) is verdict([*terms, *terms])
 
 
-@given(st.lists(sure | guesses | failed, min_size=2, max_size=5), st.integers(1, 4))
+@given(st.lists(sure | lacking | failed, min_size=2, max_size=5), st.integers(1, 4))
 @settings(max_examples=40)
 def test_weights_may_be_reduced_in_parts(terms, cut):
     headers = np.stack([one.header() for one in terms])
@@ -95,29 +94,24 @@ def test_weights_may_be_reduced_in_parts(terms, cut):
     assert judge(np.max(halves, axis=0)) is verdict(terms)
 
 
-def test_guesses_that_are_right_go():
-    assert verdict([Terms(SAME), Terms(SAME, GUESSED)]) is Verdict.GO
+@pytest.mark.parametrize("name", sorted(UNKNOWN))
+def test_ranks_that_lack_knowledge_have_to_learn_whatever_stands_in_its_place(name):
+    assert verdict([Terms(SAME), Terms(SAME, UNKNOWN)]) is Verdict.LEARN
+    assert verdict([Terms(SAME), Terms(SAME, UNKNOWN), Terms(but(name).fields, UNKNOWN)]) is Verdict.LEARN
 
 
-@pytest.mark.parametrize("name", sorted(GUESSED))
-def test_guesses_that_are_wrong_have_to_learn(name):
-    guess = Terms(but(name).fields, GUESSED)
-    assert verdict([Terms(SAME), guess]) is Verdict.LEARN
-    assert verdict([Terms(SAME), Terms(SAME, GUESSED), guess]) is Verdict.LEARN
-
-
-def test_where_nobody_knows_right_guesses_do_not_help():
-    guess = Terms(SAME, GUESSED)
-    assert verdict([guess, guess]) is Verdict.REFUSE
-    assert refused([guess, guess], [4, 7]) == (
+def test_where_nobody_knows_all_refuse():
+    lacks = Terms(SAME, UNKNOWN)
+    assert verdict([lacks, lacks]) is Verdict.REFUSE
+    assert refused([lacks, lacks], [4, 7]) == (
         "none of ranks 4, 7 holds a part of the source of this reshard: at least one must know it"
     )
 
 
-def test_a_rank_that_guesses_is_held_to_what_it_knows():
-    guess = Terms(but("target").fields, GUESSED)
-    assert verdict([Terms(SAME), guess]) is Verdict.REFUSE
-    assert "disagree on the target" in refused([Terms(SAME), guess])
+def test_a_rank_that_lacks_knowledge_is_held_to_what_it_knows():
+    lacks = Terms(but("target").fields, UNKNOWN)
+    assert verdict([Terms(SAME), lacks]) is Verdict.REFUSE
+    assert "disagree on the target" in refused([Terms(SAME), lacks])
 
 
 # --- the header ------------------------------------------------------------------------------------------------------
@@ -125,8 +119,8 @@ def test_a_rank_that_guesses_is_held_to_what_it_knows():
 
 def test_the_status_of_a_rank_is_what_it_knows():
     assert Terms(SAME).status is Status.KNOWS
-    assert Terms(SAME, GUESSED).status is Status.GUESSES
-    assert Terms(SAME, GUESSED, FAILURES[1]).status is Status.FAILED
+    assert Terms(SAME, UNKNOWN).status is Status.LACKS
+    assert Terms(SAME, UNKNOWN, FAILURES[1]).status is Status.FAILED
 
 
 def test_a_header_has_the_same_length_whatever_the_fields():
@@ -171,8 +165,8 @@ def test_the_first_field_that_differs_is_reported():
     )
 
 
-def test_what_is_only_guessed_is_not_held_against_anybody():
-    wrong = Terms(SAME | {"shape": (1, 1), "max_bytes": 7}, GUESSED)
+def test_what_a_rank_does_not_know_is_not_held_against_it():
+    wrong = Terms(SAME | {"shape": (1, 1), "max_bytes": 7}, UNKNOWN)
     message = refused([Terms(SAME), wrong])
     assert "disagree on the max_bytes" in message
     assert "(1, 1)" not in message
@@ -243,7 +237,10 @@ def agreed(transports, terms):
 
 def test_ranks_that_agree_are_done(transports):
     assert agreed(transports, [Terms(SAME)] * 4) == [None] * 4
-    assert agreed(transports, [Terms(SAME), *[Terms(SAME, GUESSED)] * 3]) == [None] * 4
+
+
+def test_ranks_that_lack_knowledge_hear_what_the_others_know(transports):
+    assert agreed(transports, [Terms(SAME), *[Terms(SAME, UNKNOWN)] * 3]) == [[SAME, None, None, None]] * 4
 
 
 REFUSED = {
@@ -256,7 +253,7 @@ REFUSED = {
         Terms({}, error=FAILURES[2]),
     ],
     "all fail": [Terms({}, error=FAILURES[3])] * 4,
-    "nobody knows": [Terms(SAME, GUESSED)] * 4,
+    "nobody knows": [Terms(SAME, UNKNOWN)] * 4,
 }
 
 
@@ -264,7 +261,7 @@ REFUSED = {
 def test_every_rank_raises_the_same_error(transports, terms):
     errors = agreed(transports, terms)
     kinds = {type(one.error) for one in terms if one.error}
-    differ = not kinds and not all(one.guessed for one in terms)
+    differ = not kinds and not all(one.unknown for one in terms)
     assert {type(error) for error in errors} == {
         RefusedValueError if kinds == {ValueError} or differ else ExchangeError
     }
@@ -278,9 +275,9 @@ def test_a_refusal_leaves_the_transport_as_it_was(transports):
     assert agreed(transports, [Terms(SAME)] * 4) == [None] * 4
 
 
-def test_those_who_know_tell_those_who_guessed_wrong(transports):
-    wrong = Terms(SAME | {"shape": (1, 1)}, GUESSED)
-    found = agreed(transports, [wrong, Terms(SAME), Terms(SAME, GUESSED), wrong])
+def test_those_who_know_tell_those_who_unknown_wrong(transports):
+    wrong = Terms(SAME | {"shape": (1, 1)}, UNKNOWN)
+    found = agreed(transports, [wrong, Terms(SAME), Terms(SAME, UNKNOWN), wrong])
     assert found == [[None, SAME, None, None]] * 4
 
 

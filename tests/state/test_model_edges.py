@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import shardwise as sw
 from shardwise import Concat, Stack, Transposed
 from shardwise import sharded_tensor as ours
+from shardwise.exchange import exchange as exchanging
 from shardwise.job.session import group_transport
 from shardwise.state import flatten_state_dict
 
@@ -175,23 +176,29 @@ def test_verified_moves_of_little_or_nothing(ranks):  # noqa: F811
     ranks(2, run)
 
 
-def test_terms_cannot_be_verified_which_is_said_before_anything_moves(ranks):  # noqa: F811
+def test_terms_are_verified_by_what_they_come_to(ranks):  # noqa: F811
     def run(rank):
-        given, told = {"w": held(WHOLE, ROWS), "t": terms(WHOLE, init_device_mesh("cpu", (2,)))}, []
-        how = {"verify": True, "progress": lambda *at: told.append(at), "max_bytes": 100}
-        into = room("wt")
-        found = {
-            "making": heard(sw.Resharder, given, into, **how),
-            "state dict": heard(sw.reshard_state_dict, given, MOVED, free=True, **how),
-        }
-        assert told == []
-        lies(given["w"], WHOLE, ROWS)
-        for value in into.values():
-            same(local(value), torch.full_like(local(value), -1))
-        return found
+        mesh = init_device_mesh("cpu", (2,))
+        given, into = {"w": held(WHOLE, ROWS), "t": terms(WHOLE * 2, mesh)}, room("wt")
+        sw.Resharder(given, into, verify=True, max_bytes=100).run()
+        moved = sw.reshard_state_dict(given, MOVED, verify=True, max_bytes=100)
+        for tensors in (into, moved):
+            lies(tensors["w"], WHOLE, COLUMNS)
+            lies(tensors["t"], WHOLE * 2, COLUMNS)
+        given, into = {"t": terms(torch.ones(512, 64), mesh)}, {"t": torch.zeros(512, 64)}
+        sync, reduce = sw.Resharder(given, into, verify=True), exchanging.reduce
 
-    words = "verify=True: 't' is reduced on the way"
-    same_refusals(ranks(2, run), making=f"Resharder: {words}", **{"state dict": f"reshard_state_dict: {words}"})
+        def wrong(target, *others):
+            exchanging.reduce = reduce
+            reduce(target, *others)
+            target.view(-1)[:1] += rank  # on one of them, once
+
+        exchanging.reduce = wrong
+        found = heard(sync.run)
+        same(into["t"], torch.zeros(512, 64))
+        return {"wrong": found}
+
+    same_refusals(ranks(2, run), wrong=["verify: 't' did not arrive as sent", "Nothing was written"])
 
 
 # --- memory that is shared -------------------------------------------------------------------------------------------

@@ -96,10 +96,10 @@ def test_handles_that_verify_may_be_waited_for_in_any_order_between_other_calls(
 
 def test_gradients_are_verified_too(ranks):  # noqa: F811
     def run(rank):
-        from shardwise.job import collective_call as call
+        from shardwise.job import job
 
-        verified, verify = [], call.verify
-        call.verify = lambda *args: verified.append(verify(*args))
+        verified, verify = [], job.verify_moves
+        job.verify_moves = lambda *args: verified.append(verify(*args))
         x = big(rank, 1).requires_grad_()
         sw.reshard(x, COLUMNS, verify=True).local_tensor().sum().backward()
         return len(verified)
@@ -264,10 +264,9 @@ def test_messages_without_tags_keep_the_order_of_the_program(ranks):  # noqa: F8
     """As with nccl: all messages follow agreement, in batches, and what is in flight is done by who waits."""
 
     def run(rank):
-        from shardwise.job.session import transport_for
-        from shardwise.job.source import Held
+        from shardwise.job.session import group_transport
 
-        transport_for(None, Held(), None).tagged = False
+        group_transport(None).tagged = False
         handles = [sw.reshard(big(rank, n), COLUMNS, async_op=True) for n in range(3)]
         now = sw.reshard(big(rank, 3), COLUMNS)
         assert all(handle.done() for handle in handles)

@@ -29,15 +29,15 @@ def test_sides_may_be_on_different_overlapping_or_disjoint_ranks(ranks):  # noqa
     assert all(ranks(6, run))
 
 
-def test_what_a_rank_was_told_is_remembered(ranks):  # noqa: F811
+def test_ranks_that_hold_nothing_are_told_and_others_agree_at_once(ranks):  # noqa: F811
     def run(rank):
         finished, finish = [], Exchange.finish
         Exchange.finish = lambda self: finished.append(None) or finish(self)
-        for count in (2, 3, 4):
+        for count in (2, 4, 6):
             sw.reshard(held(VALUES, layout("S0@2"), rank), layout("S1@2:2,3"))
-            assert len(finished) == count  # told once, and never again
-        sw.reshard(held(VALUES, layout("S1@2"), rank), layout("S1@2:2,3"))
-        assert len(finished) == 6  # another source: told again
+            assert len(finished) == count  # one to tell, one to move
+        sw.reshard(held(VALUES, layout("S0@4"), rank), layout("S1@2:2,3"))
+        assert len(finished) == 7  # all hold a part: nobody has to be told
         return True
 
     assert all(ranks(4, run))

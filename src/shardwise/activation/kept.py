@@ -55,10 +55,7 @@ class Home:
     @staticmethod
     def of(transport: GroupTransport) -> Home:
         """That of a transport."""
-        if "activations" not in transport.memory:
-            transport.memory["activations"] = Home(transport)
-        home: Home = transport.memory["activations"]
-        return home
+        return transport.attached(Home, lambda: Home(transport))
 
     def keep(self, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account) -> Kept:
         """Keep this rank's part of these bytes. `site` is the same in every forward pass."""

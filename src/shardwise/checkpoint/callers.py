@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.job.agree import together
-from shardwise.job.plan import Tensor
+from shardwise.job.agree import refusals, tell_all
+from shardwise.job.plan import TensorInfo
 from shardwise.job.session import group_transport
 from shardwise.transports.members import has_default_group, job_rank
 
 S = TypeVar("S")
-T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Callers:
@@ -41,7 +42,7 @@ class Callers:
         """The highest of what all have, number by number."""
         return numbers if self.transport is None else self.transport.reduced(numbers, "max")()
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Refuse tensors of which others than the callers hold a part."""
         for layout in {tensor.layout for tensor in tensors.values()}:
             outside = sorted(set(layout.owners()) - set(self.owners))
@@ -52,8 +53,15 @@ class Callers:
                     f"the callers are {list(self.owners[:8])}"
                 )
 
-    def together(self, say: Callable[[], S], conclude: Callable[[Mapping[int, S]], T], **same: Any) -> T:
-        """What follows from what all of them say. What goes wrong for one is raised for all."""
-        if self.alone:
-            return conclude({self.me: say()})
-        return together(self.operation, say, conclude, group=self.group, **same)
+    def tell(self, say: Callable[[], tuple[K, S]], same: Mapping[str, object] | None = None) -> tuple[K, dict[int, S]]:
+        """What `say` keeps here, and what it tells all, by rank. What goes wrong for one is raised for all."""
+        return tell_all(self.transport, self.operation, say, same)
+
+    def refusals(self) -> AbstractContextManager[None]:
+        """What all of them find out alike is refused in the same words on all of them."""
+        return nullcontext() if self.alone else refusals(self.operation)
+
+    def from_first(self, say: Callable[[], S]) -> S:
+        """What the first of them says. What goes wrong for one is raised for all."""
+        _, told = self.tell(lambda: (None, say()))
+        return next(iter(told.values()))

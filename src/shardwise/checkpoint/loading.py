@@ -14,7 +14,7 @@ from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
 from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.sharing import load_once
+from shardwise.checkpoint.sharing import Prepared, load_once
 from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
@@ -24,12 +24,11 @@ from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
 from shardwise.job.casting import Change, check_changes
 from shardwise.job.casts import Cast, Into
-from shardwise.job.job import check_local, memory_of
 from shardwise.job.names import Rename, missing
-from shardwise.job.plan import Tensor
+from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import Said, is_tensor, said, tensors_of
+from shardwise.job.side import Said, check_local, is_tensor, memory_of, said, tensors_of
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
 
@@ -80,32 +79,35 @@ def load(
     # who reads a byte for all must read it where all others would
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
-    checkpoint, (flat, paths, replaced), targets, ties = _heard(callers, opened, into, once=once, **same)
-    others, linked = list[str](), set[str]()
+    checkpoint, state, targets, ties = _described(callers, opened, into, same, once=once)
 
-    def prepare() -> list[tuple[Link, Entry, Tensor]]:
-        others.extend(_others(checkpoint, flat, strict))
+    def prepare() -> Prepared:
+        others = _others(checkpoint, state.flat, strict)
         listed = _links(checkpoint, targets, ties, rename, remap, Into.of(cast), strict)
-        linked.update(link.target for link, _, _ in listed)
-        return _once(checkpoint, listed, ties, check=callers.first)
+        linked = {link.target for link, _, _ in listed}
+        return Prepared(_once(checkpoint, listed, ties, check=callers.first), linked, others)
 
-    values, losses = dict[str, Any](), Losses() if overflow == "refuse" else None
+    def each() -> tuple[Prepared, Losses]:
+        prepared, losses = prepare(), Losses()
+        _load_each(prepared.links, state.flat, callers, progress, losses if count_losses else None)
+        return prepared, losses
 
-    def finish() -> list[Lost]:
-        values.update({name: checkpoint.objects[name] for name in others})
-        return losses.listed() if losses is not None else []
-
-    def read_all() -> list[Lost]:
-        _load_each(prepare(), flat, callers, progress, losses)
-        return finish()
-
+    count_losses, shared = overflow == "refuse", None
     with torch.no_grad():
         if once:
-            load_once(callers, targets, flat, prepare, max_bytes, progress, losses)
+            how = max_bytes, progress
+            shared = load_once(callers, targets, state.flat, prepare, *how, count_losses=count_losses)
+
+        def finish() -> tuple[tuple[Prepared, dict[str, Any]], list[Lost]]:
+            prepared, losses = shared or each()
+            return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
+
         # nobody returns while another still reads: who returns may delete the files
-        callers.together(finish if once else read_all, lambda told: _refuse_losses(told, disjoint=once))
-    for name, value in {**values, **filled(replaced, linked)}.items():
-        set_element(into, paths[name], value)
+        (prepared, values), told = callers.tell(finish)
+        with callers.refusals():
+            _refuse_losses(told, disjoint=once)
+    for name, value in {**values, **filled(state.replaced, prepared.linked)}.items():
+        set_element(into, state.paths[name], value)
 
 
 class State(NamedTuple):
@@ -116,13 +118,12 @@ class State(NamedTuple):
     replaced: dict[str, torch.Tensor]
 
 
-def _heard(
-    callers: Callers, opened: Callable[[], Checkpoint], into: Mapping[Any, Any], *, once: bool, **same: str
-) -> tuple[Checkpoint, State, dict[str, Tensor], dict[str, str]]:
+def _described(
+    callers: Callers, opened: Callable[[], Checkpoint], into: Mapping[Any, Any], same: Mapping[str, str], *, once: bool
+) -> tuple[Checkpoint, State, dict[str, TensorInfo], dict[str, str]]:
     """The checkpoint and the state dict of this rank; what is known of all tensors, and what is tied."""
-    found = list[tuple[Checkpoint, State]]()
 
-    def say() -> tuple[Said, Ties]:
+    def say() -> tuple[tuple[Checkpoint, State], tuple[Said, Ties]]:
         checkpoint, (leaves, nested) = opened(), flatten_state_dict(into)
         refuse_modules(leaves)
         names = names_there(nested, checkpoint)
@@ -130,28 +131,26 @@ def _heard(
         paths = {names.get(name, name): path for name, path in nested.items()}
         replaced = replacements(flat)
         flat |= replaced
-        found.append((checkpoint, State(flat, paths, replaced)))
-        return said(flat, callers.transport), ties_of(flat, callers.transport)
+        state = State(flat, paths, replaced)
+        return (checkpoint, state), (said(flat, callers.transport), ties_of(flat, callers.transport))
 
-    def conclude(told: Mapping[int, tuple[Said, Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        tensors = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")
+    (checkpoint, state), told = callers.tell(say, same)
+    with callers.refusals():
+        targets = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")
         if once:
-            callers.check(tensors)
-        return tensors, tied({rank: ties for rank, (_, ties) in told.items()})
-
-    targets, ties = callers.together(say, conclude, **same)
-    return *found[0], targets, ties
+            callers.check(targets)
+    return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in told.items()})
 
 
 def _links(
     checkpoint: Checkpoint,
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, TensorInfo],
     ties: Mapping[str, str],
     rename: Rename,
     remap: Iterable[Remap],
     cast: Into,
     strict: bool,
-) -> list[tuple[Link, Entry, Tensor]]:
+) -> list[tuple[Link, Entry, TensorInfo]]:
     """Which entry fills which tensor."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
@@ -185,8 +184,8 @@ def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container
 
 
 def _once(
-    checkpoint: Checkpoint, listed: Sequence[tuple[Link, Entry, Tensor]], ties: Mapping[str, str], *, check: bool
-) -> list[tuple[Link, Entry, Tensor]]:
+    checkpoint: Checkpoint, listed: Sequence[tuple[Link, Entry, TensorInfo]], ties: Mapping[str, str], *, check: bool
+) -> list[tuple[Link, Entry, TensorInfo]]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
     streams = dict[str, Stream]()
     for link, entry, tensor in listed if ties else ():
@@ -205,7 +204,7 @@ def _once(
 
 
 def _load_each(
-    listed: Sequence[tuple[Link, Entry, Tensor]],
+    listed: Sequence[tuple[Link, Entry, TensorInfo]],
     flat: Mapping[str, Any],
     callers: Callers,
     progress: Progress,

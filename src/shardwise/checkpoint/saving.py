@@ -21,9 +21,8 @@ from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encoded, refuse_modules
 from shardwise.checkpoint.writing import Folder, write_tensor
 from shardwise.geometry import Box, Boxes, Strides, Window
-from shardwise.job.job import check_local, memory_of
-from shardwise.job.plan import Tensor
-from shardwise.job.side import Said, is_tensor, refuse_several_jobs, said, tensors_of
+from shardwise.job.plan import TensorInfo
+from shardwise.job.side import Said, check_local, is_tensor, memory_of, refuse_several_jobs, said, tensors_of
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
@@ -51,23 +50,19 @@ def save(
     between ranks, with a warning. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
-    flat, paths, tensors, ties, differing = _heard(callers, state_dict, format, path)
-    opened, layouts = list[Saver](), _layouts(tensors, differing)
+    flat, paths, tensors, ties, differing = _described(callers, state_dict, format, path)
+    layouts = _layouts(tensors, differing)
     layouts |= {name: layouts[one] for name, one in ties.items()}
     others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
     contents = Contents(layouts, others, paths, ties)
+    opened = list[Saver]()
 
-    def write() -> Any:
-        opened.append(_writer(format, Folder(path, durable=durable, run=token), callers, token, contents))
+    def write() -> tuple[Saver, object]:
+        writer = _writer(format, Folder(path, durable=durable, run=token), callers, token, contents)
+        opened.append(writer)  # which `undo` has to know even if it fails
         own = {name: tensor for name, tensor in tensors.items() if name not in ties}
         parts = [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
-        return opened[0].write(callers.me, parts, contents)
-
-    def finish(told: Mapping[int, Any]) -> list[str]:
-        return opened[0].finish(told, contents) if callers.first else []
-
-    def committed() -> bool:
-        return names_token(opened[0].folder, opened[0].main, token)
+        return writer, writer.write(callers.me, parts, contents)
 
     def undo() -> None:
         for writer in opened:
@@ -76,88 +71,86 @@ def save(
 
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, contents)
-        token, claim = _claimed(callers, Folder(path, durable=durable, run=token_hex(8)), fits, stack)
+        token, claim = _claim(callers, Folder(path, durable=durable, run=token_hex(8)), fits, stack)
         try:
-            told = callers.together(write, dict)
+            writer, told = callers.tell(write)
         except BaseException as error:
             # what all know of ends it for all; else others may go on, and write an index that names what we wrote
             if callers.alone or (isinstance(error, Exception) and not callers.broken):
                 undo()
             raise
         try:
-            old = callers.together(lambda: finish(told), _first)
+            old = callers.from_first(lambda: writer.finish(told, contents) if callers.first else [])
         except Exception:
             # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
-            if not callers.broken and not callers.together(lambda: callers.first and committed(), _first):
+            if not callers.broken and not callers.from_first(
+                lambda: callers.first and names_token(writer.folder, writer.main, token)
+            ):
                 undo()
             raise
         if callers.first and old:  # who has the lock, so that what it leaves if it dies is on record
             with ThreadPoolExecutor(REMOVING) as pool:
-                list(pool.map(opened[0].folder.remove, old))
+                list(pool.map(writer.folder.remove, old))
     if differing and callers.first:
         warnings.warn(printable(_unlike(differing)), stacklevel=2)
 
 
-def _claimed(callers: Callers, folder: Folder, fits: Callable[[], None], stack: ExitStack) -> tuple[str, Claim]:
+def _claim(callers: Callers, folder: Folder, fits: Callable[[], None], stack: ExitStack) -> tuple[str, Claim]:
     """The token of this save, and the right to write there, which the first rank has for all until the stack ends.
 
     What the format cannot hold is refused before anything is written.
     """
-    claims = [] if callers.first else [Claim()]
 
-    def claim() -> str:
+    def claim() -> tuple[Claim, str]:
         fits()
-        if callers.first:
-            claims.append(stack.enter_context(claimed(folder, folder.run)))
-        return folder.run
+        mine = stack.enter_context(claimed(folder, folder.run)) if callers.first else Claim()
+        return mine, folder.run
 
-    return callers.together(claim, _first), claims[0]
-
-
-def _first(told: Mapping[int, T]) -> T:
-    """What the first rank says."""
-    return next(iter(told.values()))
+    mine, tokens = callers.tell(claim)
+    return next(iter(tokens.values())), mine
 
 
-def _heard(
+def _described(
     callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], dict[str, str], list[str]]:
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorInfo], dict[str, str], list[str]]:
     """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
-    flat, paths, marked = dict[str, Any](), dict[str, Any](), dict[str, int]()
 
-    def say() -> tuple[Said, list[str], Ties]:
+    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Said, list[str], Ties]]:
         _check(format)
-        found = flatten_state_dict(state_dict)
-        refuse_modules(found[0])
-        flat.update(found[0])
-        paths.update(found[1])
-        for name, path in paths.items():
-            if not all(map(is_step, path)):
-                raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {path}")
+        flat, paths = flatten_state_dict(state_dict)
+        refuse_modules(flat)
+        for name, steps in paths.items():
+            if not all(map(is_step, steps)):
+                raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {steps}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
-        marked.update({} if callers.alone else marks(flat))
-        return said(flat, callers.transport), list(others), ties_of(flat, callers.transport)
+        mine = flat, paths, {} if callers.alone else marks(flat)
+        return mine, (said(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
-    def conclude(told: Mapping[int, tuple[Said, list[str], Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-        (first, (_, names, _)), *others = told.items()
-        for rank, (_, other, _) in others:
-            if other != names:
-                strange = sorted(set(names) ^ set(other)) or names
-                raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-        given = {rank: one for rank, (one, *_) in told.items()}
-        refuse_several_jobs(given, callers.transport)
-        tensors = tensors_of(given, "state dict")
-        callers.check(tensors)
-        _check_whole(tensors)
-        return tensors, tied({rank: ties for rank, (*_, ties) in told.items()})
-
-    tensors, ties = callers.together(say, conclude, format=format, path=str(path))
+    (flat, paths, marked), told = callers.tell(say, {"format": format, "path": str(path)})
+    with callers.refusals():
+        tensors = _all_tensors(callers, told)
+    ties = tied({rank: ties for rank, (*_, ties) in told.items()})
     return flat, paths, tensors, ties, unlike(tensors, marked, callers.highest)
 
 
-def _check_whole(tensors: Mapping[str, Tensor]) -> None:
+def _all_tensors(callers: Callers, told: Mapping[int, tuple[Said, list[str], Ties]]) -> dict[str, TensorInfo]:
+    """The tensors of all ranks, which must have the same other values."""
+    (first, (_, names, _)), *others = told.items()
+    for rank, (_, other, _) in others:
+        if other != names:
+            strange = sorted(set(names) ^ set(other)) or names
+            raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
+    given = {rank: one for rank, (one, *_) in told.items()}
+    refuse_several_jobs(given, callers.transport)
+    tensors = tensors_of(given, "state dict")
+    callers.check(tensors)
+    _check_whole(tensors)
+    return tensors
+
+
+def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse tensors with cells that no rank holds: each rank may know its own chunks alone."""
     for layout in {tensor.layout for tensor in tensors.values()}:
         try:
@@ -167,7 +160,7 @@ def _check_whole(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name!r} of the state dict: {error}") from error
 
 
-def _layouts(tensors: Mapping[str, Tensor], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
+def _layouts(tensors: Mapping[str, TensorInfo], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
     """Who writes what. Of those that differ between ranks the first rank writes all."""
     held = {name: tensor.layout for name, tensor in tensors.items()}
     held |= {name: Layout.replicated(tensors[name].shape, held[name].owners()[:1]) for name in differing}
@@ -197,7 +190,7 @@ def _writer(format: str, folder: Folder, callers: Callers, token: str, contents:
     return found
 
 
-def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[Part]:
+def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[Part]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
     check_local(f"{name!r} of the state dict", memory, tensor, me)

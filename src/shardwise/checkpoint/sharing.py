@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,68 +11,87 @@ from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry
 from shardwise.checkpoint.shares import Owned, slices
 from shardwise.containers.memory import check_written
-from shardwise.exchange import Move
 from shardwise.exchange.overflow import Losses
 from shardwise.geometry import Box, Boxes
-from shardwise.job.agree import agreed
-from shardwise.job.job import Mover, check_local, memory_of
-from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.agree import agree_on
+from shardwise.job.job import Job
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, shown
 from shardwise.job.remap import Link
 from shardwise.job.session import group_transport
+from shardwise.job.side import LiveSide
 from shardwise.layout import Layout
 
-Listed = Sequence[tuple[Link, Entry, Tensor]]
+
+class Prepared(NamedTuple):
+    """What a load does on a rank: which entries fill which tensors, the names that are filled, and other values."""
+
+    links: Sequence[tuple[Link, Entry, TensorInfo]]
+    linked: set[str]
+    others: Sequence[str]
 
 
 def load_once(
     callers: Callers,
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, TensorInfo],
     flat: Mapping[str, Any],
-    prepare: Callable[[], Listed],
+    prepare: Callable[[], Prepared],
     max_bytes: int | None,
     progress: Progress,
-    losses: Losses | None,
-) -> None:
-    """Fill the targets: a sync whose source are the mapped files, of which every rank holds an equal share."""
-    entries, transport = dict[str, Entry](), group_transport(callers.group)
+    *,
+    count_losses: bool,
+) -> tuple[Prepared, Losses]:
+    """Fill the targets: a job whose source are the mapped files, of which every rank reads an equal share.
 
-    def make() -> ModelPlan:
-        listed = prepare()
-        entries.update({link.source: entry for link, entry, _ in listed})
+    What was done, and what casts lost of what this rank reads.
+    """
+    transport = group_transport(callers.group)
+
+    def make() -> tuple[ModelPlan, Prepared]:
+        prepared = prepare()
+        entries = {link.source: entry for link, entry, _ in prepared.links}
         layouts = readers(entries.values(), callers.owners)
-        sources = {name: Tensor(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        used = {link.target for link, _, _ in listed}
+        sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
+        links = [link for link, _, _ in prepared.links]
+        used = {link.target for link in links}
         filled = {name: tensor for name, tensor in targets.items() if name in used}
-        return ModelPlan.of([link for link, _, _ in listed], sources, filled, max_bytes=max_bytes)
+        return ModelPlan.of(links, sources, filled, max_bytes=max_bytes), prepared
 
-    plan = agreed("load", make, group=callers.group)
-    mover = Mover(transport, plan, "load")
+    plan, prepared = agree_on(transport, "load", make)
+    job = Job(transport, plan, "load", overflow="count" if count_losses else "allow")
+    entries = {link.source: entry for link, entry, _ in prepared.links}
+    source, target = FileSide(entries, plan, callers.me), LiveSide(flat, plan.targets)
 
     def check() -> None:
-        for name, tensor in plan.targets.items():
-            memory = memory_of(flat.get(name))
-            check_local(f"{name!r} of the state dict", memory, tensor, callers.me)
-            for one in memory:
-                check_written(one, repr(name))
+        for name, memory in target.checked("state dict", plan.targets, callers.me).items():
+            for tensor in memory:
+                check_written(tensor, repr(name))
 
-    def moves_of(bucket: list[int]) -> list[Move]:
-        moves, read = list[Move](), dict[str, list[torch.Tensor]]()  # what several targets are made of is read once
-        for at in bucket:
-            link = plan.entries[at].link
-            if link.source not in read:
-                read[link.source] = _mapped(entries[link.source], plan.sources[link.source].layout, callers.me)
-            moves.append(mover.move(at, read[link.source], memory_of(flat.get(link.target))))
-            look(at, moves[-1])
-        return moves
+    with shown(progress, job.total, "load", here=callers.first) as tell:
+        job.run(source, target, check=check, fresh=False, progress=tell)
+    return prepared, job.losses
 
-    def look(at: int, move: Move) -> None:
-        if losses is not None and plan.may_overflow(at):
-            target = plan.entries[at].link.target
-            losses.look(repr(target), move.source, plan.targets[target].dtype)
 
-    with shown(progress, mover.total, "load", here=callers.first) as tell:
-        mover.run(moves_of, check=check, fresh=False, progress=tell)
+class FileSide:
+    """What this rank reads, as tensors of the mapped files. What several targets are made of is mapped once."""
+
+    def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
+        self._entries, self._plan, self._me = entries, plan, me
+        self._mapped = dict[str, list[torch.Tensor]]()
+
+    def memory(self, name: str) -> list[torch.Tensor]:
+        """Of its share."""
+        if name not in self._mapped:
+            self._mapped[name] = _mapped(self._entries[name], self._plan.sources[name].layout, self._me)
+        return self._mapped[name]
+
+    def stamp(self) -> object:
+        """Files are read once."""
+        return object()
+
+    def sent(self, entries: Sequence[int]) -> None:
+        """They need not be mapped any more."""
+        self._mapped.clear()
 
 
 def readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:

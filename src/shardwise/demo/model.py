@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardwise.checkpoint import read_rules
-from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.remap import Concat, links
 from shardwise.layout import Layout, Mesh
 
@@ -106,7 +106,7 @@ def served(llama: Llama, servers: Mesh = SERVERS) -> dict[str, Layout]:
 def planned(llama: Llama, trainers: Mesh = TRAINERS, servers: Mesh = SERVERS) -> ModelPlan:
     """The plan of the whole move: the one that a Resharder of these ranks comes to, without any rank."""
     sides = [
-        {name: Tensor(layout.shape, DTYPE, layout, "cpu") for name, layout in layouts.items()}
+        {name: TensorInfo(layout.shape, DTYPE, layout, "cpu") for name, layout in layouts.items()}
         for layouts in (trained(llama.shapes(), trainers), served(llama, servers))
     ]
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in sides)

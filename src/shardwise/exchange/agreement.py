@@ -37,7 +37,7 @@ class Status(IntEnum):
     """What a rank knows about the exchange that it takes part in."""
 
     KNOWS = 0
-    GUESSES = 1  # it holds nothing of the source, so it can only take it to be what it was the last time
+    LACKS = 1  # it holds nothing of the source, and does not know what it is
     FAILED = 2
 
 
@@ -45,7 +45,7 @@ class Verdict(IntEnum):
     """What everybody does next."""
 
     GO = 0
-    LEARN = 1  # some ranks guessed wrong: those who know tell them
+    LEARN = 1  # some ranks do not know what the source is: those who know tell them
     REFUSE = 2
 
 
@@ -53,24 +53,24 @@ class Verdict(IntEnum):
 class Terms:
     """What one rank takes the exchange to be, by fields in the order in which differences are reported.
 
-    A rank that guesses leaves out nothing, but what it took over from the last time counts only as a guess.
+    What it does not know is `unknown`: the values of these fields do not count.
     """
 
     fields: Mapping[str, Any]
-    guessed: frozenset[str] = field(default=frozenset())
+    unknown: frozenset[str] = field(default=frozenset())
     error: Exception | None = None
 
     @property
     def status(self) -> Status:
-        """How sure this rank is."""
+        """How much this rank knows."""
         if self.error is not None:
             return Status.FAILED
-        return Status.GUESSES if self.guessed else Status.KNOWS
+        return Status.LACKS if self.unknown else Status.KNOWS
 
     def header(self) -> Ints:
         """The words that the others get."""
         words = np.zeros(WORDS, dtype=np.int64)
-        words[0] = self.status | _bits(self.guessed, self.fields) << 8
+        words[0] = self.status | _bits(self.unknown, self.fields) << 8
         words[1 : len(self.fields) + 1] = [_digest(value) for value in self.fields.values()]
         return words
 
@@ -78,7 +78,7 @@ class Terms:
         """All that is needed to explain a refusal."""
         known = isinstance(self.error, ShardwiseError | ValueError | TypeError)  # which say all in their words
         error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")
-        shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.guessed}
+        shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.unknown}
         digests = {name: _digest(self.fields[name]) for name in shown}
         raises = next((raised for kind, raised in REFUSALS.items() if isinstance(self.error, kind)), ExchangeError)
         return {"error": error, "raises": raises, "fields": shown, "digests": digests}
@@ -89,22 +89,19 @@ def weigh(headers: Ints) -> Ints:
 
     Two of them are equal but for the sign exactly where a digest is the same everywhere.
     """
-    status, guessed, digest = headers[:, :1] & 0xFF, headers[:, :1] >> 8, headers[:, 1:]
-    failed = status == Status.FAILED
-    sure = ~failed & ((guessed >> np.arange(digest.shape[1])) & 1 == 0)
-    known = [np.where(sure, d, LOWEST) for d in (digest, -digest)]
-    taken = [np.where(~failed, d, LOWEST) for d in (digest, -digest)]
-    return np.concatenate([status, -status, *known, *taken], axis=1)
+    status, unknown, digest = headers[:, :1] & 0xFF, headers[:, :1] >> 8, headers[:, 1:]
+    sure = (status != Status.FAILED) & ((unknown >> np.arange(digest.shape[1])) & 1 == 0)
+    return np.concatenate([status, -status, *(np.where(sure, d, LOWEST) for d in (digest, -digest))], axis=1)
 
 
 def judge(weights: Ints) -> Verdict:
     """The verdict on the largest weights of all ranks."""
-    status, certain = weights[0], -weights[1]
-    known, minus_known, taken, minus_taken = weights[2:].reshape(4, -1)
-    differ = (known != -minus_known) & (known != LOWEST)
-    if status == Status.FAILED or differ.any() or certain == Status.GUESSES:
+    most, least = weights[0], -weights[1]
+    digest, minus_digest = weights[2:].reshape(2, -1)
+    differ = (digest != -minus_digest) & (digest != LOWEST)
+    if most == Status.FAILED or differ.any() or least == Status.LACKS:
         return Verdict.REFUSE
-    return Verdict.LEARN if (taken != -minus_taken).any() else Verdict.GO
+    return Verdict.LEARN if most == Status.LACKS else Verdict.GO
 
 
 def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> ShardwiseError:

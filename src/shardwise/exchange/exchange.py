@@ -53,12 +53,12 @@ class Move(NamedTuple):
 
 
 class Exchange:
-    """One exchange of this rank with all others of the transport: `start` agrees and sends what is small, `finish` the rest.
+    """One exchange of this rank with all others: `start` agrees and sends what is small, `finish` does the rest.
 
-    Everybody starts exchanges in the same order, and finishes them in that order. Messages lie on `device`, the same
-    kind for everybody, or where the transport can reach them. `fresh` says that nobody sees the target's tensors before the
-    exchange is done. `views` are those of the last time, where it is repeated with the same moves. `again` is the one
-    that this takes the place of, or belongs to. `direct` allows for other ways than messages of the group.
+    Every rank starts exchanges in the same order, and finishes them in that order. Messages lie on `device`, the same
+    kind on every rank, or where the transport can reach them. `fresh`: nobody sees the target's tensors before the
+    exchange is done. `views`: those of the last time, where it is repeated with the same moves. `part_of`: the exchange
+    that runs now, of which this is a part. `direct`: other ways than messages of the group may be used.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Exchange:
         device: torch.device | None = None,
         fresh: bool = True,
         views: ViewCache | None = None,
-        again: Exchange | None = None,
+        part_of: Exchange | None = None,
         direct: bool = True,
     ) -> None:
         self.transport, self.terms, self.moves, self.fresh = transport, terms, moves, fresh
@@ -83,11 +83,12 @@ class Exchange:
         self.inline = inline_bytes(len(transport.owners))
         self.schedule = schedule(tuple((m.program, m.dtype) for m in moves), transport.me, self.inline)
         self.header = terms.header()
-        # numbers count what is started, in the same order everywhere; what starts again does so in its own time
-        self.again = again is not None
-        self.number: int = next(transport.numbers) if again is None else again.number
+        # numbers count what the program starts, in the same order everywhere; parts of it start in their own time
+        self.nested = part_of is not None
+        self.number: int = next(transport.numbers) if part_of is None else part_of.number
         # a message can only meet one of the same exchange of the same ranks, on the same terms (but for one in 2**31)
-        self.tag = crc32(self.header[1:].tobytes(), crc32(f"{transport.name} {self.number} {self.again}".encode())) >> 1
+        names = f"{transport.name} {self.number} {self.nested}".encode()
+        self.tag = crc32(self.header[1:].tobytes(), crc32(names)) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
         self._agreement: Callable[[], Any] | None = None
         self._ahead: PostedRound | None = None
@@ -98,8 +99,8 @@ class Exchange:
         `alone` says that no other exchange of this transport is under way. Then, where all have agreed on these terms
         before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
         """
-        # others may have started since: what starts again must not come between their collective calls
-        apart = self.number if self.again else None
+        # others may have started since: a part of an exchange must not come between their collective calls
+        apart = self.number if self.nested else None
         with self._unbroken():  # also an interrupt: some may have heard from us, and others not
             if self._many:
                 self._agreement = self.transport.reduced(
@@ -115,7 +116,7 @@ class Exchange:
         return self
 
     def finish(self) -> list[Any] | None:
-        """Carry it out. None once all is in its place; where ranks guessed wrong, what those who know told."""
+        """Carry it out. None once all is in its place; where some ranks lack knowledge, what all of them know."""
         first = self.schedule.turns[0]
         waiting = self._ahead is None and first.bytes > 0  # for the others to agree, before it is posted
         early = self.fresh and not waiting and self.terms.error is None
@@ -125,7 +126,7 @@ class Exchange:
         with self._unbroken(but=ShardwiseError):
             slots = self._agreed()
         if slots is None:
-            return self.transport.tell(None if self.terms.guessed else dict(self.terms.fields))
+            return self.transport.tell(None if self.terms.unknown else dict(self.terms.fields))
         with self._unbroken():
             self.writing = True
             for move in self.moves:
@@ -179,9 +180,8 @@ class Exchange:
         found = self._agreement()
         verdict = self._verdict(found)
         if verdict is Verdict.GO:
-            if len(self.transport.agreed) > MOST_AGREED:
-                self.transport.agreed.clear()
-            self.transport.agreed.add(self.header.tobytes())
+            if not self.nested:
+                self._remember()
             return found
         if self._ahead is not None:  # what was posted will not be met, but may not be reused either
             self.transport.abandon(self._ahead)
@@ -189,12 +189,18 @@ class Exchange:
             raise refusal(self.transport.tell(self.terms.told()), self.transport.owners) from self.terms.error
         return None
 
+    def _remember(self) -> None:
+        """All agree on these terms. (Not where some had to learn first: they will have to the next time, too.)"""
+        if len(self.transport.agreed) > MOST_AGREED:
+            self.transport.agreed.clear()
+        self.transport.agreed.add(self.header.tobytes())
+
     def _verdict(self, found: Any) -> Verdict:
         if self._many:
             return judge(found.cpu().numpy())
         mine = self.header.tobytes()
         if not self.header[0] and all(row[:HEADER] == mine for row in found):
-            return Verdict.GO  # nobody failed or guessed, and all say the same
+            return Verdict.GO  # nobody failed or lacks anything, and all say the same
         headers = np.frombuffer(b"".join(row[:HEADER] for row in found), np.int64)
         return judge(weigh(headers.reshape(len(found), -1)).max(axis=0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -17,6 +17,7 @@ from shardwise.exchange.view_cache import ViewCache
 from shardwise.geometry import Ints, Strides
 
 AHEAD = 2**22  # bytes of messages that it pays to send before all have agreed, although they need staging
+T = TypeVar("T")
 PeerBuffer = tuple[int, torch.Tensor]  # a peer, and the bytes for it or the room for its bytes
 
 
@@ -84,8 +85,8 @@ class Swap(Protocol):
         ...
 
 
-class End:
-    """One owner's end of a transport: who is on it, and what exchanges leave for later ones."""
+class Endpoint:
+    """One rank's end of a transport: who is on it, and what exchanges leave for later ones."""
 
     def __init__(self, me: int, owners: Sequence[int]) -> None:
         self.number(me, owners)
@@ -93,7 +94,14 @@ class End:
         self.agreed = set[bytes]()  # the terms that all have agreed on before
         self.staging = Staging()
         self.views = WeakSet[ViewCache]()  # of exchanges that are repeated
-        self.memory = dict[Any, Any]()  # what earlier calls left for later ones
+        self._attached = dict[type[Any], Any]()
+
+    def attached(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The one object of this type that belongs to the transport, made when it is first asked for."""
+        if kind not in self._attached:
+            self._attached[kind] = make()
+        found: T = self._attached[kind]
+        return found
 
     def budget(self) -> AbstractContextManager[None]:
         """All waits inside share one timeout. This transport has none."""
@@ -159,9 +167,12 @@ class Transport(Protocol):
     agreed: set[bytes]
     staging: Staging
     views: WeakSet[ViewCache]
-    memory: dict[Any, Any]
     name: str  # tells transports with common owners apart
     tagged: bool  # messages with different tags never meet
+
+    def attached(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The one object of this type that belongs to the transport, made when it is first asked for."""
+        ...
 
     def budget(self) -> AbstractContextManager[None]:
         """All waits inside share one timeout: a call never takes longer than that, however many waits it has."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueErro
 from shardwise.exchange import Exchange, Terms
 from shardwise.job.serial_queue import SerialQueue
 from shardwise.job.session import group_transport
-from shardwise.transports.members import has_default_group
+from shardwise.transports import GroupTransport
+from shardwise.transports.members import has_default_group, job_rank
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -32,23 +34,30 @@ class Made(Protocol):
 
 
 M = TypeVar("M", bound=Made)
+K = TypeVar("K")
 
 
-def agreed(operation: str, make: Callable[[], M], *, group: dist.ProcessGroup | None = None, **same: Any) -> M:
-    """What `make` returns, once it is the same on every rank of the group. Where it raises on any, all raise that.
+def agree_on(
+    transport: GroupTransport,
+    operation: str,
+    make: Callable[[], tuple[M, K]],
+    same: Mapping[str, object] | None = None,
+) -> tuple[M, K]:
+    """What `make` returns: first what must be the same on every rank, then what is this rank's own.
 
-    All ranks must give the `same` values, too.
+    Where it raises on any rank, all raise that. All ranks must give the `same` values, too.
     """
-    made = list[M]()
 
-    def say() -> str:
-        made.append(make())
-        return made[0].fingerprint
+    def say() -> tuple[tuple[M, K], str]:
+        made = make()
+        return made, made[0].fingerprint
 
-    prints = together(operation, say, dict, group=group, **same)
+    (made, own), prints = tell_all(transport, operation, say, same)
     if len(set(prints.values())) > 1:  # say more, now that it is an error anyhow
-        together(operation, lambda: made[0].listed(), _differ, group=group)
-    return made[0]
+        _, listed = tell_all(transport, operation, lambda: (None, made.listed()))
+        with refusals(operation):
+            _differ(listed)
+    return made, own
 
 
 def _differ(told: Mapping[int, dict[str, Any]]) -> None:
@@ -77,44 +86,65 @@ def first_difference(one: Any, other: Any, here: str, there: str, where: str = "
     return order and f"{where} has {order[0]!r} {here} where {order[1]!r} is {there}: another order".strip()
 
 
-def together(
+def tell_all(
+    transport: GroupTransport | None,
     operation: str,
-    say: Callable[[], S],
-    conclude: Callable[[dict[int, S]], T],
-    *,
-    group: dist.ProcessGroup | None = None,
-    **same: Any,
-) -> T:
-    """What follows from what `say` returns on every rank of the group, by rank. Where it raises on any, all raise that.
+    say: Callable[[], tuple[K, S]],
+    same: Mapping[str, object] | None = None,
+) -> tuple[K, dict[int, S]]:
+    """What `say` keeps for this rank, and what it tells all: that of every rank. Where it raises on any, all raise that.
 
-    `conclude` comes to the same everywhere, and changes nothing that it gets: equal values are one object. All ranks
-    must give the `same` values.
+    What is told must not be changed: equal values are one object. All ranks must give the `same` values. Without a
+    transport this process is alone.
     """
-    transport = group_transport(group)
-    told, error = b"", None
-    mine: Any = None
+    if transport is None:
+        mine, telling = say()
+        return mine, {job_rank(): telling}
+    text, error = b"", None
+    mine_and_told: tuple[K, S] | None = None
     try:
-        mine = say()
-        told = pickle.dumps(mine)
-    except Exception as found:  # the others have to hear of it first
-        error = found
-    exchange = Exchange(transport, Terms({"operation": operation, **same}, error=error)).start()
+        mine_and_told = say()
+        text = pickle.dumps(mine_and_told[1])
+    except Exception as failure:  # the others have to hear of it first
+        error = failure
+    exchange = Exchange(transport, Terms({"operation": operation, **(same or {})}, error=error)).start()
 
     def tell() -> list[bytes]:
         exchange.finish()
-        return transport.tell(told)
+        return transport.tell(text)
 
-    everything = SerialQueue.of(transport).run(tell)
-    once = {text: mine if text == told else pickle.loads(text) for text in set(everything)}  # most say the same
-    everybody = {owner: once[text] for owner, text in zip(transport.owners, everything, strict=True)}
+    texts = SerialQueue.of(transport).run(tell)
+    assert mine_and_told is not None, "or all have raised"
+    mine, telling = mine_and_told
+    values = {one: telling if one == text else pickle.loads(one) for one in set(texts)}  # most say the same
+    return mine, {owner: values[one] for owner, one in zip(transport.owners, texts, strict=True)}
+
+
+@contextmanager
+def refusals(operation: str) -> Iterator[None]:
+    """What all ranks find out alike is refused in the same words on all of them."""
     try:
-        return conclude(everybody)
+        yield
     except CheckpointError:
         raise
     except ValueError as error:
         raise RefusedValueError(f"{operation}: {error}") from error
     except TypeError as error:
         raise RefusedTypeError(f"{operation}: {error}") from error
+
+
+def together(
+    operation: str,
+    say: Callable[[], S],
+    conclude: Callable[[dict[int, S]], T],
+    *,
+    group: dist.ProcessGroup | None = None,
+    **same: object,
+) -> T:
+    """What follows from what `say` returns on every rank of the group, by rank: the same everywhere."""
+    _, told = tell_all(group_transport(group), operation, lambda: (None, say()), same)
+    with refusals(operation):
+        return conclude(told)
 
 
 def together_or_alone(

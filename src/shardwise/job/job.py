@@ -1,135 +1,155 @@
-"""Carries out the plan of a model: the tensors of a bucket in one exchange."""
+"""The job: tensors of a source side become tensors of a target side. This rank's part of it, by one plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Literal
 
 import torch
 
-from shardwise.containers.container import is_sharded, kind_of
 from shardwise.containers.local_parts import local_shapes
-from shardwise.containers.memory import check_memory
 from shardwise.exchange import Exchange, Move, Terms, ViewCache
-from shardwise.exchange.host_memory import fresh
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
-from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.serial_queue import SerialQueue
-from shardwise.job.side import lists_chunks
+from shardwise.job.side import Side, Tensors
 from shardwise.job.subtensor import View, seen
-from shardwise.job.verify import compared, worst_of_all
-from shardwise.torch_internals import is_dtensor
-from shardwise.torch_internals.memory import chunks_in, local_of
+from shardwise.job.verify import verify as verify_moves
+from shardwise.job.verify import worst_of_all
 from shardwise.transports import GroupTransport, TransportChoice
 
-Tensors = list[torch.Tensor]
 Tell = Callable[[int, int], None] | None
 
 
-def memory_of(value: Any, *, apart: bool = True) -> Tensors:
-    """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
-    if value is None:
-        return []
-    if lists_chunks(value):
-        found = [tensor for _, tensor in chunks_in(value)]
-    elif is_dtensor(value) or not is_sharded(value):
-        local, spec = local_of(value)
-        found = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
-    else:
-        found = list(kind_of(value).taken(value))
-    return [tensor.detach() for tensor in found] if apart else found
+class Job:
+    """Carries out a plan, once or often: the links of a bucket in one exchange.
 
-
-def check_local(what: str, tensors: Tensors, tensor: Tensor, me: int) -> None:
-    """Refuse memory that is not what the layout gives this rank."""
-    shapes, found = local_shapes(tensor.layout, me), [(tuple(t.shape), t.dtype) for t in tensors]
-    if not tensors and all(0 in shape for shape in shapes):
-        return
-    if found != [(shape, tensor.dtype) for shape in shapes]:
-        raise ValueError(f"{what} should have {list(shapes)} of {tensor.dtype} on this rank, but has {found}")
-    for one in tensors:
-        check_memory(one, what)
-        if one.is_conj() or one.is_neg():
-            raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
-
-
-class Mover:
-    """This rank's part in the plan of a model."""
+    `overflow`: "refuse" refuses casts that lose values, before anything is written where that can be; "count" leaves
+    them to be looked up in `losses`; "allow" does not look. `shown` is how names stand in errors.
+    """
 
     def __init__(
         self,
         transport: GroupTransport,
         plan: ModelPlan,
         operation: str,
-        way: TransportChoice = "auto",
+        choice: TransportChoice = "auto",
         *,
-        overflow: Overflow = "allow",
+        overflow: Overflow | Literal["count"] = "allow",
+        shown: Callable[[str], str] = repr,
     ) -> None:
-        self.transport, self.plan, self.operation, self._way = transport, plan, operation, way
-        self._watched = [at for at in range(len(plan.entries)) if overflow == "refuse" and plan.may_overflow(at)]
-        self._reducing, self._reduced = [at for at in self._watched if plan.entries[at].plan.reducing], Losses()
-        self.buckets = list(plan.buckets())
-        self._bytes = [sum(plan.entries[at].bytes for at in bucket) for bucket in self.buckets]
-        self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of buckets that are moved again and again
+        self.transport, self.plan, self.operation, self._choice, self._shown = transport, plan, operation, choice, shown
+        watched = () if overflow == "allow" else plan.overflowing
+        self._reducing = [at for at in watched if plan.entries[at].plan.reducing]
+        self._reading = [at for at in watched if at not in self._reducing]
+        self._counts, self.losses = overflow == "count", Losses()
+        self._moves = dict[int, Move]()  # of entries that are moved again and again
+        self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
+        self._stamp: object = None  # of the memory that they are of
         self._writing = False  # into the target: from when all have agreed on the first bucket
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that kept moves write to."""
+        return [tensor for move in self._moves.values() for tensor in move.target]
 
     @property
     def total(self) -> int:
         """Bytes of all tensors: what progress is measured by."""
-        return sum(self._bytes)
+        return sum(entry.bytes for entry in self.plan.entries)
 
     def move(self, at: int, source: Tensors, target: Tensors) -> Move:
         """Of entry number `at`, between these local tensors of the whole source and target."""
         entry, me = self.plan.entries[at], self.transport.me
         ours, theirs = self.plan.sources[entry.link.source], self.plan.targets[entry.link.target]
+        look = partial(self.losses.look, self._shown(entry.link.target), becomes=theirs.dtype)
         return Move.of(
             entry.plan,
             me,
-            _seen(source, ours, entry.link.source_view, me),
-            _seen(target, theirs, entry.link.target_view, me),
+            _subtensors(source, ours, entry.link.source_view, me),
+            _subtensors(target, theirs, entry.link.target_view, me),
             entry.dtype,
-            partial(self._reduced.look, repr(entry.link.target), becomes=theirs.dtype)
-            if at in self._reducing
-            else None,
+            look if at in self._reducing else None,
         )
 
-    def refuse_losses(self, source_of: Callable[[str], Tensors]) -> None:
+    def refuse_losses(self, memory: Callable[[str], Tensors]) -> None:
         """Refuse casts that lose values of this rank. What terms come to is known only later."""
         losses = Losses()
-        for at in self._watched:
-            link, reducing = self.plan.entries[at].link, self.plan.entries[at].plan.reducing
+        for at in () if self._counts else self._reading:
+            link = self.plan.entries[at].link
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
-            seen = [] if reducing else _seen(source_of(link.source), ours, link.source_view, self.transport.me)
-            losses.look(repr(link.target), seen, theirs.dtype)
+            tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)
+            losses.look(self._shown(link.target), tensors, theirs.dtype)
         refuse_loss(losses.listed())
 
-    def _refuse_reduced(self, *, fresh: bool) -> None:
-        """Refuse casts that lost what terms came to, on any rank."""
-        lost = list[Lost]()
-        for link in (self.plan.entries[at].link for at in self._reducing):
-            dtypes = self.plan.sources[link.source].dtype, self.plan.targets[link.target].dtype
-            lost.append(Lost(repr(link.target), *dtypes, self._reduced[repr(link.target)]))
-        written = "Nothing was written" if fresh else "All tensors of the target were written"
-        refuse_loss(worst_of_all(self.transport, lost), written)
+    def exchange(
+        self,
+        bucket: int,
+        moves: Sequence[Move],
+        terms: Terms,
+        *,
+        fresh: bool,
+        views: ViewCache | None = None,
+        part_of: Exchange | None = None,
+    ) -> Exchange:
+        """The exchange of a bucket, not started yet."""
+        kind = torch.device(self.plan.entries[self.plan.buckets()[bucket][0]].device)
+        device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
+        direct = self._choice != "group"
+        return Exchange(
+            self.transport, terms, moves, device=device, fresh=fresh, views=views, part_of=part_of, direct=direct
+        )
+
+    def conclude(self, moves: Sequence[Move], written: str, within: Exchange, *, verify: bool) -> None:
+        """Once all is moved: refuse casts that lost what terms came to, on any rank; compare both sides."""
+        entries = self.plan.entries
+        if self._reducing:
+            lost = [self._lost(entries[at].link.source, entries[at].link.target) for at in self._reducing]
+            refuse_loss(worst_of_all(self.transport, lost, within.number), written)
+        if verify:
+            names = [entry.link.target for entry in entries]
+            labels = [self._label(entry.link.target) for entry in entries]
+            dtypes = [self.plan.targets[name].dtype for name in names]
+            verify_moves(self.transport, moves, labels, dtypes, within, written)
+
+    def _lost(self, source: str, target: str) -> Lost:
+        name, dtypes = self._shown(target), (self.plan.sources[source].dtype, self.plan.targets[target].dtype)
+        return Lost(name, *dtypes, self.losses[name])
+
+    def _label(self, name: str) -> str:
+        return self._shown(name) if self._shown is repr else self.plan.described(name)
 
     def run(
         self,
-        moves_of: Callable[[list[int]], Sequence[Move]],
+        source: Side,
+        target: Side,
         *,
         check: Callable[[], None],
         fresh: bool = True,
-        again: bool = False,
+        keep: bool = False,
+        verify: bool = False,
         progress: Tell = None,
     ) -> None:
-        """All buckets, one after the other, once all ranks have checked what they have.
+        """All buckets, one after the other, once every rank has checked its memory.
 
-        `fresh`: nobody sees the targets before all is done. `again`: it will be repeated with the same moves. Who calls
-        tells progress of the end.
+        `check` refuses memory that does not fit; it is called again when memory has moved since the last run. `fresh`:
+        nobody sees the targets before all is done. `keep`: the next run will find the memory where it is now. `verify`:
+        compare both sides at the end. Who calls tells progress of the end.
         """
         self._writing = False
+
+        def prepare() -> None:
+            stamp = source.stamp(), target.stamp()
+            if stamp != self._stamp:
+                self._moves.clear()
+                check()
+            self._stamp = stamp if keep else None
+            self.refuse_losses(source.memory)
+
         try:
-            self._run(moves_of, check, progress, fresh=fresh, again=again)
+            work = partial(self._run, source, target, prepare, progress, fresh=fresh, keep=keep, verify=verify)
+            SerialQueue.of(self.transport).run(work)
         except BaseException as error:  # also an interrupt
             if self._writing and not fresh:
                 error.add_note(f"in a {self.operation}: its target may be partly written")
@@ -137,49 +157,62 @@ class Mover:
 
     def _run(
         self,
-        moves_of: Callable[[list[int]], Sequence[Move]],
-        check: Callable[[], None],
+        source: Side,
+        target: Side,
+        prepare: Callable[[], None],
         progress: Tell,
         *,
         fresh: bool,
-        again: bool,
+        keep: bool,
+        verify: bool,
     ) -> None:
-        done = 0
-        self._reduced.clear()
-        for number, bucket in enumerate(self.buckets):
+        done, before, all_moves, exchange = 0, list[int](), list[Move](), None
+        self.losses.clear()
+        for number, bucket in enumerate(self.plan.buckets()):
             moves, error = list[Move](), None
             try:  # the others have to hear of what goes wrong
-                if progress is not None and number:
+                if number == 0:
+                    prepare()
+                elif progress is not None:
                     progress(done, self.total)
-                if not number:
-                    check()
-                moves.extend(moves_of(bucket))
-            except Exception as found:
-                error = found
-            self._exchange(number, moves, error, fresh=fresh, again=again)
-            done += self._bytes[number]
-        if self._reducing:
-            self._refuse_reduced(fresh=fresh)
+                source.sent([] if verify else before)  # verifying reads the sources again
+                moves = self._moves_of(bucket, source, target, keep=keep)
+            except Exception as failure:
+                error = failure
+            exchange = self._carry_out(number, moves, error, fresh=fresh, keep=keep)
+            done, before = done + sum(self.plan.entries[at].bytes for at in bucket), bucket
+            all_moves += moves if verify else ()
+        if exchange is not None:
+            written = "Nothing was written" if fresh else "All tensors of the target were written"
+            self.conclude(all_moves, written, exchange, verify=verify)
+        source.sent(range(len(self.plan.entries)) if verify else before)
 
-    def _exchange(
-        self, bucket: int, moves: Sequence[Move], error: Exception | None, *, fresh: bool, again: bool
-    ) -> None:
+    def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
+        moves = list[Move]()
+        for at in bucket:
+            link = self.plan.entries[at].link
+            move = self._moves.get(at) or self.move(at, source.memory(link.source), target.memory(link.target))
+            moves.append(move)
+            if keep:
+                self._moves[at] = move
+            if self._counts and at in self._reading:
+                self.losses.look(self._shown(link.target), move.source, self.plan.targets[link.target].dtype)
+        return moves
+
+    def _carry_out(
+        self, bucket: int, moves: Sequence[Move], error: Exception | None, *, fresh: bool, keep: bool
+    ) -> Exchange:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
-        kind = torch.device(self.plan.entries[self.buckets[bucket][0]].device)
-        device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
-        views = self._kept_views(bucket, moves) if again else ViewCache()
-        terms = Terms(fields, error=error)
-        direct = self._way != "group"
-        started = Exchange(self.transport, terms, moves, device=device, fresh=fresh, views=views, direct=direct)
-        lane = SerialQueue.of(self.transport)
-        started.start(alone=lane.idle)
+        views = self._views_of(bucket, moves) if keep else None
+        exchange = self.exchange(bucket, moves, Terms(fields, error=error), fresh=fresh, views=views)
         try:
-            lane.run(started.finish)
+            exchange.start(alone=True).finish()
         finally:
-            self._writing |= started.writing
+            self._writing |= exchange.writing
+        return exchange
 
-    def _kept_views(self, bucket: int, moves: Sequence[Move]) -> ViewCache:
+    def _views_of(self, bucket: int, moves: Sequence[Move]) -> ViewCache:
         """Those of the last time, unless a move is another one now."""
         before, views = self._views.get(bucket, ((), ViewCache()))
         if len(before) != len(moves) or any(a is not b for a, b in zip(before, moves, strict=True)):
@@ -187,57 +220,8 @@ class Mover:
         self._views[bucket] = moves, views
         return views
 
-    def into_fresh(
-        self,
-        source_of: Callable[[str], Tensors],
-        device_of: Callable[[str], torch.device],
-        *,
-        check: Callable[[], None],
-        sent: Callable[[Sequence[int]], None] | None = None,
-        verify: bool = False,
-        progress: Tell = None,
-    ) -> dict[str, Tensors]:
-        """This rank's tensors of all targets, made now. `sent` hears of entries whose source is read no more."""
-        found, kept, before = dict[str, Tensors](), list[Move](), list[int]()
 
-        def moves_of(bucket: list[int]) -> list[Move]:
-            if sent is not None and not verify:
-                sent(before)
-                before[:] = bucket
-            moves = list[Move]()
-            for at in bucket:
-                link = self.plan.entries[at].link
-                if link.target not in found:
-                    found[link.target] = self._room(self.plan.targets[link.target], device_of(link.target))
-                moves.append(self.move(at, source_of(link.source), found[link.target]))
-            if verify:  # which reads the sources again
-                kept.extend(moves)
-            return moves
-
-        self.run(moves_of, check=check, progress=progress)
-        if verify:
-            names = [entry.link.target for entry in self.plan.entries]
-            compared(self.transport, kept, names, [self.plan.targets[name].dtype for name in names])
-        if sent is not None:
-            sent(range(len(self.plan.entries)) if verify else before)
-        for name, target in self.plan.targets.items():  # tensors without cells have no entry
-            if name not in found:
-                found[name] = self._room(target, device_of(name))
-        return found
-
-    def _room(self, tensor: Tensor, device: torch.device) -> Tensors:
-        shapes = local_shapes(tensor.layout, self.transport.me)
-        return [fresh(shape, tensor.dtype, device) for shape in shapes]
-
-
-def check_verifiable(plan: ModelPlan) -> None:
-    """Refuse terms: their fingerprints say nothing of the value."""
-    reducing = [entry.link.source for entry in plan.entries if entry.plan.reducing]
-    if reducing:
-        raise ValueError(f"verify=True: {reducing[0]!r} is reduced on the way, which only reshard can verify")
-
-
-def _seen(tensors: Tensors, whole: Tensor, view: View, me: int) -> Tensors:
+def _subtensors(tensors: Tensors, whole: TensorInfo, view: View, me: int) -> Tensors:
     if not tensors:  # nothing, or only tensors without cells
         return [torch.empty(shape, dtype=whole.dtype, device=whole.device) for shape in local_shapes(whole.layout, me)]
     return seen(tensors, whole.layout, view, me)

@@ -15,7 +15,7 @@ from shardwise.job.casting import ONLY_PLAIN, PLAIN, check_cast
 from shardwise.transports import GroupTransport
 
 
-def room(
+def output(
     out: Any,
     target: Kind,
     transport: GroupTransport,

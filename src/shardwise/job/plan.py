@@ -27,11 +27,12 @@ from shardwise.layout import Layout
 from shardwise.planning import Plan, plan, size
 from shardwise.report import draw, matrix
 
+SINGLE = "the tensor"  # the name of a tensor that has no other
 BUCKET = 2**28  # bytes that a rank stages at a time, unless told
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """What a plan has to know of a tensor."""
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedLink:
     """One link, and the plan that carries it out; `dtype` is that of its messages."""
 
     link: Link
@@ -50,7 +51,7 @@ class Entry:
     device: str
 
     @staticmethod
-    def of(link: Link, source: Tensor, target: Tensor, max_bytes: int | None, hosts: Any) -> Entry:
+    def of(link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> PlannedLink:
         """In rounds only where it would stage too much."""
         ours, theirs = (
             subtensor_layout(source.layout, link.source_view),
@@ -58,9 +59,10 @@ class Entry:
         )
         travels = travels_as(ours, theirs, source.dtype, target.dtype)
         made = _planned(ours, theirs, travels.itemsize, None, hosts)
-        if max_bytes is not None and made.most_bytes > max_bytes:
+        limit: object = max_bytes
+        if limit is not None and not (isinstance(limit, int) and made.most_bytes <= limit):  # `plan` refuses others
             made = _planned(ours, theirs, travels.itemsize, max_bytes, hosts)
-        return Entry(link, made, travels, source.device)
+        return PlannedLink(link, made, travels, source.device)
 
     @property
     def bytes(self) -> int:
@@ -86,20 +88,35 @@ def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, host
     return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
 
 
+@lru_cache(maxsize=4096)
+def _single(source: TensorInfo, target: TensorInfo, limit: int | None, hosts: Any) -> ModelPlan:
+    link = Link(SINGLE, SINGLE, View.whole(source.shape), View.whole(target.shape))
+    named = dict(hosts) if isinstance(hosts, tuple) else hosts
+    entry = PlannedLink.of(link, source, target, limit, named)
+    return ModelPlan((entry,), {SINGLE: source}, {SINGLE: target}, limit)
+
+
+def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> ModelPlan:
+    """The plan of one tensor. Kept by value: the same moves come back step after step."""
+    if source.shape != target.shape or isinstance(hosts, list | set):  # which `plan` refuses, in words
+        plan(source.layout, target.layout, hosts=hosts)
+    return _single(source, target, max_bytes, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """How every tensor of a source becomes one of a target."""
 
-    entries: tuple[Entry, ...]
-    sources: Mapping[str, Tensor]
-    targets: Mapping[str, Tensor]
+    entries: tuple[PlannedLink, ...]
+    sources: Mapping[str, TensorInfo]
+    targets: Mapping[str, TensorInfo]
     max_bytes: int | None = None
 
     @staticmethod
     def of(
         found: Sequence[Link],
-        sources: Mapping[str, Tensor],
-        targets: Mapping[str, Tensor],
+        sources: Mapping[str, TensorInfo],
+        targets: Mapping[str, TensorInfo],
         *,
         max_bytes: int | None = None,
         hosts: Any = None,
@@ -108,23 +125,31 @@ class ModelPlan:
         limit: object = max_bytes
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
-        entries = list[Entry]()
+        entries = list[PlannedLink]()
         for link in found:
             try:
-                entries.append(Entry.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
+                entries.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
             except Exception as error:
                 error.add_note(f"while planning {link.source!r} -> {link.target!r}")
                 raise
         used = {link.source for link in found}
         return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
 
-    def may_overflow(self, at: int) -> bool:
-        """True where the cast of entry number `at` may lose a value."""
-        link = self.entries[at].link
-        return may_overflow(self.sources[link.source].dtype, self.targets[link.target].dtype)
+    @cached_property
+    def overflowing(self) -> tuple[int, ...]:
+        """Numbers of the entries whose cast may lose a value."""
+        dtypes = [(self.sources[e.link.source].dtype, self.targets[e.link.target].dtype) for e in self.entries]
+        return tuple(at for at, both in enumerate(dtypes) if may_overflow(*both))
 
-    def buckets(self) -> Iterator[list[int]]:
+    def buckets(self) -> tuple[list[int], ...]:
         """Numbers of entries that go in one exchange: as many as may be staged at a time, of one kind of device."""
+        return self._in_buckets
+
+    @cached_property
+    def _in_buckets(self) -> tuple[list[int], ...]:
+        return tuple(self._buckets())
+
+    def _buckets(self) -> Iterator[list[int]]:
         limit, room, bucket, before = self.max_bytes or BUCKET, 0, list[int](), None
         for at, entry in enumerate(self.entries):
             if before and (
@@ -151,8 +176,14 @@ class ModelPlan:
             and link.source_view == link.target_view == View.whole(self.targets[link.target].shape)
         )
 
+    def described(self, name: str) -> str:
+        """What moves to that target, for a tensor that has no other name."""
+        entry = next(entry for entry in self.entries if entry.link.target == name)
+        layouts = f"from {entry.plan.source!r} to {entry.plan.target!r}"
+        return f"a tensor of shape {self.targets[name].shape} that went {layouts}"
+
     def __repr__(self) -> str:
-        moved, exchanges = size(self.bytes_moved), len(list(self.buckets()))
+        moved, exchanges = size(self.bytes_moved), len(self.buckets())
         return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
 
     @property
@@ -177,10 +208,10 @@ class ModelPlan:
 
     def explain(self) -> str:
         """In words, and a line for every kind of move."""
-        kinds = dict[str, list[Entry]]()
+        kinds = dict[str, list[PlannedLink]]()
         for entry in self.entries:
             kinds.setdefault(self._in_words(entry), []).append(entry)
-        buckets, peak = len(list(self.buckets())), size(self.peak_bytes)
+        buckets, peak = len(self.buckets()), size(self.peak_bytes)
         lines = [
             f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
             f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
@@ -191,7 +222,7 @@ class ModelPlan:
             lines.append(f"{len(entries):6d} x {words}: {moved} move, as {named}")
         return "\n".join(lines)
 
-    def _in_words(self, entry: Entry) -> str:
+    def _in_words(self, entry: PlannedLink) -> str:
         words = list[str]()
         for name, view, tensors in (
             (entry.link.source, entry.link.source_view, self.sources),
@@ -214,11 +245,11 @@ class ModelPlan:
 
     def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
         """Write a page to look at: all tensors by size, what moves, and a picture of each. Returns its path."""
-        buckets, peak = len(list(self.buckets())), size(self.peak_bytes)
+        buckets, peak = len(self.buckets()), size(self.peak_bytes)
         facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
         return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
 
-    def _row(self, entry: Entry) -> report.Row:
+    def _row(self, entry: PlannedLink) -> report.Row:
         link, target = entry.link, self.targets[entry.link.target]
         part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
         note = f"from {link.source}" if link.source != link.target else ""
@@ -229,7 +260,7 @@ class ModelPlan:
         return self._listed(str)
 
     def _listed(self, shown: Callable[[Layout], str]) -> dict[str, Any]:
-        def told(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        def told(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
             return {
                 name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
                 for name, t in tensors.items()

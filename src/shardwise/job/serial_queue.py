@@ -32,11 +32,8 @@ class SerialQueue:
 
     @staticmethod
     def of(transport: Transport) -> SerialQueue:
-        """The lane of a transport."""
-        if "lane" not in transport.memory:
-            transport.memory["lane"] = SerialQueue(transport)
-        lane: SerialQueue = transport.memory["lane"]
-        return lane
+        """The queue of a transport."""
+        return transport.attached(SerialQueue, lambda: SerialQueue(transport))
 
     @property
     def idle(self) -> bool:

@@ -9,8 +9,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise.errors import ExchangeError
-from shardwise.job.source import Held
+from shardwise.containers.container import Kind
+from shardwise.errors import ExchangeError, RefusedValueError
+from shardwise.exchange import in_words
+from shardwise.layout import Layout
 from shardwise.torch_internals import OnMesh, default_group, home_of, mesh_of
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
@@ -18,20 +20,23 @@ from shardwise.transports.members import has_default_group, job_rank
 _transports = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupTransport]]()
 
 
-def transport_for(group: dist.ProcessGroup | None, held: Held, to: Any) -> GroupTransport | None:
+def transport_for(
+    group: dist.ProcessGroup | None, container: Kind | None, to: Any, *, failed: bool
+) -> GroupTransport | None:
     """The transport of a call. All ranks that call must come to the same, and one that passes None knows little:
 
     the group that was given; else that of a ShardedTensor that has one; else, for a DTensor that stays on its mesh (or
-    what was meant to be one), the ranks of that mesh (None on others: they have no part in it); else the default group.
+    what was meant to be one and `failed`), the ranks of that mesh (None on others: they have no part in it); else the
+    default group.
     """
     if group is not None:
         return _transport(group)
     mesh = mesh_of(to)
-    if mesh is not None and (held.error or (isinstance(held.kind, OnMesh) and held.kind.mesh == mesh)):
+    if mesh is not None and (failed or (isinstance(container, OnMesh) and container.mesh == mesh)):
         _check_initialized()
         home, ranks = home_of(mesh)
         return _mesh_transport(home, ranks) if dist.get_rank() in ranks else None
-    return group_transport(held.kind.group if held.kind else None)
+    return group_transport(container.group if container else None)
 
 
 def group_transport(group: dist.ProcessGroup | None) -> GroupTransport:
@@ -91,3 +96,13 @@ def release_staging() -> int:
     """
     transports = {transport for transports in _transports.values() for transport in transports.values()}
     return sum(transport.release() for transport in transports)
+
+
+def check_owners(transport: GroupTransport, side: str, layout: Layout) -> None:
+    """Refuse owners that do not call."""
+    missing = transport.lacks(layout)
+    if missing:
+        raise RefusedValueError(
+            f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(transport.owners)}: "
+            f"use a group that has all of them, or other owners"
+        )

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shardwise.containers.container import is_sharded, kind_of, on_transport
+from shardwise.containers.local_parts import local_shapes
+from shardwise.containers.memory import check_memory
 from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import LayoutError
-from shardwise.job.plan import Tensor
+from shardwise.exchange.host_memory import fresh
+from shardwise.job.plan import TensorInfo
 from shardwise.layout import Layout
-from shardwise.torch_internals.memory import chunks_in, is_chunked, whole_shape
+from shardwise.torch_internals import is_dtensor
+from shardwise.torch_internals.memory import chunks_in, is_chunked, local_of, whole_shape
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import job_rank
+
+Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,104 @@ class Plain(Own):
     def closed(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The tensor; None on a rank that has none."""
         return tensors[0] if tensors else None
+
+
+class Side(Protocol):
+    """One side of a job, on this rank: the memory of its tensors."""
+
+    def memory(self, name: str) -> Tensors:
+        """This rank's local tensors of the whole, apart from autograd."""
+        ...
+
+    def stamp(self) -> object:
+        """Equal to an earlier one while all memory is where it was."""
+        ...
+
+    def sent(self, entries: Sequence[int]) -> None:
+        """These entries of the plan were sent: their sources are not read again."""
+        ...
+
+
+class LiveSide:
+    """Tensors of a state dict, by name."""
+
+    def __init__(self, values: Mapping[str, Any], names: Iterable[str]) -> None:
+        self.values, self._names = values, list(names)
+
+    def memory(self, name: str) -> Tensors:
+        """Of the container."""
+        return memory_of(self.values.get(name))
+
+    def stamp(self) -> object:
+        """Addresses; and the mode, which decides what may be written."""
+        tensors = (t for name in self._names for t in memory_of(self.values.get(name), apart=False))
+        return [_place(tensor) for tensor in tensors], torch.is_inference_mode_enabled()
+
+    def sent(self, entries: Sequence[int]) -> None:
+        """They stay as they are."""
+
+    def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
+        """All memory; refused where it is not what the layouts give this rank."""
+        found = {name: self.memory(name) for name in self._names}
+        for name, memory in found.items():
+            check_local(f"{name!r} of the {what}", memory, infos[name], me)
+        return found
+
+
+def _place(tensor: torch.Tensor) -> object:
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class FreshSide:
+    """Memory that is made when it is first asked for."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], device_of: Callable[[str], torch.device], me: int) -> None:
+        self._infos, self._device_of, self._me = infos, device_of, me
+        self._made = dict[str, Tensors]()
+
+    def memory(self, name: str) -> Tensors:
+        """Not filled yet."""
+        if name not in self._made:
+            info, device = self._infos[name], self._device_of(name)
+            shapes = local_shapes(info.layout, self._me)
+            self._made[name] = [fresh(shape, info.dtype, device) for shape in shapes]
+        return self._made[name]
+
+    def stamp(self) -> object:
+        """Never that of an earlier one."""
+        return object()
+
+    def sent(self, entries: Sequence[int]) -> None:
+        """Nothing is read here."""
+
+
+def memory_of(value: Any, *, apart: bool = True) -> Tensors:
+    """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
+    if value is None:
+        return []
+    if lists_chunks(value):
+        tensors = [tensor for _, tensor in chunks_in(value)]
+    elif is_dtensor(value) or not is_sharded(value):
+        local, spec = local_of(value)
+        tensors = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
+    else:
+        tensors = list(kind_of(value).taken(value))
+    return [tensor.detach() for tensor in tensors] if apart else tensors
+
+
+def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
+    """Refuse memory that is not what the layout gives this rank."""
+    shapes, given = local_shapes(info.layout, me), [(tuple(t.shape), t.dtype) for t in tensors]
+    if not tensors and all(0 in shape for shape in shapes):
+        return
+    if given != [(shape, info.dtype) for shape in shapes]:
+        raise ValueError(f"{what} should have {list(shapes)} of {info.dtype} on this rank, but has {given}")
+    for one in tensors:
+        check_memory(one, what)
+        if one.is_conj() or one.is_neg():
+            raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
 
 
 class Known(NamedTuple):
@@ -119,7 +223,7 @@ def refuse_several_jobs(told: Mapping[int, Said | None], transport: GroupTranspo
                 )
 
 
-def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:
+def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, TensorInfo]:
     """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
 
     A name that is None on all ranks is left out: a value like others.
@@ -144,7 +248,7 @@ def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _one(what: str, told: Iterable[tuple[list[int], Known | None]]) -> Tensor | None:
+def _one(what: str, told: Iterable[tuple[list[int], Known | None]]) -> TensorInfo | None:
     given = [(ranks, one) for ranks, one in told if one is not None]
     if not given:
         return None
@@ -160,12 +264,12 @@ def _one(what: str, told: Iterable[tuple[list[int], Known | None]]) -> Tensor | 
     shape, dtype, device = same("shape"), same("dtype") or torch.get_default_dtype(), same("device") or "cpu"
     plain = [ranks for ranks, one in given if one.layout is None]
     if len(plain) == len(given):
-        return Tensor(
+        return TensorInfo(
             shape, dtype, _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks))), device
         )
     if plain:
         raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
-    return Tensor(shape, dtype, _joined(tuple({one.layout: None for _, one in given})) or same("layout"), device)
+    return TensorInfo(shape, dtype, _joined(tuple({one.layout: None for _, one in given})) or same("layout"), device)
 
 
 @lru_cache(maxsize=4096)

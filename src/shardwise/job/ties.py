@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.job.job import memory_of
-from shardwise.job.side import is_tensor, known_of
+from shardwise.job.side import is_tensor, known_of, memory_of
 from shardwise.transports import GroupTransport
 
 Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any

@@ -1,71 +1,102 @@
-"""What was sent against what is held: the sums of fingerprints on both sides of a move."""
+"""What was sent against what arrived: the sums of fingerprints on both sides of a move."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from secrets import randbits
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
+from shardwise.containers.local_parts import local_shapes
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Exchange, Move
+from shardwise.exchange import Exchange, Move, Terms, Transport
+from shardwise.exchange.host_memory import fresh
 from shardwise.exchange.overflow import Loss, Lost
+from shardwise.exchange.reduce import check as check_reduction
 from shardwise.job.checksum import LANES, sums
 from shardwise.layout import Layout
-from shardwise.planning import Plan, plan
-from shardwise.transports import GroupTransport
+from shardwise.planning import plan
 
-if TYPE_CHECKING:
-    from shardwise.job.collective_call import Call
+Tensors = Sequence[torch.Tensor]
 
 
-def verify(call: Call, exchange: Exchange) -> None:
-    """Compare what was sent with what is held now, cell by cell and bit by bit, as sums over all ranks."""
-    source, target, me = call.work.plan.source, call.work.plan.target, call.transport.me
-    read: Sequence[torch.Tensor] = call.work.move.source
-    held, dtype, made = call.work.move.target, call.work.dtype, call.work.plan
-    if made.reducing:  # the terms say nothing of the value: reduce them in another way, and compare with that
-        source = spread(made.source)
-        read = call.value(call.transport, call.held, call.work.facts, source, exchange)
-        made = plan(source, target)
-    found = _both(made, me, read, held, dtype, _drawn(call.transport, exchange.number))
-    total = call.transport.reduced(found.reshape(-1), "sum", apart=exchange.number)().reshape(2, LANES).tolist()
-    if total[0] != total[1]:
+class Partial(NamedTuple):
+    """This rank's terms of a partial tensor."""
+
+    layout: Layout
+    tensors: Tensors
+    dtype: torch.dtype
+    device: torch.device
+
+
+def verify(
+    transport: Transport,
+    moves: Sequence[Move],
+    labels: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    within: Exchange,
+    written: str,
+) -> None:
+    """Compare what was sent with what arrived, cell by cell, as sums over all ranks; all raise what any of them finds.
+
+    `dtypes` are those of the targets. The exchange that runs now is `within`. `written` says what to expect of them.
+    """
+    if not moves:
+        return
+    number, key = within.number, _key(transport, within.number)
+    parts = [
+        _both(move, transport.me, dtype, key)
+        for move, dtype in zip(_comparable(transport, moves, within), dtypes, strict=True)
+    ]
+    totals = transport.reduced(torch.stack(parts).reshape(-1), "sum", apart=number)().reshape(-1, 2, LANES).tolist()
+    wrong = [(label, *both) for label, both in zip(labels, totals, strict=True) if both[0] != both[1]]
+    if wrong:
+        (_, sent, arrived), listed = wrong[0], ", ".join(label for label, *_ in wrong[:8])
         raise ExchangeError(
-            f"verify: a tensor of shape {target.shape} that went from {call.work.plan.source!r} to {target!r} is not "
-            f"what it was: the sums of its cells were {_shown(total[0])} and became {_shown(total[1])}. Do not use it"
+            f"verify: {listed} did not arrive as sent: the sums of its cells were {_shown(sent)} and became "
+            f"{_shown(arrived)}. {written}"
         )
 
 
-def compared(
-    transport: GroupTransport, moves: Sequence[Move], names: Sequence[str], dtypes: Sequence[torch.dtype]
-) -> None:
-    """Compare what was sent with what is held now, for many tensors at once; all ranks raise what any of them finds."""
-    if not moves:
-        return
-    key = _drawn(transport)
-    parts = [
-        _both(move.plan, transport.me, move.source, move.target, dtype, key)
-        for move, dtype in zip(moves, dtypes, strict=True)
-    ]
-    total = transport.reduced(torch.stack(parts).reshape(-1), "sum")().reshape(-1, 2, LANES).tolist()
-    wrong = [name for name, (sent, got) in zip(names, total, strict=True) if sent != got]
-    if wrong:
-        raise ExchangeError(f"verify: {', '.join(map(repr, wrong[:8]))} did not arrive as sent: nothing was written")
+def _comparable(transport: Transport, moves: Sequence[Move], within: Exchange) -> list[Move]:
+    """Moves whose source has values. Terms say nothing of the value: they are reduced in another way to compare."""
+    reducing = [at for at, move in enumerate(moves) if move.plan.reducing]
+    partials = [Partial(moves[at].plan.source, moves[at].source, moves[at].dtype, within.device) for at in reducing]
+    found = list(moves)
+    for at, values in zip(reducing, reduced_values(transport, partials, within), strict=True):
+        move = moves[at]
+        made = plan(spread(move.plan.source), move.plan.target)
+        found[at] = move._replace(plan=made, source=values)
+    return found
 
 
-def _drawn(transport: GroupTransport, apart: int | None = None) -> str:
+def reduced_values(transport: Transport, partials: Sequence[Partial], within: Exchange) -> list[Tensors]:
+    """What partial tensors come to, spread evenly over their owners: this rank's tensors. A part of that exchange."""
+    if not partials:
+        return []
+    moves = list[Move]()
+    for layout, tensors, dtype, device in partials:
+        check_reduction(layout.op or "", dtype)
+        made = plan(layout, spread(layout), itemsize=dtype.itemsize)
+        memory = [fresh(shape, dtype, device) for shape in local_shapes(made.target, transport.me)]
+        moves.append(Move.of(made, transport.me, tensors, memory, dtype))
+    terms = Terms({"operation": "reduction of partial tensors"})
+    Exchange(transport, terms, moves, device=within.device, part_of=within).start().finish()
+    return [move.target for move in moves]
+
+
+def _key(transport: Transport, number: int) -> str:
     """A key for this comparison alone, to which every rank adds: sums that were made to be equal are not."""
     mine = torch.tensor([randbits(62), randbits(62)])
-    return str(transport.reduced(mine, "sum", apart=apart)().tolist())
+    return str(transport.reduced(mine, "sum", apart=number)().tolist())
 
 
-def worst_of_all(transport: GroupTransport, lost: Sequence[Lost], *, apart: int | None = None) -> list[Lost]:
+def worst_of_all(transport: Transport, lost: Sequence[Lost], number: int) -> list[Lost]:
     """The largest losses of any rank, the same on all: ranks may have counted the same values."""
     found = [(one.loss.count, *_bits(one.loss.largest)) for one in lost]
-    most = transport.reduced(torch.tensor(found, dtype=torch.int64), "max", apart=apart)().tolist()
+    most = transport.reduced(torch.tensor(found, dtype=torch.int64), "max", apart=number)().tolist()
     worst = [replace(one, loss=Loss(count, _number(bits))) for one, (count, bits) in zip(lost, most, strict=True)]
     return [one for one in worst if one.loss.count]
 
@@ -80,22 +111,15 @@ def _number(bits: int) -> float:
     return torch.tensor([bits], dtype=torch.int64).view(torch.float64).item()
 
 
-def _both(
-    made: Plan,
-    me: int,
-    read: Sequence[torch.Tensor],
-    held: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    key: str,
-) -> torch.Tensor:
+def _both(move: Move, me: int, dtype: torch.dtype, key: str) -> torch.Tensor:
     """The sums of this rank: of what it sent, and of what it got."""
-    found, source, target = torch.zeros(2, LANES, dtype=torch.int64), made.source, made.target
+    found, source, target = torch.zeros(2, LANES, dtype=torch.int64), move.plan.source, move.plan.target
     if me in source or me in target:
-        copies = made.for_owner(me).copies
+        copies = move.plan.for_owner(me).copies
         first, sent, got = copies.step == 0, copies.source == me, copies.target == me
-        found[0] += sums(copies.boxes.take(sent & first), source, me, read, dtype, key=key)
-        found[0] += sums(copies.boxes.take(sent & ~first), target, me, held, key=key)
-        found[1] += sums(copies.boxes.take(got), target, me, held, key=key)
+        found[0] += sums(copies.boxes.take(sent & first), source, me, move.source, dtype, key=key)
+        found[0] += sums(copies.boxes.take(sent & ~first), target, me, move.target, key=key)
+        found[1] += sums(copies.boxes.take(got), target, me, move.target, key=key)
     return found
 
 

@@ -17,8 +17,6 @@ from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
 from shardwise.job.agree import together
-from shardwise.job.source import Held
-from shardwise.job.work import Options
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.instances import FamiliarTensor
 from shardwise.sharded_tensor.kind import BySpec, Group, Target, Tensors
@@ -33,7 +31,8 @@ from shardwise.sharded_tensor.pickling import loaded, place, unplaced
 from shardwise.sharded_tensor.said import checked_metadata, concluded, refuse, said
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
-from shardwise.tensor.resharding import called, gather, result_of
+from shardwise.tensor.call import Options, Source
+from shardwise.tensor.resharding import gather, result_of, start_call
 from shardwise.torch_internals import in_order, torchs_sharded
 from shardwise.transports.members import of_job, owner_here
 
@@ -285,12 +284,12 @@ class ShardedTensor(ShardedTensorBase):
         Where it fails, it stays as it was.
         """
         target = Target(resharding_spec, self._kind.properties)
-        call = called(Held.of(self), target, Options(), group=self.group)
+        call = start_call(Source.of(lambda: self), target, Options(), group=self.group)
         assert call is not None, "every rank of the group has a part in it"
         found, stand_in = result_of(call.run())
         if resharding_spec == self.sharding_spec():  # all ranks ask for that, as is known now
             return self
-        kind = found.kind.by_rank().having(requires_grad=call.work.followed)
+        kind = found.kind.by_rank().having(requires_grad=call.followed)
         return self._become(kind, found.shards, stand_in)
 
     def backward(self) -> None:  # type: ignore[override]
@@ -300,7 +299,7 @@ class ShardedTensor(ShardedTensorBase):
         """
         if self._stand_in is None:
             raise ExchangeError(
-                "this rank has nothing to take part in: it holds shards, on which backward is called, or autograd did "
+                "this rank has nothing to take part in: it holds shards, on which backward is start_call, or autograd did "
                 "not follow the last reshard"
             )
         torch.autograd.backward(self._stand_in, torch.empty_like(self._stand_in))

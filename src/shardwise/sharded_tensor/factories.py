@@ -11,15 +11,14 @@ import torch.distributed as dist
 
 import shardwise.containers.sharded as plain
 from shardwise.job.agree import together
-from shardwise.job.source import Held
-from shardwise.job.work import Options
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.kind import BySpec, Group, Target
 from shardwise.sharded_tensor.metadata import TensorProperties
 from shardwise.sharded_tensor.sharding_spec import ShardingSpec
 from shardwise.sharded_tensor.utils import _raise_if_mismatch
-from shardwise.tensor.resharding import called, result_of
+from shardwise.tensor.call import Options, Source
+from shardwise.tensor.resharding import result_of, start_call
 from shardwise.torch_internals import is_torch_sharded
 from shardwise.transports.members import owner_here
 
@@ -127,7 +126,7 @@ def _scattered(
         return plain.ShardedTensor(tensor.detach(), Layout.replicated(whole.size, [source]), process_group)
 
     target = Target(sharding_spec, TensorProperties(whole.dtype))
-    call = called(Held.made(mine), target, Options(), group=process_group)
+    call = start_call(Source.of(mine), target, Options(), group=process_group)
     assert call is not None, "every rank of the group has a part in it"
     found: ShardedTensor = result_of(call.run())[0]
     return found.requires_grad_(whole.requires_grad)

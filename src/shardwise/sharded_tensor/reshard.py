@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.job.source import Held
-from shardwise.job.work import Options
 from shardwise.sharded_tensor.kind import BySpec, Target, inside
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
 from shardwise.tensor import ShardedTensor
-from shardwise.tensor.resharding import called, result_of
+from shardwise.tensor.call import Options, Source
+from shardwise.tensor.resharding import result_of, start_call
 from shardwise.torch_internals import owner_of
 from shardwise.transports.members import owner_here, owners_of
 
@@ -63,7 +62,7 @@ def reshard_local_shard(
         layout = BySpec.by(sharding_spec, st_size, pg).layout
         return None if local_tensor is None else ShardedTensor(local_tensor, layout, pg)
 
-    call = called(Held.made(source), Target(resharding_spec, TensorProperties()), Options(), group=pg)
+    call = start_call(Source.of(source), Target(resharding_spec, TensorProperties()), Options(), group=pg)
     assert call is not None, "every rank of the group has a part in it"
     tensors = result_of(call.run())[0].shards
     metadata, _ = build_reshard_metadata(st_size, resharding_spec, len(owners_of(pg)))

@@ -10,17 +10,16 @@ import torch.distributed as dist
 
 from shardwise.containers.container import Kind
 from shardwise.exchange.overflow import Overflow, check_overflow
-from shardwise.job.agree import agreed, together
+from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casting import Change, check_change, check_changes
 from shardwise.job.casts import Asked, Cast, Casts
-from shardwise.job.job import Mover, check_local, check_verifiable, memory_of
-from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.job import Job
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Link
-from shardwise.job.session import group_transport
-from shardwise.job.side import Said, is_tensor, refuse_several_jobs, said, tensors_of
+from shardwise.job.session import check_owners, group_transport
+from shardwise.job.side import FreshSide, LiveSide, Said, is_tensor, memory_of, refuse_several_jobs, said, tensors_of
 from shardwise.job.subtensor import View
-from shardwise.job.work import check_owners
 from shardwise.state.targets import Targets, kinds_for
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
 from shardwise.torch_internals.memory import storage_of
@@ -58,73 +57,53 @@ def reshard_state_dict(
     (after the comparison with `verify`). `overflow`, `verify`, `max_bytes`, `hosts`, `transport`: as in `reshard`.
     `progress`: a function of (bytes done, bytes in all), or "bar".
     """
-    flat, paths, sources = _heard(state_dict, group)
-    over, kinds = group_transport(group), dict[str, Kind]()
+    over = group_transport(group)
+    flat, paths, sources = _described(state_dict, over)
 
-    def make() -> ModelPlan:
+    def make() -> tuple[ModelPlan, dict[str, Kind]]:
         check_progress(progress)
         over.check_choice(transport)
-        kinds.update(kinds_for(sources, to, mesh, over, group))
+        kinds = kinds_for(sources, to, mesh, over, group)
         check_overflow(overflow)
-        made = _plan(over, sources, kinds, Casts.of(dtype, "dtype="), max_bytes, hosts)
-        if verify:
-            check_verifiable(made)
-        return made
+        return _plan(over, sources, kinds, Casts.of(dtype, "dtype="), max_bytes, hosts), kinds
 
     same = {"verify": verify, "free": free, "max_bytes": max_bytes, "dtype": str(dtype), "overflow": overflow}
-    same |= {"transport": transport}
-    made = agreed(OPERATION, make, group=group, **same)
-    mover = Mover(over, made, OPERATION, transport, overflow=overflow)
-    freeing = Freeing(mover, flat) if free else None
+    made, kinds = agree_on(over, OPERATION, make, same | {"transport": transport})
+    job = Job(over, made, OPERATION, transport, overflow=overflow)
+    source = (FreedSide if free else LiveSide)(flat, made.sources)
+    target = FreshSide(made.targets, lambda n: kinds[n].device or torch.device(made.targets[n].device), over.me)
 
     def check() -> None:
-        for name, source in made.sources.items():
-            check_local(f"{name!r} of the state dict", memory_of(flat.get(name)), source, over.me)
-        mover.refuse_losses(lambda name: memory_of(flat.get(name)))
-        if freeing is not None:
-            freeing.look()
+        source.checked("state dict", made.sources, over.me)
+        if isinstance(source, FreedSide):
+            source.look(made)
 
-    with torch.no_grad(), shown(progress, mover.total, "reshard", here=over.me == over.owners[0]) as tell:
-        found = mover.into_fresh(
-            lambda name: memory_of(flat.get(name)),
-            lambda name: kinds[name].device or torch.device(made.targets[name].device),
-            check=check,
-            sent=None if freeing is None else freeing.sent,
-            verify=verify,
-            progress=tell,
-        )
-    moved = {name: kinds[name].closed(kinds[name].dressed(local)) for name, local in found.items()}
+    with torch.no_grad(), shown(progress, job.total, "reshard", here=over.me == over.owners[0]) as tell:
+        job.run(source, target, check=check, verify=verify, progress=tell)
+    moved = {name: kinds[name].closed(kinds[name].dressed(target.memory(name))) for name in made.targets}
     return unflatten_state_dict({name: moved.get(name, flat.get(name)) for name in paths}, paths)
 
 
-def _heard(
-    state_dict: StateDict | None, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Any], FLATTEN_MAPPING, dict[str, Tensor]]:
+def _described(
+    state_dict: StateDict | None, transport: GroupTransport
+) -> tuple[dict[str, Any], FLATTEN_MAPPING, dict[str, TensorInfo]]:
     """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
-    flat, paths = dict[str, Any](), FLATTEN_MAPPING()
 
-    def say() -> Said | None:
+    def say() -> tuple[tuple[dict[str, Any], FLATTEN_MAPPING], Said | None]:
         if state_dict is None:
-            return None
-        found = flatten_state_dict(state_dict)
-        flat.update(found[0])
-        paths.update(found[1])
-        return said(flat, group_transport(group))
+            return ({}, {}), None
+        flat, paths = flatten_state_dict(state_dict)
+        return (flat, paths), said(flat, transport)
 
-    def sides(told: Mapping[int, Said | None]) -> tuple[dict[str, Tensor], int, bool]:
-        holder = next((rank for rank, one in told.items() if one is not None), -1)
-        refuse_several_jobs(told, group_transport(group))
-        return tensors_of(told, "state dict"), holder, None in told.values()
-
-    sources, holder, lacking = together(OPERATION, say, sides, group=group)
-    if lacking:  # somebody has to learn the rest from one who has it
-        rest = together(
-            OPERATION,
-            lambda: _others(flat, paths) if group_transport(group).me == holder else ({}, {}),
-            lambda told: told[holder],
-            group=group,
-        )
-        flat, paths = rest if state_dict is None else (flat, paths)
+    (flat, paths), told = tell_all(transport, OPERATION, say)
+    with refusals(OPERATION):
+        refuse_several_jobs(told, transport)
+        sources = tensors_of(told, "state dict")
+    if None in told.values():  # somebody has to learn the rest from one who has it
+        holder = next(rank for rank, one in told.items() if one is not None)
+        rest = _others(flat, paths) if transport.me == holder else ({}, {})
+        _, others = tell_all(transport, OPERATION, lambda: (None, rest))
+        flat, paths = others[holder] if state_dict is None else (flat, paths)
     return flat, paths, sources
 
 
@@ -135,13 +114,13 @@ def _others(flat: Mapping[str, Any], paths: FLATTEN_MAPPING) -> tuple[dict[str, 
 
 def _plan(
     transport: GroupTransport,
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, TensorInfo],
     kinds: Mapping[str, Kind],
     casts: Casts,
     max_bytes: int | None,
     hosts: Any,
 ) -> ModelPlan:
-    targets, named, casts = dict[str, Tensor](), set[str](), casts.among(kinds)
+    targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(kinds)
     for name, kind in kinds.items():
         source = sources[name]
         check_owners(transport, f"{name!r}, as it is,", source.layout)
@@ -149,7 +128,9 @@ def _plan(
         asked = casts.asked(name, source.dtype) or Asked(source.dtype, named=False)
         named |= {name} if asked.named else set()
         becomes = asked.dtype
-        targets[name] = Tensor(source.shape, becomes, kind.layout, (kind.device or torch.device(source.device)).type)
+        targets[name] = TensorInfo(
+            source.shape, becomes, kind.layout, (kind.device or torch.device(source.device)).type
+        )
     changes = [Change(name, name, sources[name].dtype, target.dtype) for name, target in targets.items()]
     check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))
     if unused := casts.unused(targets):
@@ -159,33 +140,31 @@ def _plan(
     return ModelPlan.of(found, moved, targets, max_bytes=max_bytes, hosts=hosts)
 
 
-class Freeing:
+class FreedSide(LiveSide):
     """Gives the memory of sources back, once nothing will read it any more: tied weights share it."""
 
-    def __init__(self, mover: Mover, flat: Mapping[str, Any]) -> None:
-        self._plan, self._flat = mover.plan, flat
-        self._last = dict[int, int]()  # by storage, the last entry that reads it
-        self._held = dict[int, list[torch.Tensor]]()  # what was sent of a storage that is still to be read
-
-    def look(self) -> None:
+    def look(self, plan: ModelPlan) -> None:
         """Find out who reads what. What stays as it is, is never given back."""
-        for at, entry in enumerate(self._plan.entries):
-            for tensor in memory_of(self._flat.get(entry.link.source), apart=False):
+        self._plan = plan
+        self._last = dict[int, int]()  # by storage, the last entry that reads it
+        self._waiting = dict[int, list[torch.Tensor]]()  # what was sent of a storage that is still to be read
+        for at, entry in enumerate(plan.entries):
+            for tensor in memory_of(self.values.get(entry.link.source), apart=False):
                 self._last[storage_of(tensor)] = at
-        for name, value in self._flat.items():
-            if is_tensor(value) and name not in self._plan.sources:
+        for name, value in self.values.items():
+            if is_tensor(value) and name not in plan.sources:
                 for tensor in memory_of(value):
                     if tensor.layout == torch.strided:
-                        self._last[storage_of(tensor)] = len(self._plan.entries)
+                        self._last[storage_of(tensor)] = len(plan.entries)
 
     def sent(self, entries: Sequence[int]) -> None:
         """These will not be read again."""
         for at in entries:
-            for tensor in memory_of(self._flat.get(self._plan.entries[at].link.source), apart=False):
+            for tensor in memory_of(self.values.get(self._plan.entries[at].link.source), apart=False):
                 storage = storage_of(tensor)
-                self._held.setdefault(storage, []).append(tensor)
+                self._waiting.setdefault(storage, []).append(tensor)
                 if self._last[storage] <= at:
-                    _give_back(self._held.pop(storage))
+                    _give_back(self._waiting.pop(storage))
 
 
 def _give_back(tensors: list[torch.Tensor]) -> None:

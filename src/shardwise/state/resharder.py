@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,19 +10,17 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from shardwise.containers.memory import check_written, shared
-from shardwise.exchange import Move
 from shardwise.exchange.overflow import Overflow, check_overflow
-from shardwise.job.agree import agreed, together
+from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casting import Change, check_changes
 from shardwise.job.casts import Cast, Into
-from shardwise.job.job import Mover, Tell, check_local, check_verifiable, memory_of
+from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
-from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
-from shardwise.job.session import group_transport
-from shardwise.job.side import Said, is_tensor, refuse_several_jobs, said, tensors_of
-from shardwise.job.work import check_owners
+from shardwise.job.session import check_owners, group_transport
+from shardwise.job.side import FreshSide, LiveSide, Said, Tensors, is_tensor, refuse_several_jobs, said, tensors_of
 from shardwise.state.traverse import dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -61,43 +59,27 @@ class Resharder:
         transport: TransportChoice = "auto",
     ) -> None:
         self._verify, self._progress, self._transport = verify, progress, group_transport(group)
-        self._source, self._target = dict[str, Any](), dict[str, Any]()
-
-        def say() -> tuple[Said | None, Said | None]:
-            for tensors, given in (self._source, source), (self._target, target):
-                tensors.update({} if given is None else _tensors(given))
-            return tuple(
-                None if given is None else said(tensors, self._transport)
-                for tensors, given in ((self._source, source), (self._target, target))
-            )  # type: ignore[return-value]
-
-        def sides(told: Mapping[int, tuple[Said | None, Said | None]]) -> Sides:
+        values, told = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
+        with refusals("Resharder"):
             sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
             refuse_several_jobs(sources, self._transport)
-            return tensors_of(sources, "source"), tensors_of(targets, "target")
+            infos = tensors_of(sources, "source"), tensors_of(targets, "target")
 
-        known = together("Resharder", say, sides, group=group)
-
-        def make() -> ModelPlan:
+        def make() -> tuple[ModelPlan, tuple[LiveSide, LiveSide]]:
             check_progress(progress)
             self._transport.check_choice(transport)
             check_overflow(overflow)
-            self.plan = _plan(self._transport, known, rename, remap, Into.of(cast), strict, max_bytes, hosts)
-            if verify:
-                check_verifiable(self.plan)
+            made = _plan(self._transport, infos, rename, remap, Into.of(cast), strict, max_bytes, hosts)
             if plan is not None:
-                self.plan.check(plan)
-            self._check()
-            return self.plan
+                made.check(plan)
+            sides = LiveSide(values[0], made.sources), LiveSide(values[1], made.targets)
+            _check(made, *sides, self._transport.me, apart=not verify)
+            return made, sides
 
         same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
         same |= {"transport": transport}
-        agreed("Resharder", make, group=group, **same)
-        self._mover = Mover(self._transport, self.plan, "sync", transport, overflow=overflow)
-        self._moves = dict[int, tuple[list[Any], Move]]()  # by entry, with where its memory was
-        self._written, self._inference = list[torch.Tensor](), False
-
-    plan: ModelPlan
+        self.plan, (self._source, self._target) = agree_on(self._transport, "Resharder", make, same)
+        self._job = Job(self._transport, self.plan, "sync", transport, overflow=overflow)
 
     def __repr__(self) -> str:
         return f"Resharder({self.plan!r})"
@@ -105,92 +87,56 @@ class Resharder:
     def run(self) -> None:
         """Move the current values. Every rank of the group calls."""
         first = self._transport.me == self._transport.owners[0]
-        with torch.no_grad(), shown(self._progress, self._mover.total, "sync", here=first) as progress:
+        with torch.no_grad(), shown(self._progress, self._job.total, "sync", here=first) as progress:
             if self._verify:
-                self._verified(progress)
+                self._run_verified(progress)
                 return
             try:
-                self._mover.run(self._bucket, check=self._ready, fresh=False, again=True, progress=progress)
+                self._job.run(self._source, self._target, check=self._check, fresh=False, keep=True, progress=progress)
             finally:
-                increment_version(self._written)  # autograd does not see it
+                increment_version(self._job.written)  # autograd does not see it
 
-    def _ready(self) -> None:
-        """All moves, before the first is made: anew where the memory of a tensor has changed since the last time."""
-        changed = False
-        for at, entry in enumerate(self.plan.entries):
-            source = memory_of(self._source.get(entry.link.source), apart=False)
-            target = memory_of(self._target.get(entry.link.target), apart=False)
-            now = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*source, *target)]
-            if at in self._moves and self._moves[at][0] == now:
-                continue
-            if not changed:  # all of them: what was apart may not be so any more
-                self._check()
-            source, target = ([t.detach() for t in side] for side in (source, target))
-            self._moves[at], changed = (now, self._mover.move(at, source, target)), True
-        if changed:
-            self._written = [t for _, move in self._moves.values() for t in move.target]
-            self._inference = any(tensor.is_inference() for tensor in self._written)
-        if self._inference:  # whether they may be written depends on the mode of this call
-            self._check()
-        self._mover.refuse_losses(self._memory)
-
-    def _bucket(self, entries: Sequence[int]) -> list[Move]:
-        return [self._moves[at][1] for at in entries]
-
-    def _verified(self, progress: Tell) -> None:
-        """Into tensors of our own first: those of the target are written once all ranks have found them right."""
-
-        def check() -> None:
-            self._check()
-            self._mover.refuse_losses(self._memory)
-
-        found = self._mover.into_fresh(
-            self._memory,
-            lambda name: next((t.device for t in memory_of(self._target.get(name))), torch.device("cpu")),
-            check=check,
-            verify=True,
-            progress=progress,
-        )
+    def _run_verified(self, progress: Tell) -> None:
+        """Into memory of our own first: the target is written once all ranks have found the values right."""
+        aside = FreshSide(self.plan.targets, self._device_of, self._transport.me)
+        self._job.run(self._source, aside, check=self._check, verify=True, progress=progress)
         try:
             for name in self.plan.targets:
-                for ours, theirs in zip(memory_of(self._target.get(name)), found[name], strict=False):
+                for ours, theirs in zip(self._target.memory(name), aside.memory(name), strict=False):
                     ours.copy_(theirs)  # which autograd does see
         except BaseException as error:
             error.add_note("in a sync: its target may be partly written")
             raise
 
-    def _memory(self, source: str) -> list[torch.Tensor]:
-        return memory_of(self._source.get(source))
+    def _device_of(self, name: str) -> torch.device:
+        return next((t.device for t in self._target.memory(name)), torch.device("cpu"))
 
     def _check(self) -> None:
-        """Refuse what this rank has, where it is not what the layouts say, or cannot be read and written apart."""
-        me, sides = self._transport.me, list[dict[str, list[torch.Tensor]]]()
-        for side, values, tensors in (
-            ("target", self._target, self.plan.targets),
-            ("source", self._source, self.plan.sources),
-        ):
-            found = {name: memory_of(values.get(name)) for name in tensors}
-            for name, memory in found.items():
-                check_local(f"{name!r} of the {side}", memory, tensors[name], me)
-            sides.append(found)
-        for name, memory in sides[0].items():
-            for tensor in memory:
-                check_written(tensor, f"{name!r} of the target")
-        self._check_apart(*sides)
+        _check(self.plan, self._source, self._target, self._transport.me, apart=not self._verify)
 
-    def _check_apart(self, targets: dict[str, list[torch.Tensor]], sources: dict[str, list[torch.Tensor]]) -> None:
-        """Refuse memory that would be written twice, or read after it was written.
 
-        But tied targets have all in common, and what becomes itself may do so where it is.
-        """
-        written = [("target", name, tensor) for name, memory in targets.items() for tensor in memory]
-        read = [("source", name, tensor) for name, memory in sources.items() for tensor in memory]
-        both = [*written, *([] if self._verify else read)]  # verified values are written once all are read
-        for a, b in shared([tensor for *_, tensor in written], [tensor for *_, tensor in both[len(written) :]]):
-            (_, name, ours), (side, other, theirs) = both[a], both[b]
-            same = ours.data_ptr() == theirs.data_ptr() and ours.shape == theirs.shape
-            if not same or (side == "source" and (other, name) not in self.plan.kept):
-                raise ValueError(f"{name!r} of the target shares memory with {other!r} of the {side}: give it its own")
+def _check(plan: ModelPlan, source: LiveSide, target: LiveSide, me: int, *, apart: bool) -> None:
+    """Refuse memory that is not what the layouts say, cannot be written, or (unless that is fine) is on both sides."""
+    targets, sources = target.checked("target", plan.targets, me), source.checked("source", plan.sources, me)
+    for name, memory in targets.items():
+        for tensor in memory:
+            check_written(tensor, f"{name!r} of the target")
+    _check_apart(plan, targets, sources if apart else {})  # verified values are written once all are read
+
+
+def _check_apart(plan: ModelPlan, targets: Mapping[str, Tensors], sources: Mapping[str, Tensors]) -> None:
+    """Refuse memory that would be written twice, or read after it was written.
+
+    But tied targets have all in common, and what becomes itself may do so where it is.
+    """
+    written = [("target", name, tensor) for name, memory in targets.items() for tensor in memory]
+    read = [("source", name, tensor) for name, memory in sources.items() for tensor in memory]
+    both = [*written, *read]
+    for a, b in shared([tensor for *_, tensor in written], [tensor for *_, tensor in read]):
+        (_, name, ours), (side, other, theirs) = both[a], both[b]
+        same = ours.data_ptr() == theirs.data_ptr() and ours.shape == theirs.shape
+        if not same or (side == "source" and (other, name) not in plan.kept):
+            raise ValueError(f"{name!r} of the target shares memory with {other!r} of the {side}: give it its own")
 
 
 def _tensors(state_dict: StateDict) -> dict[str, Any]:
@@ -203,12 +149,22 @@ def _tensors(state_dict: StateDict) -> dict[str, Any]:
     return found
 
 
-Sides = tuple[dict[str, Tensor], dict[str, Tensor]]
+Infos = dict[str, TensorInfo]
+Values = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _described(
+    transport: GroupTransport, source: StateDict | None, target: StateDict | None
+) -> tuple[Values, tuple[Said | None, Said | None]]:
+    """The tensors of both sides on this rank, and what it knows of them."""
+    sides = [None if given is None else _tensors(given) for given in (source, target)]
+    known = [None if side is None else said(side, transport) for side in sides]
+    return (sides[0] or {}, sides[1] or {}), (known[0], known[1])
 
 
 def _plan(
     transport: GroupTransport,
-    known: Sides,
+    known: tuple[Infos, Infos],
     rename: Rename,
     remap: Iterable[Remap],
     cast: Into,

@@ -14,8 +14,7 @@ from shardwise.containers.container import target_kind
 from shardwise.containers.local_parts import local_shapes
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.host_memory import fresh
-from shardwise.job.job import memory_of
-from shardwise.job.side import is_tensor
+from shardwise.job.side import is_tensor, memory_of
 from shardwise.layout import Layout, parse
 from shardwise.transports.members import owner_here
 

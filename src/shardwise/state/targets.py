@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.containers.container import Kind, is_sharded, on_transport, target_kind
 from shardwise.job.names import matched, missing
-from shardwise.job.plan import Tensor
+from shardwise.job.plan import TensorInfo
 from shardwise.job.side import Plain, is_tensor
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
 from shardwise.torch_internals import is_mesh, is_placement
@@ -21,7 +21,7 @@ Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
 
 
 def kinds_for(
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, TensorInfo],
     to: Targets,
     mesh: Any,
     transport: GroupTransport,

@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from shardwise.exchange import Exchange, Terms
 from shardwise.job.checksum import LANES, sums
-from shardwise.job.collective_call import Call
 from shardwise.job.serial_queue import SerialQueue
 from shardwise.job.session import transport_for
-from shardwise.job.source import Held, SourceFacts
-from shardwise.job.verify import spread
+from shardwise.job.verify import Partial, reduced_values, spread
 from shardwise.layout import Layout
 from shardwise.planning import plan
+from shardwise.tensor.call import Source
 from shardwise.transports import GroupTransport
 
 Tensors = Sequence[torch.Tensor]
+FIELDS = ("shape", "dtype", "source", "device")  # what all ranks must know
 
 
 def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str | None:
@@ -31,28 +31,30 @@ def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str | None
     terms of a partial tensor are reduced first. A rank that holds nothing passes None, as to `reshard`. (None comes
     back on a rank that is not in the mesh of a DTensor.)
     """
-    held = Held.of(x)
-    transport = transport_for(group, held, x)
+    source = Source.of(lambda: x)
+    transport = transport_for(group, source.container, x, failed=source.error is not None)
     if transport is None:
         return None
-    held = held.on(transport)
-    known = {name: held.known().get(name, "unknown") for name in ("shape", "dtype", "source", "device")}
-    guessed = frozenset(known).difference(held.known())
-    exchange = Exchange(transport, Terms({"operation": "fingerprint", **known}, guessed, held.error)).start()
-    return SerialQueue.of(transport).run(lambda: _fingerprint(transport, held, exchange))
+    source = source.on(transport)
+    known = source.facts()
+    fields = {name: known.get(name, "unknown") for name in FIELDS}
+    terms = Terms({"operation": "fingerprint", **fields}, frozenset(FIELDS).difference(known), source.error)
+    exchange = Exchange(transport, terms).start()
+    return SerialQueue.of(transport).run(lambda: _fingerprint(transport, source, exchange))
 
 
-def _fingerprint(transport: GroupTransport, held: Held, exchange: Exchange) -> str:
-    told = exchange.finish()
-    fields = exchange.terms.fields if told is None else next(fields for fields in told if fields is not None)
-    facts = SourceFacts(fields["shape"], fields["dtype"], fields["source"], fields["device"], gradient=False)
-    layout = facts.source
-    local = [t.resolve_conj().resolve_neg() for t in held.kind.local(held.tensors)] if held.kind else []
+def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) -> str:
+    answers = exchange.finish()
+    fields = exchange.terms.fields if answers is None else next(known for known in answers if known is not None)
+    dtype, layout = fields["dtype"], fields["source"]
+    local: Tensors = (
+        [t.resolve_conj().resolve_neg() for t in source.container.local(source.tensors)] if source.container else []
+    )
     if layout.op is not None:
-        layout = spread(layout)
-        local = Call.value(transport, held, facts, layout, exchange)
+        partial = Partial(layout, local, dtype, local[0].device if local else torch.device(fields["device"]))
+        layout, (local, *_) = spread(layout), reduced_values(transport, [partial], exchange)
     total = transport.reduced(_once(layout, local, transport.me), "sum", apart=exchange.number)()
-    head = f"shardwise values 1 {facts.shape} {facts.dtype} ".encode()
+    head = f"shardwise values 1 {fields['shape']} {dtype} ".encode()
     return blake2b(head + total.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from shardwise.containers.container import Kind, is_sharded, on_transport, targe
 from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import ExchangeError
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
-from shardwise.job.collective_call import Call
 from shardwise.job.output import check_whole
+from shardwise.job.plan import SINGLE
 from shardwise.job.session import group_transport, transport_for
-from shardwise.job.source import Held
-from shardwise.job.work import NAME, Options
 from shardwise.layout import Layout, Mesh
-from shardwise.tensor.gradient import linked
+from shardwise.tensor.call import Call, Options, Source
+from shardwise.tensor.gradient import with_autograd
 from shardwise.transports import TransportChoice
 
 
@@ -53,35 +51,35 @@ def reshard(
     can share memory.
     """
     options = Options(dtype, max_bytes, hosts, verify, transport, overflow)
-    call = called(Held.of(x), out if to is None else to, options, group=group, out=out, alone=not async_op)
+    target = out if to is None else to
+    call = start_call(Source.of(lambda: x), target, options, group=group, out=out, alone=not async_op)
     if call is None:
         return Handle(None) if async_op else None
     return Handle(call.submit(), out) if async_op else result_of(call.run(), out)[0]
 
 
-def called(
-    held: Held, asked: Any, options: Options, *, group: dist.ProcessGroup | None, out: Any = None, alone: bool = True
+def start_call(
+    source: Source, to: Any, options: Options, *, group: dist.ProcessGroup | None, out: Any = None, alone: bool = True
 ) -> Call | None:
-    """A call for what is asked for, started; None on a rank that has no part in it."""
-    transport = transport_for(group, held, asked)
+    """A call for a target, started; None on a rank that has no part in it."""
+    transport = transport_for(group, source.container, to, failed=source.error is not None)
     if transport is None:
         return None
     home = transport.group if transport.members.joined else group  # whose ranks the owners of a layout are
 
-    @cache
     def target(shape: tuple[int, ...]) -> Kind:
-        return on_transport(target_kind(asked, shape, home), transport)
+        return on_transport(target_kind(to, shape, home), transport)
 
-    return Call(transport, held.on(transport), target, options, out=out, key=_key(asked)).start(alone=alone)
+    return Call(transport, source.on(transport), target, options, out=out).start(alone=alone)
 
 
 def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
     """What the user gets, and a stand-in for backward on a rank that gets nothing."""
-    tensors, stand_in = linked(call)
+    tensors, stand_in = with_autograd(call)
     if out is not None:
-        for tensor in call.work.move.target:  # autograd does not see what is received
+        for tensor in call.move.target:  # autograd does not see what is received
             increment_version(tensor)
-    return (out if is_sharded(out) else call.work.target.closed(tensors)), stand_in
+    return (out if is_sharded(out) else call.target.closed(tensors)), stand_in
 
 
 class Handle:
@@ -139,30 +137,15 @@ def gather(
             check_whole(out, shape, dtype or x.dtype, here=transport.me in layout)
         return Own(layout, x.group)
 
-    held = Held.made(x.detach) if apart else Held.of(x)
+    source = Source.of(x.detach if apart else lambda: x)
     room = out if fits else None
-    call = Call(
-        transport,
-        held,
-        target,
-        Options(dtype, overflow=overflow),
-        out=room,
-        key=("gather", str(dst)),
-        operation="gather",
-    )
+    call = Call(transport, source, target, Options(dtype, overflow=overflow), out=room, operation="gather")
     found, _ = result_of(call.start().run(), room)
     if found is None or out is None:
         return None if found is None else found.local_tensor()
     whole = found.local_tensor()
     if not fits and overflow == "refuse":
         losses = Losses()
-        losses.look(NAME, [whole], out.dtype)
+        losses.look(SINGLE, [whole], out.dtype)
         refuse_loss(losses.listed())
     return out if fits else out.copy_(whole)
-
-
-def _key(to: Any) -> Hashable:
-    """What tells calls apart for a rank that has to guess: a wrong guess only costs a round."""
-    if isinstance(to, str | Layout):
-        return to
-    return str(to[1]) if isinstance(to, tuple) and len(to) == 2 else type(to).__name__

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange import PeerBuffer
-from shardwise.exchange.transport import End, combined
+from shardwise.exchange.transport import Endpoint, combined
 
 Queues = dict[tuple[int, int, object], "Queue[Any]"]  # by sender, receiver and tag
 
@@ -25,7 +25,7 @@ def in_memory_transports(owners: int | Sequence[int], *, timeout: float = 60.0) 
     return [InMemoryTransport(me, numbers, queues, timeout) for me in numbers]
 
 
-class InMemoryTransport(End):
+class InMemoryTransport(Endpoint):
     """One end of it."""
 
     name, tagged = "memory", False

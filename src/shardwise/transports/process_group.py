@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import PeerBuffer, in_words
-from shardwise.exchange.transport import End, combined
+from shardwise.exchange.transport import Endpoint, combined
 from shardwise.layout import Layout
 from shardwise.transports.failure_notices import CauseError, cut, publish, published, silent
 from shardwise.transports.members import Member, Members, registered_ranks, remember
@@ -34,7 +34,7 @@ HINT = (
 )
 
 
-class GroupTransport(End):
+class GroupTransport(Endpoint):
     """A process group, or some ranks of one. Messages are addressed by ranks in the group.
 
     Owners are ranks in the job, where the group is of one job; else they are ranks in the group (see `members`).

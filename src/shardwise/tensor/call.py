@@ -1,0 +1,232 @@
+"""One reshard on one rank: a job of one link, agreed on with the others. Autograd is not seen here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.containers.container import Kind, kind_of, on_transport
+from shardwise.containers.local_parts import local_shapes
+from shardwise.containers.memory import check_memory
+from shardwise.errors import ExchangeError
+from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange.overflow import Overflow, check_overflow
+from shardwise.job.casting import check_dtype
+from shardwise.job.job import Job
+from shardwise.job.output import output
+from shardwise.job.plan import TensorInfo, single
+from shardwise.job.serial_queue import SerialQueue
+from shardwise.job.session import check_owners
+from shardwise.planning import Plan
+from shardwise.transports import GroupTransport, TransportChoice
+
+Target = Callable[[tuple[int, ...]], Kind]  # the target's container, for a tensor of that shape
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to move."""
+
+    dtype: torch.dtype | None = None
+    max_bytes: int | None = None
+    hosts: Any = None
+    verify: bool = False
+    transport: TransportChoice = "auto"
+    overflow: Overflow = "refuse"
+
+    def fields(self) -> dict[str, object]:
+        """What all ranks must give alike, by the names of the keywords."""
+        hosts = self.hosts
+        named = sorted(map(str, hosts.items())) if isinstance(hosts, Mapping) else getattr(hosts, "hosts", hosts)
+        return {f"{name}=": value for name, value in vars(self).items()} | {"hosts=": str(named)}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all ranks must know of the source. One that holds nothing of it does not know."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Any  # its Layout
+    device: str  # the kind of device: messages travel there
+    gradient: bool  # followed by autograd
+
+
+FACTS = tuple(Facts.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a rank brings to a call: its container and tensors of the source. None is what it does not know."""
+
+    container: Kind | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+    dtype: torch.dtype | None = None
+    gradient: bool | None = None
+    error: Exception | None = None
+    stand_in: torch.Tensor | None = None  # for backward through an earlier reshard, of which this rank got nothing
+
+    @staticmethod
+    def of(make: Callable[[], Any]) -> Source:
+        """From the sharded tensor, or None, that is made here. What goes wrong is raised on all ranks, later."""
+        try:
+            x = make()
+            if x is None:
+                return Source.by(None, (), None)
+            container = kind_of(x)
+            _ = container.layout  # here, where what it refuses is kept for all
+            source = Source.by(container, tuple(container.taken(x)), getattr(x, "dtype", None))
+            return replace(source, stand_in=getattr(x, "_stand_in", None))
+        except Exception as error:  # the others have to hear of it first
+            return Source(error=error)
+
+    @staticmethod
+    def by(container: Kind | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Source:
+        """From the tensors of a container."""
+        gradient = any(t.requires_grad for t in tensors) if tensors else None
+        followed = gradient if torch.is_grad_enabled() else False
+        return Source(container, tensors, tensors[0].dtype if tensors else dtype, followed)
+
+    def on(self, transport: GroupTransport) -> Source:
+        """With the owners of a transport."""
+        try:
+            container = self.container and on_transport(self.container, transport)
+            return self if container is self.container else replace(self, container=container)
+        except Exception as error:
+            return Source(error=error)
+
+    def facts(self) -> dict[str, Any]:
+        """The facts that this rank knows, by name."""
+        layout = self.container and self.container.layout
+        device = self.tensors[0].device.type if self.tensors else None
+        facts = (layout and layout.shape, self.dtype, layout, device, self.gradient)
+        return {name: fact for name, fact in zip(FACTS, facts, strict=True) if fact is not None}
+
+    def local(self, facts: Facts, me: int) -> list[torch.Tensor]:
+        """This rank's local tensors, which must be those of the layout."""
+        tensors = [] if self.container is None else self.container.local(self.tensors)
+        expected, shapes = local_shapes(facts.source, me), tuple(tuple(t.shape) for t in tensors)
+        if not tensors and all(0 in shape for shape in expected):
+            return [torch.empty(shape, dtype=facts.dtype, device=facts.device) for shape in expected]
+        if shapes != expected:
+            brought = f"tensors of shapes {list(shapes)}" if tensors else "None"
+            raise ExchangeError(
+                f"the source {facts.source!r} gives rank {me} tensors of shapes {list(expected)}, not {brought}"
+                + ("" if tensors else ": pass None only on ranks that it does not name")
+            )
+        for tensor in tensors:
+            check_memory(tensor, "the source")
+        return [t.resolve_conj().resolve_neg() for t in tensors]
+
+
+class Call:
+    """One call: `start` where it is made, `run` or `submit` to carry it out; then it has all of the result."""
+
+    facts: Facts
+    target: Kind
+    job: Job
+    move: Move
+    dtype: torch.dtype  # of the result
+    followed: bool  # by autograd
+
+    def __init__(
+        self,
+        transport: GroupTransport,
+        source: Source,
+        target: Target,
+        options: Options,
+        *,
+        out: Any = None,
+        operation: str = "reshard",
+    ) -> None:
+        self.transport, self.source, self.options, self.operation = transport, source, options, operation
+        self._target, self._out = target, out
+        self._exchange: Exchange | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Between the two layouts."""
+        return self.move.plan
+
+    def start(self, *, alone: bool = True) -> Call:
+        """Tell the others what this rank knows of the call. `alone`: nothing else is under way."""
+        known = self.source.facts()
+        self._exchange = self._prepared(known, frozenset(FACTS).difference(known))
+        self._exchange.start(alone=alone and SerialQueue.of(self.transport).idle)
+        return self
+
+    def run(self) -> Call:
+        """Carry it out and wait for it."""
+        return SerialQueue.of(self.transport).run(self._finish)
+
+    def submit(self) -> Future[Call]:
+        """Carry it out beside the caller, after the calls that were submitted before."""
+        return SerialQueue.of(self.transport).submit(self._finish)
+
+    def _finish(self) -> Call:
+        assert self._exchange is not None, "start first"
+        try:
+            self._carry_out(self._exchange)
+        except BaseException as error:  # also an interrupt
+            error.add_note(self._where())
+            raise
+        return self
+
+    def _carry_out(self, exchange: Exchange) -> None:
+        answers = exchange.finish()
+        if answers is not None:  # some ranks hold nothing of the source: now all know what it is
+            facts = next(fields for fields in answers if fields is not None)
+            self._exchange = self._prepared({name: facts[name] for name in FACTS}, frozenset(), part_of=exchange)
+            if self._exchange.start().finish() is not None:
+                raise ExchangeError("ranks that were told what the source is still do not know it")
+        written = "Nothing was written" if self._out is None else "out= was written"
+        self.job.conclude([self.move], written, exchange, verify=self.options.verify)
+
+    def _where(self) -> str:
+        planned = hasattr(self, "move")
+        move = f"from {self.plan.source!r} to {self.plan.target!r}" if planned else "of which this rank knows no more"
+        writing = self._out is not None and self._exchange is not None and self._exchange.writing
+        return f"in a {self.operation} {move}" + "; what was given as out= may be partly written" * writing
+
+    def _prepared(self, facts: Mapping[str, Any], unknown: frozenset[str], part_of: Exchange | None = None) -> Exchange:
+        """The exchange as this rank sees it. What goes wrong is told to all: every rank raises it, nobody waits."""
+        try:
+            if self.source.error is not None:
+                raise self.source.error
+            if unknown:
+                lacking = {name: facts.get(name, "unknown") for name in FACTS}
+                return Exchange(self.transport, self._terms(lacking, "unknown", unknown | {"target"}))
+            self._prepare(Facts(**facts))
+            terms = self._terms(facts, self.plan.target, unknown)
+            return self.job.exchange(0, [self.move], terms, fresh=self._out is None, part_of=part_of)
+        except Exception as error:
+            return Exchange(self.transport, Terms({"operation": self.operation}, error=error), part_of=part_of)
+
+    def _prepare(self, facts: Facts) -> None:
+        """Plan it, and check it as far as one rank can; there is memory for the result then."""
+        options, transport, target = self.options, self.transport, self._target(facts.shape)
+        transport.check_choice(options.transport)
+        check_overflow(options.overflow)
+        check_dtype(options.dtype)
+        becomes = options.dtype or facts.dtype
+        for side, layout in ("source", facts.source), ("target", target.layout):
+            check_owners(transport, f"the {side}", layout)
+        ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
+        theirs = TensorInfo(target.layout.shape, becomes, target.layout, facts.device)
+        plan = single(ours, theirs, options.max_bytes, options.hosts)
+        self.job = Job(transport, plan, self.operation, options.transport, overflow=options.overflow, shown=str)
+        source = self.source.local(facts, transport.me)
+        self.job.refuse_losses(lambda _: source)
+        self.followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
+        device = target.device or (source[0].device if source else torch.device(facts.device))
+        memory = output(self._out, target, transport, becomes, source=source, device=device, followed=self.followed)
+        self.move = self.job.move(0, source, memory)
+        self.facts, self.target, self.dtype = facts, target, becomes
+
+    def _terms(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Terms:
+        fields = {"operation": self.operation, **{name: facts[name] for name in FACTS}, "target": target}
+        return Terms(fields | self.options.fields(), unknown)
