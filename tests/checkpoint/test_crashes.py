@@ -296,16 +296,16 @@ def test_a_file_that_may_not_grow_raises_on_all_ranks(old, tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_rank_that_is_interrupted_while_others_go_on_leaves_what_their_index_names(tmp_path, format):
     def run(rank):
-        together, calls = Callers.together, []
+        tell, calls = Callers.tell, []
 
         def interrupted(self, *said, **same):
-            found = together(self, *said, **same)
+            found = tell(self, *said, **same)
             calls.append(found)
             if rank == 1 and len(calls) == 3:  # all know by now that all have written
                 raise KeyboardInterrupt
             return found
 
-        Callers.together = interrupted
+        Callers.tell = interrupted
         try:
             checkpoint.save(state(1, 2), tmp_path / "made", format=format)
         except KeyboardInterrupt:

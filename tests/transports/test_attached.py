@@ -94,8 +94,10 @@ def test_memory_that_is_freed_in_the_middle_is_an_error_on_all_ranks(ranks):  # 
         works(rank)
         x = part(VALUES, ROWS, rank)
         if rank == 0:
-            pack = sw.transports.shared.SharedMemoryTransport._unpacked
-            sw.transports.shared.SharedMemoryTransport._unpacked = lambda *args, **how: _nowhere(*pack(*args, **how))
+            pack = sw.transports.shared_memory.SharedMemoryTransport._unpacked
+            sw.transports.shared_memory.SharedMemoryTransport._unpacked = lambda *args, **how: _nowhere(
+                *pack(*args, **how)
+            )
         return raised(lambda: sw.reshard(x, COLUMNS))
 
     import shardwise.transports.shared_memory  # noqa: F401

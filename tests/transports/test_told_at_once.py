@@ -190,7 +190,7 @@ def test_all_waits_of_a_call_share_one_timeout(ranks):  # noqa: F811
         transport = group_transport(None)
         transport.seconds = 100.0
         with transport.budget():
-            transport._end -= 99.0  # as if so long had been waited for other messages
+            transport._end.set(transport._end.get() - 99.0)  # as if so long had been waited for other messages
             assert 0 < transport.left <= 1.0
             with transport.budget():
                 assert transport.left <= 1.0  # what is inside belongs to the call

@@ -44,6 +44,7 @@ class Job:
         self._reducing = [at for at in watched if plan.entries[at].plan.reducing]
         self._reading = [at for at in watched if at not in self._reducing]
         self._counts, self.losses = overflow == "count", Losses()
+        self._queue = SerialQueue.of(transport)
         self._moves = dict[int, Move]()  # of entries that are moved again and again
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
@@ -148,8 +149,7 @@ class Job:
             self.refuse_losses(source.memory)
 
         try:
-            work = partial(self._run, source, target, prepare, progress, fresh=fresh, keep=keep, verify=verify)
-            SerialQueue.of(self.transport).run(work)
+            self._run(source, target, prepare, progress, fresh=fresh, keep=keep, verify=verify)
         except BaseException as error:  # also an interrupt
             if self._writing and not fresh:
                 error.add_note(f"in a {self.operation}: its target may be partly written")
@@ -184,7 +184,7 @@ class Job:
             all_moves += moves if verify else ()
         if exchange is not None:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
-            self.conclude(all_moves, written, exchange, verify=verify)
+            self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
         source.sent(range(len(self.plan.entries)) if verify else before)
 
     def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
@@ -206,8 +206,9 @@ class Job:
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         views = self._views_of(bucket, moves) if keep else None
         exchange = self.exchange(bucket, moves, Terms(fields, error=error), fresh=fresh, views=views)
+        exchange.start(alone=self._queue.idle)
         try:
-            exchange.start(alone=True).finish()
+            self._queue.run(exchange.finish)
         finally:
             self._writing |= exchange.writing
         return exchange

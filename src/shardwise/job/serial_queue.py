@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from contextvars import copy_context
 from threading import Condition, Thread
 from typing import Any, TypeVar
 
@@ -44,7 +45,7 @@ class SerialQueue:
         """Do it after all that was submitted before."""
         future = Pending[T](self)
         with self._turn:
-            self._tasks.append((_as_here(work), future))
+            self._tasks.append((_as_here(lambda: self._limited(work)), future))
         if self._threaded:
             Thread(target=self._drain, args=(future,), name="shardwise", daemon=True).start()
         return future
@@ -56,12 +57,15 @@ class SerialQueue:
         with self._turn:
             self._busy = True
         try:
-            with self._budget():
-                return work()
+            return self._limited(work)
         finally:
             with self._turn:
                 self._busy = False
                 self._turn.notify_all()
+
+    def _limited(self, work: Callable[[], T]) -> T:
+        with self._budget():
+            return work()
 
     def _drain(self, until: Future[Any]) -> None:
         """Do tasks in their order until this one is done."""
@@ -73,9 +77,7 @@ class SerialQueue:
                 work, future = self._tasks.popleft()
                 self._busy = True
             try:
-                with self._budget():
-                    found = work()
-                future.set_result(found)
+                future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
             finally:
@@ -99,12 +101,13 @@ class Pending(Future[T]):
 
 
 def _as_here(work: Callable[[], T]) -> Callable[[], T]:
-    """Inference mode, device and stream belong to a thread: take those of the caller along."""
+    """Inference mode, stream and budget belong to a thread: take those of the caller along."""
+    context = copy_context()
     inference = torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def run() -> T:
         with torch.inference_mode(inference), torch.cuda.stream(stream) if stream else nullcontext():
-            return work()
+            return context.run(work)
 
     return run

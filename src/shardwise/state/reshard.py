@@ -78,7 +78,8 @@ def reshard_state_dict(
         if isinstance(source, FreedSide):
             source.look(made)
 
-    with torch.no_grad(), shown(progress, job.total, "reshard", here=over.me == over.owners[0]) as tell:
+    first = over.me == over.owners[0]
+    with over.budget(), torch.no_grad(), shown(progress, job.total, "reshard", here=first) as tell:
         job.run(source, target, check=check, verify=verify, progress=tell)
     moved = {name: kinds[name].closed(kinds[name].dressed(target.memory(name))) for name in made.targets}
     return unflatten_state_dict({name: moved.get(name, flat.get(name)) for name in paths}, paths)

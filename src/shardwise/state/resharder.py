@@ -85,9 +85,10 @@ class Resharder:
         return f"Resharder({self.plan!r})"
 
     def run(self) -> None:
-        """Move the current values. Every rank of the group calls."""
+        """Move the current values. Every rank of the group calls. All waits share one timeout of the group."""
         first = self._transport.me == self._transport.owners[0]
-        with torch.no_grad(), shown(self._progress, self._job.total, "sync", here=first) as progress:
+        bar = shown(self._progress, self._job.total, "sync", here=first)
+        with self._transport.budget(), torch.no_grad(), bar as progress:
             if self._verify:
                 self._run_verified(progress)
                 return

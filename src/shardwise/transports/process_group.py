@@ -6,6 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -21,13 +22,23 @@ from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import PeerBuffer, in_words
 from shardwise.exchange.transport import Endpoint, combined
 from shardwise.layout import Layout
-from shardwise.transports.failure_notices import CauseError, cut, publish, published, silent
+from shardwise.transports.failure_notices import (
+    LATE,
+    LOST,
+    CauseError,
+    Watched,
+    closed,
+    cut,
+    ended,
+    late,
+    publish,
+    published,
+)
 from shardwise.transports.members import Member, Members, registered_ranks, remember
 
 TransportChoice = Literal["auto", "group", "shared"]  # through shared memory where it can be, never, or not without
 MOST_LAYOUTS = 4096  # whose owners a transport remembers to have
 LOOK = 1.0  # seconds
-LOST = ("gloo/transport", "timed out")  # what gloo says of connections that broke, and of waits that ran out
 HINT = (
     "Most often a rank did not call (a branch, an error before, no backward: handle.backward() of a Handle, or "
     "backward() of a ShardedTensor, on ranks without a result), called with another group=, or died"
@@ -50,11 +61,13 @@ class GroupTransport(Endpoint):
         self._number(members)
         self._backends = _backends(group)
         self.tagged = set(self._backends.values()) <= {"gloo", "mpi"}  # others may know only the order of messages
-        self.name = str(crc32(str(self.ranks).encode()))
+        self.name = _name(self.ranks)
+        self._transports = (self.name, _name(everybody))  # whose end is also the end of this one
         self._gloo = set(self._backends.values()) == {"gloo"}
         self.seconds = _timeout(group)
-        self._end: float | None = None  # until when this call may wait
+        self._end = ContextVar[float | None]("end", default=None)  # until when this call may wait
         self._broken: str | None = None
+        self._met = False  # True once everybody is known to have called
         self._abandoned = list[Any]()
         self._lacking = dict[Layout, tuple[int, ...]]()
 
@@ -84,17 +97,18 @@ class GroupTransport(Endpoint):
 
     @contextmanager
     def budget(self) -> Iterator[None]:
-        """All waits inside end within the timeout of the group."""
-        outer, self._end = self._end, self._end or time.monotonic() + self.seconds
+        """All waits inside end within the timeout of the group, also those of a lane that this call waits for."""
+        before = self._end.set(self._end.get() or time.monotonic() + self.seconds)
         try:
             yield
         finally:
-            self._end = outer
+            self._end.reset(before)
 
     @property
     def left(self) -> float:
         """Seconds that a wait may take."""
-        return self.seconds if self._end is None else max(self._end - time.monotonic(), 1e-3)
+        end = self._end.get()
+        return self.seconds if end is None else max(end - time.monotonic(), 1e-3)
 
     def wait(self, work: Any) -> None:
         """For a message, or a collective call. (On nccl a limit would make it block; mpi has none.)"""
@@ -112,15 +126,48 @@ class GroupTransport(Endpoint):
             except RuntimeError:
                 if work.is_completed():
                     raise
-            cause = published(self.group, self.name)
-            if cause is not None:
-                raise CauseError(cause)
+            self._check_untold()
         self.wait(work)
+
+    def _check_untold(self) -> None:
+        cause = published(self.group, self._transports)
+        if cause is not None:
+            raise CauseError(cause)
+
+    def each(self, works: Sequence[Any]) -> Callable[[int], None]:
+        """What waits for these messages, one after the other, by number.
+
+        Where others of the group have no part in the transport, nobody cuts connections: this looks who has told. So it does
+        before ranks have met, when the only one that waits for a rank that has ended may be late itself.
+        """
+        if not self._gloo or (self._whole and self._met):
+            return lambda at: self.wait(works[at])
+        watched = Watched(works)
+        return lambda at: self._watch(watched)
+
+    def _watch(self, messages: Watched) -> None:
+        """Wait for the next of these messages. Who has ended is asked less and less often: gloo keeps each question.
+
+        Once all have met, one that has ended may have sent all that it had to.
+        """
+        begun = now = time.monotonic()
+        end, ask = begun + self.left, begun + LOOK
+        while not messages.next(min(LOOK, max(end - now, 0.0))):
+            self._check_untold()
+            now = time.monotonic()
+            if now >= ask and not self._met:
+                ask = begun + 2 * (now - begun)
+                if closed(self.group, self.ranks, self._tag("closed")):
+                    raise RuntimeError(f"{LOST}: a rank closed its connection before all had met")
+            if now >= end:
+                raise RuntimeError(f"timed out: nothing came within {self.seconds:g} s")
 
     def meet(self) -> None:
         """Everybody on the transport calls, before anything else: find out whether the group is of one job."""
+        told = self.tell(Member.here(self.group) if self._whole else None)
+        self._met = True
         if self._whole:
-            self._number(Members.of(self.tell(Member.here(self.group)), self.group.rank()))
+            self._number(Members.of(told, self.group.rank()))
             remember(self.group, self.members)
 
     def release(self) -> int:
@@ -315,11 +362,12 @@ class GroupTransport(Endpoint):
         self._tell_of(cause or f"an exchange broke on rank {self.me} ({reason})")
 
     def _tell_of(self, cause: str) -> None:
-        """Those who may wait for a message of this rank; not where others of the group have no part in the transport."""
+        """Those who may wait for a message of this rank. No connections are cut that others of the group may use."""
         group = self._group()
-        if group is not None and self._whole and self._gloo and len(self.ranks) > 1:
+        if group is not None and self._gloo and len(self.ranks) > 1:
             publish(group, self.name, cause)
-            cut(group, (group.rank() + 1) % group.size(), self._tag("cut"))
+            if self._whole:
+                cut(group, self._tag("cut"))
 
     @contextmanager
     def _guarded(self, doing: str) -> Iterator[None]:
@@ -341,16 +389,19 @@ class GroupTransport(Endpoint):
         """What happened elsewhere, where that is known: it says more than what this rank sees of it."""
         if isinstance(error, CauseError):
             return str(error)
-        if not (self._whole and self._gloo and any(words in str(error) for words in LOST)):
+        if not self._gloo:
             return None
-        lost = silent(self.group, self.name)
-        found = published(self.group, self.name)
+        lost, or_else = list[int](), "closed the connection"
+        if LATE in str(error):
+            lost, or_else = late(self.group, self._transports, self._tag("cut")) if self._whole else [], "not called"
+        elif LOST in str(error):
+            lost = ended(self.group, self.ranks, self._transports, self._tag("closed"))
+        found = published(self.group, self._transports)
         if found is not None or not lost:
             return found
         has = "has" if len(lost) == 1 else "have"
-        return (
-            f"{in_words([self.owners[rank] for rank in lost])} {has} ended, or {has} not called: {_first_line(error)}"
-        )
+        owners = [self.owners[self.ranks.index(rank)] for rank in lost]
+        return f"{in_words(owners)} {has} ended, or {has} {or_else}"
 
 
 class GroupMessages:
@@ -361,13 +412,14 @@ class GroupMessages:
 
     def arrivals(self) -> Iterator[int]:
         """In the order of the receives."""
+        wait = self._transport.each(self._works)
         for at, (peer, room) in enumerate(self._receives):
             with self._transport._guarded(f"waiting for {room.numel()} bytes from rank {peer}"):
-                self._transport.wait(self._works[at])
+                wait(at)
             yield at
         with self._transport._guarded("waiting for its messages to be taken"):
-            for work in self._works[len(self._receives) :]:
-                self._transport.wait(work)
+            for at in range(len(self._receives), len(self._works)):
+                wait(at)
 
 
 def _ranks_of(group: dist.ProcessGroup, owners: Sequence[int]) -> tuple[int, ...]:
@@ -377,6 +429,11 @@ def _ranks_of(group: dist.ProcessGroup, owners: Sequence[int]) -> tuple[int, ...
     if strange:
         raise ExchangeError(f"{in_words(strange)} cannot be reached: the group has {in_words(list(known))} of this job")
     return tuple(known[owner] for owner in owners)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """Of the transport of these ranks: the same on all of them."""
+    return str(crc32(str(tuple(ranks)).encode()))
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
