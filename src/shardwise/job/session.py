@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ExchangeError
 from shardwise.job.source import Held
-from shardwise.torch_internals import OnMesh, default_group, home_of, mesh_of
+from shardwise.torch_internals import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
@@ -27,7 +27,7 @@ def transport_for(group: dist.ProcessGroup | None, held: Held, to: Any) -> Group
     if group is not None:
         return _transport(group)
     mesh = mesh_of(to)
-    if mesh is not None and (held.error or (isinstance(held.kind, OnMesh) and held.kind.mesh == mesh)):
+    if mesh is not None and (held.error or (isinstance(held.kind, DTensorContainer) and held.kind.mesh == mesh)):
         _check_initialized()
         home, ranks = home_of(mesh)
         return _mesh_transport(home, ranks) if dist.get_rank() in ranks else None

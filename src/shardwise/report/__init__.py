@@ -3,7 +3,7 @@
 Pure: it looks at values, and runs nothing.
 """
 
-from shardwise.report.glance import glance
+from shardwise.report.notebook import glance
 from shardwise.report.html import page, write
 from shardwise.report.plot import figure
 from shardwise.report.rows import Row
