@@ -22,7 +22,7 @@ Strides = tuple[int, ...]
 class Strided(Protocol):
     """What a torch tensor offers: a view of its elements by shape, strides and offset."""
 
-    def as_strided(self, size: Any, stride: Any, storage_offset: Any) -> Any:
+    def as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> Any:
         """Elements of the same memory."""
 
     def storage_offset(self) -> Any:

@@ -30,7 +30,7 @@ def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
     return Listing.of_boxes(shape, Boxes(lo, hi), owners)
 
 
-class OnMesh(NamedTuple):
+class MeshForm(NamedTuple):
     """A grid, the reduction of its terms, and the placements in words."""
 
     form: Grid
@@ -38,7 +38,7 @@ class OnMesh(NamedTuple):
     words: tuple[str, ...]
 
 
-def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> OnMesh:
+def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> MeshForm:
     """Placements applied from left to right; the owner table is the mesh with its axes grouped by what they do."""
     spans = [Spans.whole(size) for size in shape]
     groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
@@ -63,7 +63,7 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
     op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value
-    return OnMesh(Grid.build(spans, table), op, tuple(words))
+    return MeshForm(Grid.build(spans, table), op, tuple(words))
 
 
 def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:

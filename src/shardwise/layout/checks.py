@@ -1,10 +1,10 @@
-"""Arguments of the constructors, checked: what was asked, what was found, the remedy."""
+"""Checks of constructor arguments: errors say what was given, what was expected, and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import SupportsIndex, TypeGuard, cast
 
 import numpy as np
 
@@ -18,10 +18,10 @@ MOST_DIMS = 16  # proofs of coverage take 2**dims corners per box
 MOST_PIECES = 2**20  # intervals of a dim
 
 
-def counted(value: Any, what: str, least: int = 1) -> int:
+def counted(value: object, what: str, least: int = 1) -> int:
     """A whole number of at least `least`, or an error that says what it is for."""
     try:
-        number = int(value.__index__())
+        number = int(cast(SupportsIndex, value).__index__())
     except (AttributeError, TypeError):
         raise LayoutError(f"{what} must be a whole number, not {brief(value)}") from None
     if isinstance(value, bool) or number < least:
@@ -31,7 +31,7 @@ def counted(value: Any, what: str, least: int = 1) -> int:
     return number
 
 
-def owner_array(owners: Any) -> Ints:
+def owner_array(owners: object) -> Ints:
     """Owners from a number of them (0, 1, 2, ...) or from their numbers in order."""
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
         count = counted(owners, "the number of owners")
@@ -42,7 +42,7 @@ def owner_array(owners: Any) -> Ints:
         if isinstance(owners, np.ndarray):
             given = owners
         else:
-            listed = list(owners)
+            listed = list(cast(Iterable[object], owners))
             plain = set(map(type, listed)) == {int}
             given = np.array(listed if plain else [counted(o, "an owner", -(2**99)) for o in listed], object)
     except (TypeError, LayoutError):
@@ -54,11 +54,11 @@ def owner_array(owners: Any) -> Ints:
     for bad in int(given.min()), int(given.max()):
         if not 0 <= bad < 2**63:
             raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {bad}")
-    return given.astype(np.int64)  # a copy: the caller may write into his
+    return given.astype(np.int64)  # a copy: callers may write into theirs
 
 
 def not_too_many(number: int, what: str) -> int:
-    """The number, unless it is absurd."""
+    """The number; refused where it is absurdly large."""
     if number > MOST_PIECES:
         raise LayoutError(f"{number} {what} are more than 2**20: is a number wrong?")
     return number
@@ -71,7 +71,7 @@ def refuse_repeats(owners: Ints, what: str) -> None:
         raise LayoutError(f"{what} names owner {int(unique[count.argmax()])} more than once: every owner has one place")
 
 
-def checked_shape(shape: Any) -> tuple[int, ...]:
+def checked_shape(shape: Iterable[object]) -> tuple[int, ...]:
     """A shape of whole numbers that is not absurdly large."""
     try:
         found = tuple(counted(size, "every size of a shape", least=0) for size in shape)
@@ -84,7 +84,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     return found
 
 
-def checked_dim(dim: Any, shape: tuple[int, ...]) -> int:
+def checked_dim(dim: object, shape: tuple[int, ...]) -> int:
     """A dim of the shape, counted from the front."""
     found = counted(dim, "a dim", least=-(2**62))
     if not -len(shape) <= found < len(shape):
@@ -96,7 +96,7 @@ def checked_dim(dim: Any, shape: tuple[int, ...]) -> int:
     return found % len(shape)
 
 
-def checked_sizes(sizes: Any, shape: tuple[int, ...], dim: int, what: str) -> tuple[int, ...]:
+def checked_sizes(sizes: Iterable[object], shape: tuple[int, ...], dim: int, what: str) -> tuple[int, ...]:
     """Sizes that fill a dim."""
     try:
         found = tuple(counted(size, f"each of the {what}", least=0) for size in sizes)
@@ -124,10 +124,12 @@ def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> t
     return owner_array([row[0] for row in rows]), found[:, 0], found[:, 1]
 
 
-def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
+def checked_boxes(pieces: Iterable[object], shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     """Owners and boxes, from (owner, lo, hi) rows or from three arrays."""
     try:
-        columns: Sequence[Any] = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True))
+        columns: Sequence[object] = (
+            pieces if _is_columns(pieces) else list(zip(*cast(Iterable[Iterable[object]], pieces), strict=True))
+        )
     except (TypeError, ValueError):
         columns = []
     if len(columns) != 3:
@@ -144,11 +146,11 @@ def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     return owners, Boxes(lo, hi)
 
 
-def _is_columns(pieces: Any) -> bool:
+def _is_columns(pieces: object) -> TypeGuard[tuple[Ints, ...]]:
     return isinstance(pieces, tuple) and all(isinstance(column, np.ndarray) for column in pieces)
 
 
-def _corners(side: Any, count: int, shape: tuple[int, ...]) -> Ints:
+def _corners(side: object, count: int, shape: tuple[int, ...]) -> Ints:
     try:
         found = np.asarray(side)
     except (ValueError, OverflowError):

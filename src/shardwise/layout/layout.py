@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import Any, Literal
+from typing import Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Ints, Spans, ints
@@ -30,7 +31,7 @@ from shardwise.layout.diagnosis import Diagnosis, diagnose
 from shardwise.layout.form import Form, Piece
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh, Replicate
-from shardwise.notation import Spelling, read
+from shardwise.notation import Numbers, Spelling, read
 
 
 class Layout:
@@ -102,7 +103,7 @@ class Layout:
         )
 
     @staticmethod
-    def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: Any) -> Layout:
+    def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: object) -> Layout:
         """One placement per mesh axis, in DTensor's meaning: applied from left to right.
 
         Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax"), Shard/Replicate/Partial, or torch's own objects,
@@ -120,7 +121,7 @@ class Layout:
     @staticmethod
     def boxes(
         shape: Sequence[int],
-        pieces: Iterable[tuple[int, Sequence[int], Sequence[int]]] | tuple[Any, Any, Any],
+        pieces: Iterable[tuple[int, Sequence[int], Sequence[int]]] | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
         *,
         overlap: Literal["replicas"] | None = None,
     ) -> Layout:
@@ -250,7 +251,7 @@ class Layout:
             raise LayoutError(f"owner {owner} has {len(shapes)} buffers of shapes {shapes}: ask for local_shapes")
         return shapes[0]
 
-    def _known(self, owner: Any) -> int:
+    def _known(self, owner: int) -> int:
         if owner not in self:
             owners = self.form.owners
             shown = ", ".join(map(str, owners[:8].tolist())) + (", ..." if len(owners) > 8 else "")
@@ -361,7 +362,7 @@ class Layout:
         """How the layout was written down: not part of its meaning, so not compared."""
         return self._spell()  # type: ignore[attr-defined]
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
         return parse, (str(self),)
 
     def __str__(self) -> str:
@@ -383,22 +384,19 @@ class Layout:
 
 
 def parse(text: str) -> Layout:
-    """The layout of a text: the inverse of str(layout). See `shardwise.notation` for the grammar.
+    """The layout of a string: the inverse of str(layout). See `shardwise.notation` for the grammar.
 
     >>> parse("8x6/S0@4") == Layout.chunk((8, 6), 0, owners=4)
     True
     """
     if not isinstance(text, str):
-        raise LayoutError(f"the notation of a layout is a text, not {text!r}")
+        raise LayoutError(f"the notation of a layout is a string, not {text!r}")
     s = read(text)
     owners = s.owners if s.owners is not None else range(prod(s.mesh))
-    rows: Any = s.items
-    dim: Any = s.dim
+    if s.kind == "mesh":
+        return _parsed_mesh(s, owners)
+    rows, dim = cast(tuple[tuple[int, ...], ...], s.items), s.dim or 0
     match s.kind:
-        case "mesh" if s.names is None and len(s.items) == 1 and rows[0][1:].isdigit():  # may name an owner twice
-            return Layout.chunk(s.shape, int(rows[0][1:]), list(owners))
-        case "mesh":
-            return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
         case "split":
             return Layout.split(s.shape, dim, [r[0] for r in rows], list(owners))
         case "cyclic":
@@ -406,7 +404,7 @@ def parse(text: str) -> Layout:
         case "fused":
             return Layout.fused(s.shape, dim, [r[0] for r in rows], list(owners))
         case "flat":
-            return Layout.flat(s.shape, [(o, *r) for o, r in zip(owners, rows, strict=True)])
+            return Layout.flat(s.shape, [(o, r[0], r[1]) for o, r in zip(owners, rows, strict=True)])
     return Layout.boxes(
         s.shape,
         [(o, r[::2], r[1::2]) for o, r in zip(owners, rows, strict=True)],
@@ -414,7 +412,16 @@ def parse(text: str) -> Layout:
     )
 
 
-def _spelled(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:
+def _parsed_mesh(s: Spelling, owners: Sequence[int]) -> Layout:
+    word = str(s.items[0])
+    if s.names is None and len(s.items) == 1 and word[1:].isdigit():  # may name an owner twice
+        return Layout.chunk(s.shape, int(word[1:]), list(owners))
+    return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
+
+
+def _spelled(
+    shape: tuple[int, ...], kind: str, dim: int | None, items: tuple[str, ...] | tuple[Numbers, ...], owners: Ints
+) -> Spelling:
     return Spelling(shape, kind, dim, items, (len(owners),), None, unless_counting(owners))
 
 

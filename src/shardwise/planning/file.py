@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ VERSION = 1
 
 def to_json(plan: Plan, *, copies: bool = False) -> str:
     """Layouts, options, fingerprints and totals; with `copies=True` every copy too, for other tools to read."""
-    found: dict[str, Any] = {
+    data: dict[str, object] = {
         "shardwise_plan": VERSION,
         "source": {"layout": str(plan.source), "fingerprint": plan.source.fingerprint},
         "target": {"layout": str(plan.target), "fingerprint": plan.target.fingerprint},
@@ -35,20 +35,27 @@ def to_json(plan: Plan, *, copies: bool = False) -> str:
         "copies_fingerprint": digest(plan.copies),
     }
     if copies:
-        found["copies"] = _listed(plan.copies)
-    return json.dumps(found)
+        data["copies"] = _listed(plan.copies)
+    return json.dumps(data)
 
 
-def _listed(copies: Copies) -> list[dict[str, Any]]:
+def _listed(copies: Copies) -> list[dict[str, int | list[int]]]:
     return [
-        {"source": c.source, "target": c.target, "lo": list(c.box.lo), "hi": list(c.box.hi)}
-        | {"term": c.term, "step": c.step, "round": c.round}
+        {
+            "source": c.source,
+            "target": c.target,
+            "lo": list(c.box.lo),
+            "hi": list(c.box.hi),
+            "term": c.term,
+            "step": c.step,
+            "round": c.round,
+        }
         for c in copies
     ]
 
 
 def from_json(text: str, make: Callable[..., Plan], most: int) -> Plan:
-    """The plan of a file, made again and held against what the file says of it; refused beyond `most` copies."""
+    """The plan of a file, made again and compared with what the file says; refused beyond `most` copies."""
     found = _read(text)
     try:
         source, target = (parse(str.strip(found[side]["layout"])) for side in ("source", "target"))
@@ -73,7 +80,7 @@ def from_json(text: str, make: Callable[..., Plan], most: int) -> Plan:
     return plan
 
 
-def _hosts(said: Any) -> dict[int, Any] | None:
+def _hosts(said: object) -> dict[int, Hashable] | None:
     if said is None:
         return None
     if not isinstance(said, list) or len(said) != 2 or not all(isinstance(side, list) for side in said):

@@ -9,7 +9,7 @@ from math import prod
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from shardwise.planning.relabel import fewest_bytes
 from shardwise.planning.rounds import in_rounds, loads, rounds_of_steps
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}  # of these a full value becomes one term and neutral ones; else all terms
 
@@ -322,7 +325,7 @@ class Plan:
 
         return report.write(path, report.page(self, title=title))
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The plan as a matplotlib figure (the extra `plot`), for papers."""
         from shardwise import report
 

@@ -6,27 +6,27 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.planning import Plan
 from shardwise.quoting import printable
-from shardwise.report.pictures import Limits, picture, together
+from shardwise.report.pictures import Limits, Picture, picture, together
 from shardwise.report.rows import Row, rows
 
 START = b"<!doctype html>"
+Shown = Layout | Plan | Row | Mapping[str, Layout | Plan] | Iterable["Shown"]
 SCRIPTS = ("basics.js", "parts.js", "tiles.js", "cells.js", "charts.js", "map.js", "tensors.js", "page.js")
 
 
 def page(
-    *what: Any,
+    *what: Shown,
     title: str | None = None,
     facts: Mapping[str, str] | None = None,
     owner: str = "rank",
@@ -49,7 +49,7 @@ def page(
     return _filled({**head, **about, **contents(found)})
 
 
-def contents(found: Sequence[Row]) -> dict[str, Any]:
+def contents(found: Sequence[Row]) -> Picture:
     """The pictures of all kinds of rows, and the rows by their kind; what they are together, where they are plans."""
     kinds = Counter[Layout | Plan](row.shown for row in found)
     number, limits = {kind: at for at, kind in enumerate(kinds)}, Limits.of(len(kinds))
@@ -78,7 +78,7 @@ def _notation(row: Row) -> str:
     return " → ".join(layout.brief(60) for layout in layouts)
 
 
-def _filled(data: Mapping[str, Any]) -> str:
+def _filled(data: Picture) -> str:
     """The template with style, scripts and data in it."""
     folder = files("shardwise.report") / "assets"
     text = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
@@ -88,34 +88,34 @@ def _filled(data: Mapping[str, Any]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that is only text, whatever characters it has."""
+    """The text, escaped for HTML."""
     return escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON that no name of a tensor can break out of: nothing in it ends a script or begins a comment."""
+def _json(data: Picture) -> str:
+    """JSON for a script element: no name of a tensor can end the script or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def write(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page or another text, aside and renamed, so that it is there whole or not at all.
+    """Write a page or another text atomically: to a temporary file that is then renamed.
 
-    A page replaces pages only. What is no plain file stays what it is, and is written to: a link, a pipe, /dev/stdout.
+    A page replaces only pages. Links, pipes and devices such as /dev/stdout are written to directly.
     """
     goal = Path(path)
     if _is_page(text[:100].encode()) and goal.is_file() and not _is_page(_start(goal)):
-        raise FileExistsError(f"{goal} is there, and is no page: give another path")
+        raise FileExistsError(f"{goal} exists and is not a page: choose another path")
     if goal.is_symlink() or (goal.exists() and not goal.is_file()):
         goal.write_text(text, encoding="utf-8")
         return goal
     aside = goal.with_name(f".{goal.name}.{token_hex(8)}.part")
     try:
-        with aside.open("x", encoding="utf-8") as file:  # never what somebody else has put there
+        with aside.open("x", encoding="utf-8") as file:  # never a file that another process made
             file.write(text)
         aside.replace(goal)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(goal)) from error  # nobody asked for the one aside
+        raise OSError(error.errno, error.strerror, str(goal)) from error  # not the temporary name
     finally:
         with suppress(OSError):
             aside.unlink()

@@ -51,7 +51,7 @@ from shardwise.torch_internals import (
 from shardwise.transports.members import of_job, owner_here
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+    from shardwise.torch_internals.torch_sharded import TorchShardedTensor
 
 
 class ShardedTensorBase(plain.ShardedTensor, metaclass=TorchNamedTensor):

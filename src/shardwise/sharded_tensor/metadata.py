@@ -13,7 +13,7 @@ from shardwise.sharded_tensor.instances import TorchNamed
 from shardwise.torch_internals import MetadataLike, PropertiesLike, RemoteDevice, ShardMetadataLike, torchs_metadata
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata as TorchMetadata
+    from shardwise.torch_internals.torch_sharded import TorchMetadata
 
 Ours = TypeVar("Ours")
 FORMATS = {

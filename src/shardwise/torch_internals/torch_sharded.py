@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # importing them is slow
     from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
     from torch.distributed._shard.sharding_spec.api import ShardingSpec
 
+    TorchShardedTensor = ShardedTensor
+    TorchMetadata = ShardedTensorMetadata
+
 Tensors = Sequence[torch.Tensor]
 TensorMetaclass = torch._C._TensorMeta
 PACKAGE = "torch.distributed._shard"  # of torch's ShardedTensor, its specs and metadata
