@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shardwise.demo.folder import Folder
+from shardwise.demo.folder import DemoFolder
 
 if TYPE_CHECKING:
     from shardwise.demo.model import Llama
@@ -23,7 +23,7 @@ def run(console: Console, out: str | Path = "demo", *, model: Llama | None = Non
     A directory that something else than a demo has written is refused. `model`: of another size.
     """
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    folder = Folder.claim(Path(out))
+    folder = DemoFolder.claim(Path(out))
     console.print("[bold]shardwise demo[/]: a model moves from 4 trainers to 2 servers, on disk and live\n")
     from shardwise.demo.model import Llama  # with torch, which takes seconds: the first words are there before it
     from shardwise.demo.story import tell

@@ -12,15 +12,15 @@ MARKER = ".shardwise-demo"
 
 
 @dataclass(frozen=True)
-class Folder:
+class DemoFolder:
     """Where things are in it."""
 
     path: Path
 
     @staticmethod
-    def claim(path: Path) -> Folder:
+    def claim(path: Path) -> DemoFolder:
         """Make it, or take it over from an earlier demo: without what that one left."""
-        found = Folder(path)
+        found = DemoFolder(path)
         marker = path / MARKER
         if path.exists() and not path.is_dir():
             raise FileExistsError(f"{path} is a file: give a directory, shardwise demo --out DIR")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def gather(shards: Mapping[int, Sequence[Array]], layout: Layout) -> Array:
     written = np.zeros((layout.terms, *layout.shape), dtype=np.bool_)
     for owner in layout.owners():
         for piece in layout.pieces(owner):
-            at: Any = (term_of(layout, owner), *index(piece.box))
+            at = (term_of(layout, owner), *index(piece.box))
             values = view(shards[owner], piece)
             if not np.array_equal(terms[at][written[at]], values[written[at]], equal_nan=values.dtype.kind in "fc"):
                 raise PlanError(f"owner {owner} holds other values in {piece.box} than another owner of these cells")
@@ -184,7 +185,7 @@ def _parts(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> It
             yield inside, view(buffers, piece)[index(inside.within(piece.box))]
 
 
-def index(box: Box) -> Any:
+def index(box: Box) -> tuple[slice | EllipsisType, ...]:
     """The box as an index that gives a view, also of a 0-d array."""
     return (*box.slices, ...)
 
