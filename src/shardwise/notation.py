@@ -1,4 +1,4 @@
-"""The notation of layouts: text <-> Spelling. Syntax alone; what the words mean is the layout's business.
+"""The notation of layouts: string <-> Spelling. Syntax only; `Layout` gives it meaning.
 
     4096x1024/S0@8                        rows over owners 0..7, by torch.chunk's rule
     4096x1024/S0,R@fsdp=4,tp=2            one placement per mesh axis: S<dim>, S<dim>:<split factor>, R, P, Pmax, ...
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a layout's text says: a shape, a kind with its dim and items, and owners arranged in a mesh.
+    """The parsed notation of a layout: a shape, a kind with its dim and items, and owners arranged in a mesh.
 
     `kind` is "mesh" (items are placement words) or one of KINDS (items are tuples of numbers).
     """
@@ -115,7 +115,7 @@ def read(text: str) -> Spelling:
 
 
 class _Reader:
-    """A cursor over the text; every expectation that fails raises with its position."""
+    """A cursor over the string; every expectation that fails raises with its position."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.activation.account import account_of
 from shardwise.activation.digest import difference
 from shardwise.activation.forward_scope import ForwardScope, SavePolicy
-from shardwise.activation.saved import SavedTensor, UnshardedTensor
+from shardwise.activation.saved import PackedTensor, UnshardedTensor
 from shardwise.activation.sharded_activation import ActivationStore
 from shardwise.errors import LayoutError
 from shardwise.job.agree import together
@@ -181,7 +181,7 @@ def _hooks() -> Iterator[None]:
             yield
 
 
-def _pack(tensor: torch.Tensor) -> SavedTensor | UnshardedTensor:
+def _pack(tensor: torch.Tensor) -> PackedTensor | UnshardedTensor:
     for scope in reversed(_stack.scopes):
         saved = scope.save(tensor)
         if saved is not None:
@@ -189,5 +189,5 @@ def _pack(tensor: torch.Tensor) -> SavedTensor | UnshardedTensor:
     return UnshardedTensor.of(tensor)
 
 
-def _unpack(saved: SavedTensor | UnshardedTensor) -> torch.Tensor:
+def _unpack(saved: PackedTensor | UnshardedTensor) -> torch.Tensor:
     return saved.restore()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.activation.account import Account
 from shardwise.activation.digest import digest
-from shardwise.activation.saved import SavedTensor, StorageRegion, has_memory
+from shardwise.activation.saved import PackedTensor, StorageRegion, has_memory
 from shardwise.activation.sharded_activation import ActivationStore, ShardedActivation
 from shardwise.containers.container import is_sharded
 from shardwise.torch_internals import is_dtensor, replicated_along
@@ -55,7 +55,7 @@ class ForwardScope:
                     self._inputs.setdefault(storage_of(tensor), []).append((tensor, version_of(tensor), label))
         return self
 
-    def save(self, tensor: torch.Tensor) -> SavedTensor | None:
+    def save(self, tensor: torch.Tensor) -> PackedTensor | None:
         """What to save instead of a tensor; None where it has to stay whole."""
         local, spec = local_of(tensor)
         if not has_memory(local) or local.numel() * local.element_size() < max(self.policy.least, 1):
@@ -70,7 +70,7 @@ class ForwardScope:
             return None
         stride = local.stride() if region.start is not None else region.stride
         activation = self._activation(whole, region, f"{label} of {self.name}")
-        return SavedTensor(activation, local.dtype, local.shape, stride, start, spec)
+        return PackedTensor(activation, local.dtype, local.shape, stride, start, spec)
 
     def _same_everywhere(self, tensor: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, str] | None:
         """A tensor with this memory that is known to be the same on all ranks, and its label.

@@ -13,7 +13,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
+class PackedTensor:
     """Which tensor is made of the bytes of a sharded activation."""
 
     activation: ShardedActivation

@@ -152,7 +152,7 @@ class ActivationStore:
                 return
 
     def abandon(self, posted: PostedGather, guess: tuple[Site, Site] | None) -> None:
-        """Keep the memory of messages that nobody will wait for, because a guess was wrong."""
+        """Keep the memory of messages that this rank will not wait for, because a guess was wrong."""
         self._left.append(posted)
         if guess is not None:
             self._wrong.add(guess)

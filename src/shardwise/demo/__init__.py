@@ -1,4 +1,4 @@
-"""The main job in one minute: a trainer's checkpoint becomes a server's, on disk and live, beside torch."""
+"""A tour in one minute: a trainer's checkpoint becomes a server's, on disk and live, compared with torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WIDTH = 100  # what is wider is hard to read
 
 
 def run(console: Console, out: str | Path = "demo", *, model: Llama | None = None) -> None:
-    """All acts, one after the other; what they make is left in the directory `out`.
+    """Run all acts; their files stay in the directory `out`.
 
-    A directory that something else than a demo has written is refused. `model`: of another size.
+    A directory that is not from an earlier demo is refused. `model`: a model of another size.
     """
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     folder = DemoFolder.claim(Path(out))

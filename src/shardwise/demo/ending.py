@@ -20,7 +20,7 @@ TITLE = "A Llama-shaped model from 4 trainers (FSDP) to 2 servers (TP)"
 
 
 def end(console: Console, folder: DemoFolder, plan: ModelPlan, figures: Sequence[Figure], took: float) -> None:
-    """What was seen, and what is left behind."""
+    """Print the times, and what is left behind."""
     heading(console, 6, "What it took, beside torch on the same machine")
     show(console, _table(figures))
     say(console, f"Medians of {TURNS} turns; from the first rank's start to the last one's end.")

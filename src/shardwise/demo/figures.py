@@ -39,7 +39,7 @@ def by_turns(jobs: Mapping[str, Callable[[int], object]], meet: Callable[[], obj
 
 
 def seconds_of(reports: Sequence[Times], name: str) -> float:
-    """Of a job on all ranks together."""
+    """The time of a job on all ranks together."""
     return together(report[name] for report in reports)
 
 
@@ -53,6 +53,6 @@ def ranks(count: int, work: Callable[[int], T]) -> list[T]:
 
 
 def check(holds: bool, what: str) -> None:
-    """Say what is wrong, if it is."""
+    """Raise where something does not hold."""
     if not holds:
         raise ExchangeError(f"this should not be: {what}")

@@ -13,7 +13,7 @@ MARKER = ".shardwise-demo"
 
 @dataclass(frozen=True)
 class DemoFolder:
-    """Where things are in it."""
+    """The paths in the directory."""
 
     path: Path
 
@@ -46,12 +46,12 @@ class DemoFolder:
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """The HTML page."""
         return self.path / "report.html"
 
     @property
     def scratch(self) -> Path:
-        """For what is only timed."""
+        """The directory of files that are only timed."""
         return self.path / "scratch"
 
     @contextmanager

@@ -37,7 +37,7 @@ class Llama:
     layers: int = 8
 
     def shapes(self) -> Shapes:
-        """Of all weights."""
+        """The shapes of all weights."""
         found: Shapes = {"model.embed_tokens.weight": (self.words, self.hidden)}
         for n in range(self.layers):
             found |= {f"model.layers.{n}.{name}.weight": shape for name, shape in self._layer().items()}
@@ -61,7 +61,7 @@ class Llama:
 
     @property
     def bytes(self) -> int:
-        """Of all weights, once."""
+        """The bytes of all weights, once."""
         return sum(map(prod, self.shapes().values())) * DTYPE.itemsize
 
     def weights(self) -> Weights:

@@ -55,7 +55,7 @@ class Layout:
     def __init__(
         self, shape: tuple[int, ...], form: Form, spell: Callable[[], Spelling], op: str | None = None
     ) -> None:
-        """For the constructors below; use those. The spelling is made when asked for: it can be long."""
+        """For the constructors below; use those. The spelling is made on first use: it can be long."""
         self.__dict__.update(shape=shape, form=form, op=op, _spell=spell)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -215,7 +215,7 @@ class Layout:
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """What an owner holds and where it lies in its buffers; nothing for an owner that has only empty buffers."""
-        return self.form.pieces(self._known(owner))
+        return self.form.pieces(self._checked_owner(owner))
 
     def owners(self, box: Box | None = None) -> tuple[int, ...]:
         """The owners that hold a cell of `box`; without a box all owners, also those with nothing. Rising."""
@@ -242,7 +242,7 @@ class Layout:
 
     def local_shapes(self, owner: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of an owner's buffers."""
-        return self.form.buffers(self._known(owner))
+        return self.form.buffers(self._checked_owner(owner))
 
     def local_shape(self, owner: int) -> tuple[int, ...]:
         """The shape of an owner's only buffer."""
@@ -251,7 +251,7 @@ class Layout:
             raise LayoutError(f"owner {owner} has {len(shapes)} buffers of shapes {shapes}: ask for local_shapes")
         return shapes[0]
 
-    def _known(self, owner: int) -> int:
+    def _checked_owner(self, owner: int) -> int:
         if owner not in self:
             owners = self.form.owners
             shown = ", ".join(map(str, owners[:8].tolist())) + (", ..." if len(owners) > 8 else "")
@@ -331,7 +331,7 @@ class Layout:
         if not isinstance(owners, Mapping):
             raise LayoutError(f"relabel needs a mapping owner -> new owner, not {owners!r}")
         for owner in owners:
-            self._known(owner)
+            self._checked_owner(owner)
         old = self.form.owners
         new = owner_array([owners.get(o, o) for o in old.tolist()])
         refuse_repeats(new, "a relabelled layout")

@@ -125,7 +125,7 @@ class Listing:
         return different(self.storage.owner)
 
     @cached_property
-    def _held(self) -> tuple[Cells, Holders]:
+    def _cells_and_holders(self) -> tuple[Cells, Holders]:
         """Cells with their holders: equal boxes of several owners are one cell."""
         if not self.overlapping and exact_sum(self.boxes.volumes()) <= prod(self.shape):  # so no cell is held twice
             every = np.arange(self.boxes.count)
@@ -148,12 +148,12 @@ class Listing:
     @property
     def holders(self) -> Holders:
         """Who holds each cell."""
-        return self._held[1]
+        return self._cells_and_holders[1]
 
     @property
     def cells(self) -> Cells:
         """The different boxes; every one is a block of its own."""
-        return self._held[0]
+        return self._cells_and_holders[0]
 
     def blocks(self, owner: int) -> Ints:
         """The blocks that an owner holds."""

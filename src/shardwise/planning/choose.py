@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 
 class Among(NamedTuple):
-    """Where owners live, if that matters; and the one owner that is asked for, if it is one."""
+    """The hosts of owners, if they matter; and the only owner whose copies are wanted, if it is one."""
 
     hosts: Hosts | None = None
     only: int | None = None
@@ -43,8 +43,8 @@ def deliver(
     """Every taker gets its region from a holder: itself, one on its host, or one elsewhere, in this order.
 
     `row[r]` is the row of holders of region r. Across hosts a region is fetched once per host, by its takers there in
-    turn, who hand it on in the next step. Whose turn it is must not depend on who asks: `turn[r]` is the row unless
-    rows were numbered for the occasion.
+    turn, who pass it on in the next step. Every owner must compute the same turns: `turn[r]` is the row by default;
+    pass it where rows were renumbered.
     """
     hosts, only = among
     turn = row if turn is None else turn
@@ -112,11 +112,11 @@ def serve(
     only: int | None = None,
     step: int = 0,
 ) -> Copies:
-    """What is needed, from the holders of each need's row, in equal shares to the cell.
+    """Copies for every need, from the holders of its row, in shares that differ by at most one cell.
 
-    All that is asked of one row is laid end to end and cut into as many equal lengths as the row has holders: each
+    All that one row has to serve is laid end to end and cut into as many equal lengths as the row has holders: each
     serves one length. So a box is split only where that evens the load, and takers seldom have two senders. Where a
-    row has more holders than are worth asking, `turn` (the row unless given) says with which one to begin. `only` skips
+    row has more holders than are worth using, `turn` (by default the row) says with which one to begin. `only` skips
     what does not concern that owner, once everybody's place is known.
     """
     if not len(row) or holders.most == 1:

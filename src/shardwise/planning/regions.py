@@ -30,13 +30,13 @@ def count_regions(source: Layout, target: Layout) -> int:
     for grid, other in (source.form, target.form), (target.form, source.form):
         if isinstance(grid, Grid):
             lo, hi = other.cells.boxes
-            met = [_met(axis, lo[:, dim], hi[:, dim]) for dim, axis in enumerate(grid.axes)]
-            return int(np.prod(met, axis=0, dtype=np.float64).sum())
+            counts = [_count_crossed(axis, lo[:, dim], hi[:, dim]) for dim, axis in enumerate(grid.axes)]
+            return int(np.prod(counts, axis=0, dtype=np.float64).sum())
     return source.form.cells.boxes.count * target.form.cells.boxes.count
 
 
-def _met(axis: Axis, lo: Ints, hi: Ints) -> Ints:
-    """How many intervals of an axis each of these ranges meets."""
+def _count_crossed(axis: Axis, lo: Ints, hi: Ints) -> Ints:
+    """How many intervals of an axis each of these ranges crosses."""
     return ints(np.searchsorted(axis.cuts, hi, "left") - np.searchsorted(axis.cuts, lo, "right") + 1)
 
 

@@ -23,7 +23,7 @@ def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
     {0: 3, 1: 1, 2: 2, 3: 0}
     """
     owners = target.form.owners
-    block, holder, cells = _kept(source, target, owners)
+    block, holder, cells = _cells_in_place(source, target, owners)
     same = np.arange(len(owners))
     if len(owners) <= EXACT:
         kept = np.zeros((len(owners), len(owners)), dtype=np.int64)
@@ -35,7 +35,7 @@ def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
     return dict(zip(owners.tolist(), owners[best if kept_best > stays else same].tolist(), strict=True))
 
 
-def _kept(source: Layout, target: Layout, owners: Ints) -> tuple[Ints, Ints, Ints]:
+def _cells_in_place(source: Layout, target: Layout, owners: Ints) -> tuple[Ints, Ints, Ints]:
     """Cells of the block of target owner i that owner j holds already: i, j (numbers in `owners`) and how many."""
     regions = all_regions(source, target)
     volume, keys, cells = regions.boxes.volumes(), [ints([])], [ints([])]

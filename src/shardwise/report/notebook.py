@@ -30,7 +30,7 @@ def glance(shown: Layout | Plan, words: str = "") -> str:
 
 
 def _totals(plan: Plan) -> str:
-    """From the layouts alone where there are many owners: a notebook is not to wait for all copies."""
+    """From the layouts alone where there are many owners: a notebook must not wait for all copies."""
     if len(plan.owners) > 1024:
         return f"{len(plan.owners):,} owners; no owner stages more than {size(plan.most_bytes)}"
     return (

@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
     @staticmethod
     def of(pictures: int) -> Limits:
-        """For so many pictures."""
+        """The limits of each of so many pictures."""
         share = max(1, pictures // 4)
         return Limits(64 if pictures <= 40 else 8, max(16, 1024 // share), 8192 // share)
 
@@ -55,7 +55,7 @@ class Figures(TypedDict):
 
 
 def picture(shown: Layout | Plan, limits: Limits) -> Picture:
-    """Of a layout or of a plan."""
+    """The picture of a layout or of a plan."""
     if isinstance(shown, Plan):
         return _of_plan(shown, limits)
     groups = Groups.of(shown.form.owners, limits.groups)

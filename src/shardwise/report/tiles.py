@@ -1,4 +1,4 @@
-"""A layout as tiles: boxes with those who hold them. Too many of a grid are put together, of a listing left out."""
+"""A layout as tiles: boxes with their holders. Too many tiles of a grid are merged, of a listing left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.notation import write_ranges
 from shardwise.report.groups import Groups
 
 LONGEST = 40  # characters of a label
-# of owners, by turns
+# of owners, in turn
 COLOURS = ("#9dbcf0", "#f6bd8c", "#7fc3a4", "#ecacd8", "#ece08f", "#b9a5ea", "#8fdcec", "#e59a94")
 MOST_ALONG = 64  # tiles side by side: more could not be seen
 
@@ -68,7 +68,7 @@ def tiles(layout: Layout, groups: Groups, most: int) -> Tiles:
 
 
 def _all(layout: Layout, groups: Groups, most: int) -> TileRows:
-    """Every tile; of too many the first."""
+    """Every tile; the first ones where they are too many."""
     boxes, block = merge(*layout.form.cells)
     order = np.argsort(positions(boxes.lo, layout.shape), kind="stable")[:most]
     total, boxes, block = boxes.count, boxes.take(order), block[order]

@@ -74,7 +74,7 @@ def _dims(size: Sequence[Dim | Sequence[Dim]]) -> list[Dim]:
 
 
 def _check_offsets(gathered: Sequence[ShardedTensorMetadata | None], computed: int | None) -> None:
-    """Refuse shards that all begin at the first cell: somebody forgot the offsets."""
+    """Refuse shards that all begin at the first cell: the offsets were forgotten."""
     shards = [shard for metadata in gathered if metadata is not None for shard in metadata.shards_metadata]
     filled = [shard for shard in shards if 0 not in shard.shard_sizes]
     if computed is None and len(filled) > 1 and not any(any(shard.shard_offsets) for shard in filled):

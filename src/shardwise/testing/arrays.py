@@ -85,7 +85,7 @@ def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
         for owner, copies in now.items():
             _unpack(plan, owner, copies, found.get(owner, []), stage, transport)
         if any(len(message) for message in transport.values()):
-            raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that nobody expected")
+            raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that no owner expected")
     return found
 
 

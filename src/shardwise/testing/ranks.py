@@ -94,7 +94,7 @@ def _rank(
     torch.set_num_threads(1)  # torch makes its pool anew after a fork; threads that ask for it first, together, abort
     _end_with(parent)
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
-        end.close()  # or nobody would see that another rank died
+        end.close()  # or the death of another rank would not be seen
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     pipe, limit = pipes[rank][1], timedelta(seconds=patience)
     try:
@@ -112,7 +112,7 @@ def _rank(
 
 
 def _end_with(parent: int) -> None:
-    """Where the system can do so: be killed as soon as the parent is no more, which may have been killed, too."""
+    """On Linux: die when the parent dies, even if it was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was faster
@@ -120,7 +120,7 @@ def _end_with(parent: int) -> None:
 
 
 def _results(pipes: Pipes, deadline: float, dying: Collection[int]) -> list[Any]:
-    """What every rank reported; where one failed, an error with the report of the first one."""
+    """The result of every rank; raises the error of the rank that failed first."""
     reports = dict[int, Report[Any]]()
     waiting: dict[Any, int] = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
     while waiting:
@@ -146,4 +146,4 @@ def _report(pipe: Any, *, dying: bool) -> Report[Any]:
         report: Report[Any] = pickle.loads(pipe.recv_bytes())
         return report
     except EOFError:
-        return time.monotonic(), None if dying else "the process died without a word", None
+        return time.monotonic(), None if dying else "the process died without a report", None
