@@ -164,10 +164,10 @@ class _Reader:
         if kind in ("boxes", "overlapping"):
             return self._list("+", lambda: self._box(ndim))
         if kind == "cyclic":
-            found = self._number("the size of a block")
+            block = self._number("the size of a block")
             if self.text.startswith(",", self.at):
                 self._fail("'@' and the owners: there is one block size")
-            return ((found,),)
+            return ((block,),)
         return self._list(",", lambda: (self._number("a size"),))
 
     def _box(self, ndim: int) -> Numbers:
@@ -232,10 +232,10 @@ class _Reader:
         return self._list(between, lambda: self._number(expected))
 
     def _list(self, between: str, item: Callable[[], T]) -> tuple[T, ...]:
-        found = [item()]
+        items = [item()]
         while self._accept(between):
-            found.append(item())
-        return tuple(found)
+            items.append(item())
+        return tuple(items)
 
     def _number(self, expected: str) -> int:
         digits = self._match(r"[0-9]+", expected)
@@ -249,19 +249,19 @@ class _Reader:
             self._fail(expected)
 
     def _accept(self, word: str) -> bool:
-        found = self.text.startswith(word, self.at)
-        self.at += len(word) * found
-        return found
+        accepted = self.text.startswith(word, self.at)
+        self.at += len(word) * accepted
+        return accepted
 
     def _ahead(self, pattern: str) -> re.Match[str] | None:
         return re.compile(pattern, re.ASCII).match(self.text, self.at)
 
     def _match(self, pattern: str, expected: str) -> str:
-        found = self._ahead(pattern)
-        if not found:
+        match = self._ahead(pattern)
+        if not match:
             self._fail(expected)
-        self.at = found.end()
-        return found.group()
+        self.at = match.end()
+        return match.group()
 
     def _fail(self, expected: str) -> NoReturn:
         raise NotationError(self.text, self.at, expected)

@@ -36,12 +36,12 @@ def _views(
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     if rank not in plan.target:
         return
-    found = _room(plan.target, rank, dtype) if target is None else target
+    targets = _room(plan.target, rank, dtype) if target is None else target
     copies = plan.for_owner(rank).copies
     for peer in sorted({int(owner) for owner in copies.source[copies.target == rank]}):
         source = _room(plan.source, peer, dtype)
-        for theirs, ours in across(plan, (0, 0), (peer, rank), _strides(source), _strides(found)):
-            yield ours.of(found), theirs.of(source)
+        for theirs, ours in across(plan, (0, 0), (peer, rank), _strides(source), _strides(targets)):
+            yield ours.of(targets), theirs.of(source)
 
 
 def _room(layout: Layout, owner: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -201,11 +201,11 @@ def check(sides: Ways) -> None:
     for number, (name, side) in enumerate((sides.peers | sides.ours).items()):
         if sides.out is not None:
             sides.out.zero_()
-        found = local_of(side.run(side.prepare()))
+        local = local_of(side.run(side.prepare()))
         if number == 0:
-            expected = None if found is None else found.clone()
-        elif not _same(found, expected):
-            raise RuntimeError(f"rank {dist.get_rank()}: {name or 'ours'} finds {found}, but others {expected}")
+            expected = None if local is None else local.clone()
+        elif not _same(local, expected):
+            raise RuntimeError(f"rank {dist.get_rank()}: {name or 'ours'} finds {local}, but others {expected}")
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

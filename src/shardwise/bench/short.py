@@ -153,8 +153,8 @@ def _repeats(turn: float) -> int:
     return max(FEWEST, min(MOST, int(SECONDS / slowest.item())))
 
 
-def _times(name: str, found: list[RankTimes]) -> MoveTimes:
-    seconds = {way: together(rank.spans[way] for rank in found) for way in found[0].spans}
+def _times(name: str, reports: list[RankTimes]) -> MoveTimes:
+    seconds = {way: together(rank.spans[way] for rank in reports) for way in reports[0].spans}
     return MoveTimes(
         move=name,
         ours=seconds[str(OUT)],
@@ -163,6 +163,6 @@ def _times(name: str, found: list[RankTimes]) -> MoveTimes:
         sharded_tensor=seconds.get(SHARDED_TENSOR),
         redistribute=seconds[REDISTRIBUTE],
         limit=seconds["limit"],
-        bytes_moved=found[0].bytes_moved,
-        lower_bound=found[0].lower_bound,
+        bytes_moved=reports[0].bytes_moved,
+        lower_bound=reports[0].lower_bound,
     )

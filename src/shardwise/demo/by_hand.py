@@ -54,12 +54,12 @@ class ByHand:
 
 def _slots(llama: Llama, target: Mapping[str, ShardedTensor]) -> Weights:
     """Where a server keeps each weight of the trainers: q, k and v one after the other."""
-    found, rows = Weights(), [length // len(SERVING) for length in llama.segments]
+    slots, rows = Weights(), [length // len(SERVING) for length in llama.segments]
     for name, tensor in target.items():
         local = tensor.local_tensor()
         if FUSED in name:
             parts = zip("qkv", torch.split(local, rows), strict=True)
-            found |= {name.replace(FUSED, f"{part}_proj"): slot for part, slot in parts}
+            slots |= {name.replace(FUSED, f"{part}_proj"): slot for part, slot in parts}
         else:
-            found[name] = local
-    return found
+            slots[name] = local
+    return slots

@@ -20,7 +20,7 @@ class DemoFolder:
     @staticmethod
     def claim(path: Path) -> DemoFolder:
         """Make it, or take it over from an earlier demo: without what that one left."""
-        found = DemoFolder(path)
+        folder = DemoFolder(path)
         marker = path / MARKER
         if path.exists() and not path.is_dir():
             raise FileExistsError(f"{path} is a file: give a directory, shardwise demo --out DIR")
@@ -30,9 +30,9 @@ class DemoFolder:
             )
         path.mkdir(parents=True, exist_ok=True)
         marker.write_text("shardwise demo wrote dcp, hf and report.html, and replaces them when it runs again.\n")
-        for old in found.dcp, found.hf, found.scratch, found.report:
+        for old in folder.dcp, folder.hf, folder.scratch, folder.report:
             _remove(old)
-        return found
+        return folder
 
     @property
     def dcp(self) -> Path:

@@ -42,13 +42,13 @@ def load(console: Console, folder: DemoFolder, llama: Llama, fingerprints: Mappi
             "torch": lambda _: dcp_load({"model": into}, checkpoint_id=folder.dcp),
             "dcp": lambda _: checkpoint.load(folder.dcp, {"model": into}),
         }
-        found = dict[str, dict[str, str | None]]()
+        fingerprints = dict[str, dict[str, str | None]]()
         for name, job in jobs.items():
             for x in into.values():
                 x.to_local().zero_()
             job(0)
-            found[name] = {name: fingerprint(x) for name, x in into.items()}
-        return LoadReport(found, by_turns(jobs, dist.barrier))
+            fingerprints[name] = {name: fingerprint(x) for name, x in into.items()}
+        return LoadReport(fingerprints, by_turns(jobs, dist.barrier))
 
     reports = ranks(count, rank)
     for way, found in reports[0].fingerprints.items():

@@ -108,10 +108,10 @@ def _alike(source: Mapping[str, DTensor] | None, target: Mapping[str, ShardedTen
             if dist.get_rank() == 0
             else None
         )
-        found = {fingerprint(whole), fingerprint((target or {}).get(name))}
+        different = {fingerprint(whole), fingerprint((target or {}).get(name))}
         if name in weights:
-            found.add(fingerprint((source or {}).get(name), group=dist.group.WORLD))
-        check(len(found) == 1, f"the fingerprints of {name} differ")
+            different.add(fingerprint((source or {}).get(name), group=dist.group.WORLD))
+        check(len(different) == 1, f"the fingerprints of {name} differ")
     return len(expected)
 
 

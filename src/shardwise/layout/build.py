@@ -43,18 +43,18 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     spans = [Spans.whole(size) for size in shape]
     groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
     ops, words = set[str](), list[str]()
-    for axis, (asked, count) in enumerate(zip(placements, mesh.shape, strict=True)):
-        if isinstance(asked, Shard | StridedShard):
-            asked = replace(asked, dim=checked_dim(asked.dim, shape))
-            spans[asked.dim] = _sharded(spans[asked.dim], asked, count)
-            groups[asked.dim].append(axis)
-        elif isinstance(asked, Partial):
+    for axis, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
+        if isinstance(placement, Shard | StridedShard):
+            placement = replace(placement, dim=checked_dim(placement.dim, shape))
+            spans[placement.dim] = _sharded(spans[placement.dim], placement, count)
+            groups[placement.dim].append(axis)
+        elif isinstance(placement, Partial):
             if count > 1:  # one term is the value, whatever the reduction
-                ops.add(asked.reduce_op)
+                ops.add(placement.reduce_op)
             groups[-2].append(axis)
         else:
             groups[-1].append(axis)
-        words.append(str(asked))
+        words.append(str(placement))
     if len(ops) > 1:
         raise LayoutError(
             f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one. "
@@ -66,11 +66,11 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     return MeshForm(Grid.build(spans, table), op, tuple(words))
 
 
-def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
-    if isinstance(asked, Shard):
+def _sharded(spans: Spans, placement: Shard | StridedShard, count: int) -> Spans:
+    if isinstance(placement, Shard):
         return spans.chunk(count)
     size = max(int(spans.stop.max(initial=0)), 1)
-    factor = counted(asked.split_factor, "the split factor of a strided shard")
+    factor = counted(placement.split_factor, "the split factor of a strided shard")
     not_too_many(factor, "chunks (the split factor of a strided shard)")
     not_too_many(min(factor * count * len(spans.start), size), "intervals of a strided shard")
     return spans.strided(min(factor, size), count)  # beyond the size every cell is a chunk of its own

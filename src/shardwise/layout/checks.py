@@ -74,38 +74,38 @@ def refuse_repeats(owners: Ints, what: str) -> None:
 def checked_shape(shape: Iterable[object]) -> tuple[int, ...]:
     """A shape of whole numbers that is not absurdly large."""
     try:
-        found = tuple(counted(size, "every size of a shape", least=0) for size in shape)
+        sizes = tuple(counted(size, "every size of a shape", least=0) for size in shape)
     except TypeError:
         raise LayoutError(f"a shape must be a sequence of whole numbers, not {brief(shape)}") from None
-    if len(found) > MOST_DIMS:
-        raise LayoutError(f"a shape of {len(found)} dims is not supported: at most {MOST_DIMS}")
-    if prod(size + 1 for size in found) > MOST_CELLS:
-        raise LayoutError(f"shape {found} has about 2**50 cells or more: is a size wrong?")
-    return found
+    if len(sizes) > MOST_DIMS:
+        raise LayoutError(f"a shape of {len(sizes)} dims is not supported: at most {MOST_DIMS}")
+    if prod(size + 1 for size in sizes) > MOST_CELLS:
+        raise LayoutError(f"shape {sizes} has about 2**50 cells or more: is a size wrong?")
+    return sizes
 
 
 def checked_dim(dim: object, shape: tuple[int, ...]) -> int:
     """A dim of the shape, counted from the front."""
-    found = counted(dim, "a dim", least=-(2**62))
-    if not -len(shape) <= found < len(shape):
+    number = counted(dim, "a dim", least=-(2**62))
+    if not -len(shape) <= number < len(shape):
         if not shape:
-            raise LayoutError(f"no dim {found} in a 0-d tensor: it can only be replicated (or partial)")
+            raise LayoutError(f"no dim {number} in a 0-d tensor: it can only be replicated (or partial)")
         raise LayoutError(
-            f"no dim {found} in a tensor of shape {shape}: dims are 0..{len(shape) - 1} (or -{len(shape)}..-1)"
+            f"no dim {number} in a tensor of shape {shape}: dims are 0..{len(shape) - 1} (or -{len(shape)}..-1)"
         )
-    return found % len(shape)
+    return number % len(shape)
 
 
 def checked_sizes(sizes: Iterable[object], shape: tuple[int, ...], dim: int, what: str) -> tuple[int, ...]:
     """Sizes that fill a dim."""
     try:
-        found = tuple(counted(size, f"each of the {what}", least=0) for size in sizes)
+        numbers = tuple(counted(size, f"each of the {what}", least=0) for size in sizes)
     except TypeError:
         raise LayoutError(f"{what} must be a sequence of whole numbers, not {sizes!r}") from None
-    if sum(found) != shape[dim]:
-        shown = f"{list(found[:8])}"[:-1] + (", ...]" if len(found) > 8 else "]")
-        raise LayoutError(f"{what} {shown} add up to {sum(found)}, but dim {dim} of shape {shape} has {shape[dim]}")
-    return found
+    if sum(numbers) != shape[dim]:
+        shown = f"{list(numbers[:8])}"[:-1] + (", ...]" if len(numbers) > 8 else "]")
+        raise LayoutError(f"{what} {shown} add up to {sum(numbers)}, but dim {dim} of shape {shape} has {shape[dim]}")
+    return numbers
 
 
 def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
@@ -120,8 +120,8 @@ def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> t
     for start, stop in ends:
         if not start <= stop <= prod(shape):
             raise LayoutError(f"range {start}:{stop} is not inside the {prod(shape)} cells of shape {shape}")
-    found = ints(ends)
-    return owner_array([row[0] for row in rows]), found[:, 0], found[:, 1]
+    edges = ints(ends)
+    return owner_array([row[0] for row in rows]), edges[:, 0], edges[:, 1]
 
 
 def checked_boxes(pieces: Iterable[object], shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
@@ -152,13 +152,13 @@ def _is_columns(pieces: object) -> TypeGuard[tuple[Ints, ...]]:
 
 def _corners(side: object, count: int, shape: tuple[int, ...]) -> Ints:
     try:
-        found = np.asarray(side)
+        corners = np.asarray(side)
     except (ValueError, OverflowError):
-        found = np.empty((0, 0))
-    if found.size == 0 and not shape:
+        corners = np.empty((0, 0))
+    if corners.size == 0 and not shape:
         return np.zeros((count, 0), dtype=np.int64)
-    if found.shape != (count, len(shape)) or found.dtype.kind not in "iu":
+    if corners.shape != (count, len(shape)) or corners.dtype.kind not in "iu":
         raise LayoutError(f"every box needs lo and hi of {len(shape)} whole numbers, as the shape {shape} has")
-    if found.dtype == np.uint64 and found.max(initial=0) >= 2**62:
-        raise LayoutError(f"a box that reaches to {found.max()} is not inside shape {shape}")
-    return np.array(found, dtype=np.int64)
+    if corners.dtype == np.uint64 and corners.max(initial=0) >= 2**62:
+        raise LayoutError(f"a box that reaches to {corners.max()} is not inside shape {shape}")
+    return np.array(corners, dtype=np.int64)

@@ -74,10 +74,10 @@ class Layout:
         [(2, 2), (2, 2), (1, 2), (0, 2)]
         """
         shape = checked_shape(shape)
-        dim, found = checked_dim(dim, shape), owner_array(owners)
-        spans = Spans.whole(shape[dim]).chunk(len(found))
+        dim, numbers = checked_dim(dim, shape), owner_array(owners)
+        spans = Spans.whole(shape[dim]).chunk(len(numbers))
         return Layout(
-            shape, along(shape, dim, spans, found), lambda: _spelled(shape, "mesh", None, (f"S{dim}",), found)
+            shape, along(shape, dim, spans, numbers), lambda: _spelled(shape, "mesh", None, (f"S{dim}",), numbers)
         )
 
     @staticmethod
@@ -92,14 +92,14 @@ class Layout:
         shape = checked_shape(shape)
         dim = checked_dim(dim, shape)
         lengths = checked_sizes(sizes, shape, dim, "sizes")
-        found = owner_array(len(lengths) if owners is None else owners)
-        if len(lengths) != len(found):
-            raise LayoutError(f"{len(lengths)} sizes for {len(found)} owners: give one size per owner")
+        numbers = owner_array(len(lengths) if owners is None else owners)
+        if len(lengths) != len(numbers):
+            raise LayoutError(f"{len(lengths)} sizes for {len(numbers)} owners: give one size per owner")
         spans = Spans.pieces(ints(lengths), np.arange(len(lengths)))
         return Layout(
             shape,
-            along(shape, dim, spans, found),
-            lambda: _spelled(shape, "split", dim, tuple((n,) for n in lengths), found),
+            along(shape, dim, spans, numbers),
+            lambda: _spelled(shape, "split", dim, tuple((n,) for n in lengths), numbers),
         )
 
     @staticmethod
@@ -148,8 +148,8 @@ class Layout:
         >>> print(Layout.replicated((), owners=[3, 5]))
         scalar/R@2:3,5
         """
-        found = owner_array(owners)
-        return Layout.on_mesh(shape, Mesh.of((len(found),), ranks=found), [Replicate()])
+        numbers = owner_array(owners)
+        return Layout.on_mesh(shape, Mesh.of((len(numbers),), ranks=numbers), [Replicate()])
 
     @staticmethod
     def cyclic(shape: Sequence[int], dim: int, block: int, owners: int | Sequence[int]) -> Layout:
@@ -159,13 +159,13 @@ class Layout:
         [0, 4, 8]
         """
         shape = checked_shape(shape)
-        dim, block, found = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
-        refuse_repeats(found, "a cyclic layout")
+        dim, block, numbers = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
+        refuse_repeats(numbers, "a cyclic layout")
         not_too_many(shape[dim] // block, "blocks")
         edges = np.append(np.arange(0, shape[dim], block), shape[dim])
-        spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(found))
+        spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(numbers))
         return Layout(
-            shape, along(shape, dim, spans, found), lambda: _spelled(shape, "cyclic", dim, ((block,),), found)
+            shape, along(shape, dim, spans, numbers), lambda: _spelled(shape, "cyclic", dim, ((block,),), numbers)
         )
 
     @staticmethod
@@ -190,15 +190,15 @@ class Layout:
         ['[4:8]', '[10:12]']
         """
         shape = checked_shape(shape)
-        dim, found = checked_dim(dim, shape), owner_array(owners)
+        dim, numbers = checked_dim(dim, shape), owner_array(owners)
         lengths = checked_sizes(segments, shape, dim, "segments")
-        refuse_repeats(found, "a fused layout")
-        start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(found))
-        spans = Spans(start, stop, part % len(found))
+        refuse_repeats(numbers, "a fused layout")
+        start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(numbers))
+        spans = Spans(start, stop, part % len(numbers))
         return Layout(
             shape,
-            along(shape, dim, spans, found),
-            lambda: _spelled(shape, "fused", dim, tuple((n,) for n in lengths), found),
+            along(shape, dim, spans, numbers),
+            lambda: _spelled(shape, "fused", dim, tuple((n,) for n in lengths), numbers),
         )
 
     # --- questions ---------------------------------------------------------------------------------------------------
@@ -307,13 +307,13 @@ class Layout:
         >>> print(Layout.boxes((4, 6), [(1, (0, 0), (2, 6)), (0, (2, 0), (4, 6))]).shortest())
         4x6/S0@2:1,0
         """
-        held = [(owner, self.pieces(owner)) for owner in self.owners()]
-        if self.op is not None or not all(len(pieces) == 1 for _, pieces in held):
+        by_owner = [(owner, self.pieces(owner)) for owner in self.owners()]
+        if self.op is not None or not all(len(pieces) == 1 for _, pieces in by_owner):
             return self
-        corners = sorted((pieces[0].box.lo, owner) for owner, pieces in held)
+        corners = sorted((pieces[0].box.lo, owner) for owner, pieces in by_owner)
         counts = [len({lo[dim] for lo, _ in corners}) for dim in range(self.ndim)]
         cut = [dim for dim, count in enumerate(counts) if count > 1]
-        if not cut or prod(counts) != len(held):
+        if not cut or prod(counts) != len(by_owner):
             return self
         owners, words = [owner for _, owner in corners], [f"S{dim}" for dim in cut]
         if len(cut) == 1:

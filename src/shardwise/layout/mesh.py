@@ -94,14 +94,14 @@ def placement(given: object) -> Placement:
 def _read(word: str) -> Placement:
     plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
     short = len(plain) <= LONGEST
-    found = PLACEMENT.fullmatch(plain) if short else None  # DTensor writes S(0), P(max) and _S(0, 2)
-    if not found and plain[:1] == "P" and short:
+    match = PLACEMENT.fullmatch(plain) if short else None  # DTensor writes S(0), P(max) and _S(0, 2)
+    if not match and plain[:1] == "P" and short:
         return Partial(plain[1:])  # which knows the reductions
-    if not found:
+    if not match:
         raise LayoutError(f"{brief(word)} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
-    if found["dim"] is None:
-        return Replicate() if plain == "R" else Partial(found["op"] or "sum")
-    return StridedShard(int(found["dim"]), int(found["factor"])) if found["factor"] else Shard(int(found["dim"]))
+    if match["dim"] is None:
+        return Replicate() if plain == "R" else Partial(match["op"] or "sum")
+    return StridedShard(int(match["dim"]), int(match["factor"])) if match["factor"] else Shard(int(match["dim"]))
 
 
 class Mesh:

@@ -24,8 +24,8 @@ class Groups:
     @staticmethod
     def of(owners: object, most: int) -> Groups:
         """At most so many groups."""
-        found = ints(owners)  # type: ignore[arg-type]
-        return Groups(found, max(1, -(-len(found) // most)))
+        numbers = ints(owners)  # type: ignore[arg-type]
+        return Groups(numbers, max(1, -(-len(numbers) // most)))
 
     @property
     def count(self) -> int:

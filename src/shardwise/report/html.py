@@ -41,19 +41,19 @@ def page(
     >>> text.startswith("<!doctype html>"), "://" in text
     (True, False)
     """
-    found = rows(what)
-    if len(found) > 1:
-        found = [row if row.name else replace(row, name=_notation(row)) for row in found]
-    head = {"title": title or _title(found), "plain": title is None and len(found) == 1 and not found[0].name}
+    shown = rows(what)
+    if len(shown) > 1:
+        shown = [row if row.name else replace(row, name=_notation(row)) for row in shown]
+    head = {"title": title or _title(shown), "plain": title is None and len(shown) == 1 and not shown[0].name}
     about = {"facts": dict(facts or {}), "owner": owner, "names": list(names)}
-    return _filled({**head, **about, **contents(found)})
+    return _filled({**head, **about, **contents(shown)})
 
 
-def contents(found: Sequence[Row]) -> Picture:
+def contents(rows: Sequence[Row]) -> Picture:
     """The pictures of all kinds of rows, and the rows by their kind; what they are together, where they are plans."""
-    kinds = Counter[Layout | Plan](row.shown for row in found)
+    kinds = Counter[Layout | Plan](row.shown for row in rows)
     number, limits = {kind: at for at, kind in enumerate(kinds)}, Limits.of(len(kinds))
-    dtypes = list(dict.fromkeys(row.dtype for row in found))
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
     pictures = [picture(kind, limits) for kind in kinds]
     plans = [
         (kind, times, made)
@@ -61,16 +61,16 @@ def contents(found: Sequence[Row]) -> Picture:
         if isinstance(kind, Plan)
     ]
     return {
-        "unit": "cells" if any(row.counts_cells for row in found) else "bytes",
+        "unit": "cells" if any(row.counts_cells for row in rows) else "bytes",
         "pictures": pictures,
         "dtypes": dtypes,
-        "rows": [[row.name, number[row.shown], row.size, dtypes.index(row.dtype), row.note] for row in found],
-        "together": together(plans, limits) if plans and len(found) > 1 else None,
+        "rows": [[row.name, number[row.shown], row.size, dtypes.index(row.dtype), row.note] for row in rows],
+        "together": together(plans, limits) if plans and len(rows) > 1 else None,
     }
 
 
-def _title(found: Sequence[Row]) -> str:
-    return found[0].name or _notation(found[0]) if len(found) == 1 else f"{len(found):,} tensors"
+def _title(rows: Sequence[Row]) -> str:
+    return rows[0].name or _notation(rows[0]) if len(rows) == 1 else f"{len(rows):,} tensors"
 
 
 def _notation(row: Row) -> str:

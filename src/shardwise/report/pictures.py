@@ -133,9 +133,9 @@ def _copies(plan: Plan, groups: Groups, most: int) -> Picture:
 def _flows(groups: Groups, source: Ints, target: Ints, size: Ints) -> list[list[int]]:
     """[group that sends, group that receives, bytes] where that is something; the sides are places of owners."""
     count = groups.count
-    found = totals(size, source // groups.length * count + target // groups.length, count * count)
-    at = np.flatnonzero(found)
-    return np.stack([at // max(count, 1), at % max(count, 1), found[at]], axis=1).tolist()
+    sums = totals(size, source // groups.length * count + target // groups.length, count * count)
+    at = np.flatnonzero(sums)
+    return np.stack([at // max(count, 1), at % max(count, 1), sums[at]], axis=1).tolist()
 
 
 def _stages(plan: Plan) -> list[list[float]]:
@@ -174,15 +174,17 @@ def together(known: Sequence[tuple[Plan, int, Picture]], limits: Limits) -> Pict
     }
 
 
-def _added(found: Sequence[tuple[Figures, int]]) -> Picture:
+def _added(figures: Sequence[tuple[Figures, int]]) -> Picture:
     """Totals of several plans; where one does not know a figure, the sum is not known either."""
 
     def total(values: Iterable[tuple[int | None, int]]) -> int | None:
         known = [(value, times) for value, times in values]
         return None if any(v is None for v, _ in known) else sum(v * times for v, times in known if v is not None)
 
-    sums = {name: total((one[name], times) for one, times in found) for name in ("moved", "local", "bound", "messages")}
-    transports = [total((one["redistribute"][way], times) for one, times in found) for way in (0, 1)]
-    refused = [(one["why_not"], times) for one, times in found if one["why_not"]]
+    sums = {
+        name: total((one[name], times) for one, times in figures) for name in ("moved", "local", "bound", "messages")
+    }
+    transports = [total((one["redistribute"][way], times) for one, times in figures) for way in (0, 1)]
+    refused = [(one["why_not"], times) for one, times in figures if one["why_not"]]
     why_not = {"why_not": refused[0][0], "refused": sum(times for _, times in refused)} if refused else {}
     return {**sums, "redistribute": transports, **why_not}

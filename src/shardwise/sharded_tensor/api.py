@@ -253,8 +253,8 @@ class ShardedTensor(ShardedTensorBase):
 
     @_metadata.setter
     def _metadata(self, metadata: MetadataLike) -> None:
-        found = SpecContainer.by_metadata(ShardedTensorMetadata.of(metadata), self.sharding_spec(), self.group)
-        self._take_over(replace(found, own=self._kind.own))
+        container = SpecContainer.by_metadata(ShardedTensorMetadata.of(metadata), self.sharding_spec(), self.group)
+        self._take_over(replace(container, own=self._kind.own))
 
     @property
     def _sharding_spec(self) -> SpecLike:
@@ -263,8 +263,8 @@ class ShardedTensor(ShardedTensorBase):
 
     @_sharding_spec.setter
     def _sharding_spec(self, spec: SpecLike) -> None:
-        found = SpecContainer.by(spec, self.shape, self.group, self._kind.properties)
-        self._take_over(replace(self._kind, layout=found.layout, spec=spec))
+        container = SpecContainer.by(spec, self.shape, self.group, self._kind.properties)
+        self._take_over(replace(self._kind, layout=container.layout, spec=spec))
 
     def _take_over(self, kind: SpecContainer) -> None:
         """Other metadata or another spec, if they say the same of where the cells are."""
@@ -305,11 +305,11 @@ class ShardedTensor(ShardedTensorBase):
         target = SpecTarget(resharding_spec, self._kind.properties)
         call = called(Held.of(self), target, Options(), group=self.group)
         assert call is not None, "every rank of the group has a part in it"
-        found, stand_in = result_of(call.run())
+        moved, stand_in = result_of(call.run())
         if resharding_spec == self.sharding_spec():  # all ranks ask for that, as is known now
             return self
-        kind = found.kind.by_rank().with_properties(requires_grad=call.work.followed)
-        return self._become(kind, found.shards, stand_in)
+        kind = moved.kind.by_rank().with_properties(requires_grad=call.work.followed)
+        return self._become(kind, moved.shards, stand_in)
 
     def backward(self) -> None:  # type: ignore[override]
         """Take part in the backward pass on a rank that holds nothing since `reshard`: it has nothing to call it on.
@@ -353,10 +353,10 @@ class ShardedTensor(ShardedTensorBase):
         same = probe.to(*args, **kwargs) is probe and "memory_format" not in kwargs
         if same and self._all_on(probe.device) and process_group in (None, self.group):
             return self
-        found = self._each(lambda tensor: tensor.to(*args, **kwargs))
+        moved = self._each(lambda tensor: tensor.to(*args, **kwargs))
         if process_group is not None:
-            found._kind = replace(found._kind, group=process_group)
-        return found
+            moved._kind = replace(moved._kind, group=process_group)
+        return moved
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Group = None
@@ -380,9 +380,9 @@ class ShardedTensor(ShardedTensorBase):
         like = change(self._probe())
         kind = self._kind if self._all_on(like.device) else self._kind.on(like.device)
         kind = kind.with_properties(dtype=like.dtype, requires_grad=like.requires_grad)
-        found = kind.holding([change(tensor) for tensor in self.shards])
-        found._owner = self._owner
-        return found
+        changed = kind.holding([change(tensor) for tensor in self.shards])
+        changed._owner = self._owner
+        return changed
 
     def _probe(self) -> torch.Tensor:
         """A tensor like the shards, without elements."""

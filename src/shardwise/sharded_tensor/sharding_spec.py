@@ -129,9 +129,9 @@ class EnumerableShardingSpec(ShardingSpec):
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadataLike]) -> None:
     """Raise a ValueError that names two shards which hold the same cells, and these cells. Takes n log n."""
     boxes, number = _boxes(shards)
-    found = _overlap(boxes)
-    if found is not None:
-        a, b = found
+    overlap = _overlap(boxes)
+    if overlap is not None:
+        a, b = overlap
         shared = boxes.take(ints([a])).overlap(boxes.take(ints([b]))).box(0)
         raise ValueError(f"Shards {shards[number[a]]} and {shards[number[b]]} overlap in {shared}")
 
@@ -208,8 +208,8 @@ def get_chunk_sharding_params(
     for number, placement in enumerate(spec.placements):
         if placement.rank() == rank:
             return min(split * number, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, number)
-    found = [placement.rank() for placement in spec.placements]
-    raise ValueError(f"rank {rank} has no chunk: the placements are those of ranks {found} (of {world_size})")
+    ranks = [placement.rank() for placement in spec.placements]
+    raise ValueError(f"rank {rank} has no chunk: the placements are those of ranks {ranks} (of {world_size})")
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadataLike) -> torch.Tensor:

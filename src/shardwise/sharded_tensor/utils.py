@@ -44,8 +44,8 @@ def _validate_output_tensor_for_gather(
     if dst_tensor is None:
         raise ValueError(f"Argument ``dst_tensor`` must be specified on destination rank {dst_rank}")
     if tuple(size) != tuple(dst_tensor.size()):
-        found = tuple(dst_tensor.size())
-        raise ValueError(f"Argument ``dst_tensor`` have size {found}, but should be {tuple(size)}")
+        given = tuple(dst_tensor.size())
+        raise ValueError(f"Argument ``dst_tensor`` have size {given}, but should be {tuple(size)}")
 
 
 def _flatten_tensor_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
@@ -90,10 +90,11 @@ def build_metadata_from_local_shards(
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
     for shard in local_shards:
         rank, device = _parse_and_validate_remote_device(pg, shard.metadata.placement)
-        tensor, found = shard.tensor, TensorProperties.create_from_tensor(shard.tensor)
-        if found.layout != torch.strided:
+        tensor, properties = shard.tensor, TensorProperties.create_from_tensor(shard.tensor)
+        if properties.layout != torch.strided:
             raise ValueError(
-                f"Only torch.strided layout is currently supported, but found {found.layout} on rank:{current_rank}!"
+                f"Only torch.strided layout is currently supported, but found {properties.layout} on "
+                f"rank:{current_rank}!"
             )
         if rank != current_rank:
             raise ValueError(
@@ -107,7 +108,7 @@ def build_metadata_from_local_shards(
             )
         _raise_if_mismatch(list(shard.metadata.shard_sizes), list(tensor.shape), "size", current_rank)
         for name in ("pin_memory", "dtype", "requires_grad"):
-            _raise_if_mismatch(getattr(first, name), getattr(found, name), name, current_rank)
+            _raise_if_mismatch(getattr(first, name), getattr(properties, name), name, current_rank)
     shards = [ShardMetadata.of(shard.metadata) for shard in local_shards]
     return ShardedTensorMetadata(shards, torch.Size(global_size), first)
 
@@ -128,14 +129,14 @@ def build_global_metadata(
         for name in ("dtype", "requires_grad", "pin_memory"):
             expected, actual = (getattr(m.tensor_properties, name) for m in (first, other))
             _raise_if_mismatch(expected, actual, name, (first_rank, rank), is_local=False)
-    found: ShardedTensorMetadata = copy(first)
-    found.shards_metadata = [shard for _, other in known for shard in other.shards_metadata]
+    combined: ShardedTensorMetadata = copy(first)
+    combined.shards_metadata = [shard for _, other in known for shard in other.shards_metadata]
     if recalc_metadata:
-        found.shards_metadata = [copy(shard) for shard in found.shards_metadata]
-        recalc_global_sharded_tensor_metadata(found, sharded_dim)
-    validate_non_overlapping_shards_metadata(found.shards_metadata)
-    check_tensor(found.shards_metadata, found.size)
-    return found
+        combined.shards_metadata = [copy(shard) for shard in combined.shards_metadata]
+        recalc_global_sharded_tensor_metadata(combined, sharded_dim)
+    validate_non_overlapping_shards_metadata(combined.shards_metadata)
+    check_tensor(combined.shards_metadata, combined.size)
+    return combined
 
 
 def recalc_global_sharded_tensor_metadata(
@@ -169,17 +170,17 @@ def check_owners(layout: Layout, group: Group) -> None:
 
 def check_local_tensor(tensor: torch.Tensor, shard: ShardMetadata, properties: TensorProperties, rank: int) -> None:
     """Refuse a tensor that is not what the metadata of its shard and the properties of all say."""
-    found = TensorProperties.create_from_tensor(tensor)
+    own = TensorProperties.create_from_tensor(tensor)
     device = shard.placement.device() if shard.placement else tensor.device
     lies = device if same_device(device, tensor.device) else tensor.device
     metadata, tensor_property = "local ShardMetadata", "tensor property"
     for where, name, expected, actual in [
-        (tensor_property, "layout", properties.layout, found.layout),
+        (tensor_property, "layout", properties.layout, own.layout),
         (metadata, "size", shard.shard_sizes, list(tensor.size())),
-        (tensor_property, "pin_memory", properties.pin_memory, found.pin_memory),
+        (tensor_property, "pin_memory", properties.pin_memory, own.pin_memory),
         (metadata, "device", device, lies),
-        (tensor_property, "dtype", properties.dtype, found.dtype),
-        (tensor_property, "requires_grad", properties.requires_grad, found.requires_grad),
+        (tensor_property, "dtype", properties.dtype, own.dtype),
+        (tensor_property, "requires_grad", properties.requires_grad, own.requires_grad),
     ]:
         if expected != actual:
             raise ValueError(
