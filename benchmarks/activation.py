@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel.input_reshard import input_reshard as tor
 import shardwise as sw
 from benchmarks.measure import Effort, Row, Target
 from benchmarks.memory import resident
-from shardwise.bench.clock import Job, Span, every_repeat, together
+from shardwise.bench.clock import Interval, Task, every_repeat, together
 from shardwise.testing import on_ranks
 
 TITLE = "Activations"
@@ -47,10 +47,10 @@ class MLP(torch.nn.Module):
         return found
 
 
-class Measured(NamedTuple):
+class RankTimes(NamedTuple):
     """What a rank found: when every repeat of each kind ran, its bytes, and the account of ours."""
 
-    spans: list[list[Span]]
+    spans: list[list[Interval]]
     peaks: list[list[int]]
     account: sw.activation.Account
 
@@ -68,7 +68,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         yield Row(f"{case}, against torch's", ours, theirs, "torch", Target(1))
 
 
-def _note(found: list[Measured]) -> str:
+def _note(found: list[RankTimes]) -> str:
     peaks = [max(median(rank.peaks[n]) for rank in found) / MIB for n in range(len(KINDS))]
     account = found[0].account
     kept, saved = account.bytes_kept / MIB, account.bytes_saved / MIB
@@ -80,7 +80,7 @@ def _note(found: list[Measured]) -> str:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(repeats: int) -> Measured:
+def _measured(repeats: int) -> RankTimes:
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
@@ -92,11 +92,11 @@ def _measured(repeats: int) -> Measured:
         raise RuntimeError("the gradients of ours are not those of the plain modules")
     del plain, ours
     peaks: list[list[int]] = [[] for _ in nets]
-    jobs = [Job(_step(net, x, rises), lambda: dist.barrier(), repeats) for net, rises in zip(nets, peaks, strict=True)]
+    jobs = [Task(_step(net, x, rises), lambda: dist.barrier(), repeats) for net, rises in zip(nets, peaks, strict=True)]
     spans, _ = every_repeat(*jobs)
     with sw.activation.measure() as measure:
         _gradients(nets[-1], x)
-    return Measured(spans, peaks, measure.total)
+    return RankTimes(spans, peaks, measure.total)
 
 
 def _net(kind: str, mesh: DeviceMesh) -> torch.nn.Module:

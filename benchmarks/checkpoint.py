@@ -30,7 +30,7 @@ from benchmarks.measure import Effort, Row, Target
 from benchmarks.memory import rise
 from benchmarks.model import RANKS, model, placement, tensor_of
 from shardwise import Layout, checkpoint, layout_of, plan
-from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
+from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import meet
 from shardwise.checkpoint.formats.sharded import index_bytes
@@ -86,7 +86,7 @@ def rows(effort: Effort) -> Iterator[Row]:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(folder: str, repeats: int) -> tuple[list[list[Span]], list[int]]:
+def _measured(folder: str, repeats: int) -> tuple[list[list[Interval]], list[int]]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     mesh = DeviceMesh("cpu", list(range(RANKS)))
@@ -106,7 +106,7 @@ def _measured(folder: str, repeats: int) -> tuple[list[list[Span]], list[int]]:
     for job in jobs:
         _check(job, source, target, mesh)
     jobs.append(_copies(source, target))
-    loads, _ = every_repeat(*(Job(job, meet, repeats) for job in jobs))
+    loads, _ = every_repeat(*(Task(job, meet, repeats) for job in jobs))
     saving: list[Callable[[Any], Any]] = [
         lambda _: checkpoint.save(source, f"{folder}/a", durable=False),
         lambda _: _dcp_save(source, f"{folder}/b", sync=False),
@@ -118,7 +118,7 @@ def _measured(folder: str, repeats: int) -> tuple[list[list[Span]], list[int]]:
     ]
     for job in saving:
         job(None)
-    saves, _ = every_repeat(*(Job(job, _settled, repeats) for job in saving))
+    saves, _ = every_repeat(*(Task(job, _settled, repeats) for job in saving))
     return loads + saves, memory
 
 
@@ -192,24 +192,24 @@ def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
     yield Row("convert DCP to safetensors", mine[0], peer[0], "dcp_to_torch_save", Target(2), f"{memory} (10 % wanted)")
     checkpoint.convert(source, ours, verify=False, durable=False)
 
-    def converted(path: str) -> Job:
+    def converted(path: str) -> Task:
         def work(_: Any) -> None:  # without what it returns: that keeps the file, and to free it is not what is timed
             checkpoint.convert(path, f"{folder}/to.safetensors", verify=False, durable=False)
 
-        return Job(
+        return Task(
             work,
             lambda: _ready(f"{folder}/to.safetensors", path),
             effort.large,
         )
 
     copied, again, plain = interleaved(
-        Job(lambda _: shutil.copyfile(ours, f"{folder}/copy"), lambda: _ready(f"{folder}/copy", ours), effort.large),
+        Task(lambda _: shutil.copyfile(ours, f"{folder}/copy"), lambda: _ready(f"{folder}/copy", ours), effort.large),
         converted(source),
         converted(f"{folder}/ours"),
     )
     yield Row("four safetensors files to one", plain.seconds, copied.seconds, "cp", Target(0.6))
     yield Row("four DCP files to one safetensors file", again.seconds, copied.seconds, "cp", Target(0.6))
-    verified = interleaved(Job(lambda _: checkpoint.verify(source, ours), repeats=effort.large))[0]
+    verified = interleaved(Task(lambda _: checkpoint.verify(source, ours), repeats=effort.large))[0]
     yield Row("verify DCP against safetensors, bit by bit", verified.seconds)
 
 
@@ -259,9 +259,9 @@ def _openings(folder: str, effort: Effort) -> Iterator[Row]:
         for name, layout in zip(metadata.state, targets, strict=True)
     }
     mine, from_dcp, peer = interleaved(
-        Job(lambda _: _planned(ours, wanted), forget, effort.peer),
-        Job(lambda _: _planned(theirs, wanted), forget, effort.slow_peer),
-        Job(lambda _: peers.read_and_plan(metadata.state, theirs), repeats=effort.slow_peer),
+        Task(lambda _: _planned(ours, wanted), forget, effort.peer),
+        Task(lambda _: _planned(theirs, wanted), forget, effort.slow_peer),
+        Task(lambda _: peers.read_and_plan(metadata.state, theirs), repeats=effort.slow_peer),
     )
     if not mine.result == from_dcp.result == peer.result:
         raise RuntimeError(f"{mine.result} and {from_dcp.result} copies, but the peer finds {peer.result}")

@@ -10,7 +10,7 @@ from benchmarks.caches import forget
 from benchmarks.measure import Effort, Row, Target
 from benchmarks.tilings import Corners
 from shardwise import Layout, Mesh, Part, plan
-from shardwise.bench.clock import Job, interleaved
+from shardwise.bench.clock import Task, interleaved
 from shardwise.bench.table import seconds
 
 TITLE = "One rank's part of a model"
@@ -55,10 +55,10 @@ def _row(case: str, tensors: Tensors, mesh: Mesh, effort: Effort) -> Row:
     asked = [(*load, placement) for load, (_, placement) in zip(loads, tensors, strict=True)]
     model = peers.model(list(islice(cycle(asked), COUNT)), mesh, RANK)
     ours, constructed, peer, items = interleaved(
-        Job(_parts, lambda: _layouts(tensors, mesh), effort.peer),
-        Job(lambda _: _parts(_layouts(tensors, mesh)), repeats=effort.slow_peer),
-        Job(lambda _: peers.local_load_plan(model), repeats=effort.peer),
-        Job(lambda _: [len(peers.read_items(load)) for load, *_ in islice(cycle(asked), COUNT)], repeats=effort.peer),
+        Task(_parts, lambda: _layouts(tensors, mesh), effort.peer),
+        Task(lambda _: _parts(_layouts(tensors, mesh)), repeats=effort.slow_peer),
+        Task(lambda _: peers.local_load_plan(model), repeats=effort.peer),
+        Task(lambda _: [len(peers.read_items(load)) for load, *_ in islice(cycle(asked), COUNT)], repeats=effort.peer),
     )
     found = sum(int((part.copies.target == RANK).sum()) for part in ours.result)
     if {found} != {peer.result, sum(items.result)}:

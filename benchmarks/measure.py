@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from dataclasses import dataclass
 
-from shardwise.bench.clock import Job
+from shardwise.bench.clock import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ FULL = Effort(ours=15, peer=7, slow_peer=3, small=200, medium=11, large=7)
 QUICK = Effort(ours=3, peer=1, slow_peer=1, small=30, medium=3, large=3)
 
 
-def peak_bytes(job: Job) -> int:
+def peak_bytes(job: Task) -> int:
     """The most memory that one call of a job allocates at a time, numpy's arrays included."""
     given = job.prepare()
     tracemalloc.start()

@@ -18,9 +18,9 @@ import shardwise as sw
 from benchmarks.caches import forget
 from benchmarks.measure import Effort, Row, Target, against_the_limit
 from benchmarks.memory import rise
-from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
+from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
-from shardwise.bench.moves import Side, silence
+from shardwise.bench.moves import Way, silence
 from shardwise.job.plan import ModelPlan, Tensor
 from shardwise.job.remap import links
 from shardwise.testing import on_ranks
@@ -82,7 +82,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         f"{checks / len(small) * 200 * 1e3:.2f} ms of one rank's own time (at most 2 ms wanted)"
     )
     yield Row(f"the same, {len(small)} tensors that stay where they are", still, None, "", None, note)
-    whole, part = interleaved(Job(lambda _: _planned().bytes_moved, forget), Job(lambda _: _own_part(), forget))
+    whole, part = interleaved(Task(lambda _: _planned().bytes_moved, forget), Task(lambda _: _own_part(), forget))
     yield Row("planning 1,000 tensors, 1,024 -> 512 owners", whole.seconds)
     yield Row("the same, one owner's part", part.seconds)
 
@@ -109,41 +109,41 @@ def _slowest(found: list[list[list[float]]]) -> list[float]:
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-class Measured(NamedTuple):
+class RankTimes(NamedTuple):
     """What a rank found, by the names of ways: when every repeat ran, and the most memory; the bytes of the plan."""
 
-    spans: dict[str, list[Span]]
+    spans: dict[str, list[Interval]]
     memory: dict[str, int]
     moved: int
 
 
-def _measured(shapes: Shapes, repeats: int) -> Measured:
+def _measured(shapes: Shapes, repeats: int) -> RankTimes:
     silence()
     mesh = DeviceMesh("cpu", list(range(RANKS)))
     source, target = ({name: tensor_of(shape, mesh, place(name)) for name, shape in shapes.items()} for place in PLACES)
     shared = sw.share_({name: x.clone() for name, x in source.items()})
     sync = sw.Resharder(source, target)
     ways = {
-        "Resharder.run": Side(lambda _: sync.run()),
+        "Resharder.run": Way(lambda _: sync.run()),
         "source shared": _syncing(sw.Resharder(shared, target)),
         "over the group": _syncing(sw.Resharder(source, target, transport="group")),
-        "reshard_state_dict": Side(lambda _: sw.reshard_state_dict(source, target)),
-        PEER: Side(lambda _: {name: x.redistribute(mesh, [placement(name)]) for name, x in source.items()}),
+        "reshard_state_dict": Way(lambda _: sw.reshard_state_dict(source, target)),
+        PEER: Way(lambda _: {name: x.redistribute(mesh, [placement(name)]) for name, x in source.items()}),
     }
     _check(ways, target)
     memory = {name: _memory(side) for name, side in ways.items()}
     copies = strided_copies(dist.get_rank(), [(entry.plan, entry.dtype, None) for entry in sync.plan.entries])
     assert copies is not None, "models are copied"
-    ways[LIMIT] = Side(lambda _: copies())
+    ways[LIMIT] = Way(lambda _: copies())
     spans, _ = every_repeat(*(side.job(repeats) for side in ways.values()))
-    return Measured(dict(zip(ways, spans, strict=True)), memory, sync.plan.bytes_moved)
+    return RankTimes(dict(zip(ways, spans, strict=True)), memory, sync.plan.bytes_moved)
 
 
-def _syncing(sync: sw.Resharder) -> Side:
-    return Side(lambda _: sync.run())
+def _syncing(sync: sw.Resharder) -> Way:
+    return Way(lambda _: sync.run())
 
 
-def _check(ways: dict[str, Side], target: dict[str, DTensor]) -> None:
+def _check(ways: dict[str, Way], target: dict[str, DTensor]) -> None:
     """All must find the same; those that return nothing write into the target."""
     expected = ways[PEER].run(None)
     for way, side in ways.items():
@@ -154,7 +154,7 @@ def _check(ways: dict[str, Side], target: dict[str, DTensor]) -> None:
             raise RuntimeError(f"the models differ: {way}")
 
 
-def _memory(side: Side) -> int:
+def _memory(side: Way) -> int:
     sw.release_staging()
     dist.barrier()
     return rise(lambda: side.run(None), "RssAnon", "RssShmem")

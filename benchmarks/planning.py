@@ -11,7 +11,7 @@ from benchmarks.measure import Effort, Row, Target, peak_bytes
 from benchmarks.table import size
 from benchmarks.tilings import Tiling, grid, guillotine, listed
 from shardwise import Layout, Mesh, Plan
-from shardwise.bench.clock import Job, interleaved
+from shardwise.bench.clock import Task, interleaved
 from shardwise.bench.table import seconds
 
 TITLE = "Planning"
@@ -66,9 +66,9 @@ def _whole_plans(effort: Effort) -> Iterator[Row]:
 def _against_dcp(case: str, source: Tiling, target: Tiling, bound: float, effort: Effort) -> Row:
     asked, made = peers.load(source.shape, source.corners(), target.corners()), _made(source, target)
     ours, constructed, peer = interleaved(
-        Job(copies, made, effort.ours, calls=3),
-        Job(lambda _: copies(made()), repeats=effort.ours, calls=3),
-        Job(lambda _: len(peers.read_items(asked)), repeats=effort.slow_peer),
+        Task(copies, made, effort.ours, calls=3),
+        Task(lambda _: copies(made()), repeats=effort.ours, calls=3),
+        Task(lambda _: len(peers.read_items(asked)), repeats=effort.slow_peer),
     )
     if ours.result != peer.result:
         raise RuntimeError(f"{case}: {ours.result} copies, but the peer finds {peer.result}")
@@ -78,7 +78,7 @@ def _against_dcp(case: str, source: Tiling, target: Tiling, bound: float, effort
 
 def _growth(effort: Effort) -> Row:
     few, many = ([guillotine(LARGE, count, seed=seed) for seed in (1, 2)] for count in (10_000, 100_000))
-    small, large = interleaved(Job(copies, _made(*few), effort.ours, 3), Job(copies, _made(*many), effort.peer))
+    small, large = interleaved(Task(copies, _made(*few), effort.ours, 3), Task(copies, _made(*many), effort.peer))
     note = f"{large.result:,} copies after {small.result:,}"
     case = "100,000 -> 100,000 random rectangles"
     return Row(case, large.seconds, small.seconds, "10,000", Target(15, most=True), note)
@@ -87,9 +87,9 @@ def _growth(effort: Effort) -> Row:
 def _strips(effort: Effort) -> Iterator[Row]:
     source, target = grid((40_000, 100_000), 10_000, 1), grid((40_000, 100_000), 8_000, 1)
     grids, strips, lists = interleaved(
-        Job(copies, _made(grid(SQUARE, 100, 100), grid(SQUARE, 80, 125)), effort.ours, 5),
-        Job(copies, _made(source, target), effort.ours, 5),
-        Job(copies, _made(listed(source), listed(target)), effort.ours, 5),
+        Task(copies, _made(grid(SQUARE, 100, 100), grid(SQUARE, 80, 125)), effort.ours, 5),
+        Task(copies, _made(source, target), effort.ours, 5),
+        Task(copies, _made(listed(source), listed(target)), effort.ours, 5),
     )
     base = grids.seconds / grids.result
     for case, found in ("10,000 -> 8,000 row strips, per copy", strips), ("the same strips as lists, per copy", lists):
@@ -113,7 +113,7 @@ MOVES = (
 def _parts(effort: Effort) -> Iterator[Row]:
     for name, move in MOVES:
         yield _one_owner(name, partial(_on_mesh, *move), effort)
-    (proof,) = interleaved(Job(Plan.verify, _planned, effort.slow_peer))
+    (proof,) = interleaved(Task(Plan.verify, _planned, effort.slow_peer))
     note = "fully sharded -> HSDP: all copies proven against both layouts"
     yield Row("verify() of a whole plan", proof.seconds, note=note)
 
@@ -127,9 +127,9 @@ def _on_mesh(shape: tuple[int, ...], source: str, target: str) -> Pair:
 
 def _one_owner(name: str, fresh: Callable[[], Pair], effort: Effort) -> Row:
     jobs = (
-        Job(part, fresh, effort.ours, calls=10),
-        Job(copies, fresh, effort.peer),
-        Job(lambda _: part(fresh()), repeats=effort.ours, calls=10),
+        Task(part, fresh, effort.ours, calls=10),
+        Task(copies, fresh, effort.peer),
+        Task(lambda _: part(fresh()), repeats=effort.ours, calls=10),
     )
     one, whole, constructed = interleaved(*jobs)
     memory, whole_memory = (size(peak_bytes(job)) for job in jobs[:2])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.measure import Effort
 from benchmarks.table import Sheet, binary
 from benchmarks.tensor import GIB, KIB, MIB, ready, repeats
-from shardwise.bench.clock import Span, every_repeat, together
+from shardwise.bench.clock import Interval, every_repeat, together
 from shardwise.bench.moves import GROUP, OUT, REDISTRIBUTE, SHARDED_TENSOR, SHARED, check, rows_to_columns, silence
 from shardwise.bench.table import seconds
 from shardwise.testing import on_ranks
@@ -73,7 +73,7 @@ def _points(effort: Effort) -> Iterator[Point]:
                 yield Point(ranks, size, {way: together(rank[way] for rank in found) / calls for way in found[0]})
 
 
-def _measured(size: int, effort: Effort, _rank: int) -> dict[str, list[Span]]:
+def _measured(size: int, effort: Effort, _rank: int) -> dict[str, list[Interval]]:
     silence()
     sides = rows_to_columns((isqrt(size // 4),) * 2, (OUT, SHARED, GROUP))
     if 2 * dist.get_world_size() * size > MOST:

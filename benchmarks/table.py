@@ -169,8 +169,8 @@ This page is written by the benchmark itself; do not edit it:
 
 Machine: {machine}.
 
-On your own machine, `shardwise bench` times a few moves in half a minute: over each transport, by torch's own ways, and as
-mere copies of the same cells. `--ranks` and `--size` choose how many processes, and how large a tensor; `--json` is for
+On your own machine, `shardwise bench` times a few moves in half a minute: over each transport, by torch's own ways, and
+as plain memory copies. `--ranks` and `--size` choose how many processes, and how large a tensor; `--json` is for
 tools.
 
 How to read it:

@@ -20,7 +20,7 @@ from benchmarks.measure import Effort, Row, Target, against_the_limit
 from benchmarks.memory import rise
 from benchmarks.table import binary
 from shardwise import sharded_tensor
-from shardwise.bench.clock import Span, every_repeat, together
+from shardwise.bench.clock import Interval, every_repeat, together
 from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import (
     FULL_TENSOR,
@@ -29,9 +29,9 @@ from shardwise.bench.moves import (
     PLAIN,
     SHARED,
     Shape,
-    Side,
-    Sides,
     Variant,
+    Way,
+    Ways,
     check,
     mesh_of,
     numbers,
@@ -89,7 +89,7 @@ class Case:
 
     name: str
     bytes: int
-    make: Callable[[Shape], Sides]
+    make: Callable[[Shape], Ways]
     aims: Mapping[str, Aims]
     ranks: int = RANKS
     without: frozenset[str] = field(default=frozenset())  # peers that would take too long
@@ -101,13 +101,13 @@ class Case:
         return side, side
 
 
-class Measured(NamedTuple):
+class RankTimes(NamedTuple):
     """What a rank found, by the names of ways: when every repeat ran, the most memory, bytes that ours brought.
 
     `moved` and `inline` are the plan's: all bytes, and those that travel inside of the agreement.
     """
 
-    spans: dict[str, list[Span]]
+    spans: dict[str, list[Interval]]
     memory: dict[str, int]
     brought: dict[str, int]
     moved: int
@@ -161,7 +161,7 @@ def _case(move: str, size: int, aims: Mapping[Variant, Aims], without: Any = ())
 # --- what is compared beside these -----------------------------------------------------------------------------------
 
 
-def _by_spec(shape: Shape) -> Sides:
+def _by_spec(shape: Shape) -> Ways:
     rows, columns = (sw.Layout.chunk(shape, dim, RANKS) for dim in (0, 1))
     by_rows, by_columns = (
         sharded_tensor.ChunkShardingSpec(dim, [f"rank:{n}/cpu" for n in range(RANKS)]) for dim in (0, 1)
@@ -171,11 +171,11 @@ def _by_spec(shape: Shape) -> Sides:
     def ours(_: Any) -> Any:  # a container of the same tensor is made every time: reshard changes it in place
         return FamiliarTensor._init_from_local_tensor(x.local_tensor(), by_rows, shape).reshard(by_columns)
 
-    plan, theirs = sw.plan(rows, columns, itemsize=4), Side(lambda _: sw.reshard(x, columns))
-    return Sides(plan, {"": Side(ours)}, {"reshard by layouts": theirs}, _limit(plan))
+    plan, theirs = sw.plan(rows, columns, itemsize=4), Way(lambda _: sw.reshard(x, columns))
+    return Ways(plan, {"": Way(ours)}, {"reshard by layouts": theirs}, _limit(plan))
 
 
-def _to_fewer(shape: Shape) -> Sides:
+def _to_fewer(shape: Shape) -> Ways:
     half, me = RANKS // 2, dist.get_rank()
     x = wrapped(numbers(sw.Layout.chunk(shape, 0, RANKS)), (mesh_of(1), [Shard(0)]), shape)
     fewer, width = DeviceMesh("cpu", list(range(half))), shape[1] // half
@@ -185,19 +185,19 @@ def _to_fewer(shape: Shape) -> Sides:
         return whole[:, me * width : (me + 1) * width] if me < half else None
 
     plan = sw.plan(sw.layout_of(x), sw.Layout.chunk(shape, 1, half), itemsize=4)
-    ours = Side(lambda _: sw.reshard(x, (fewer, [Shard(1)])))
-    return Sides(plan, {"": ours}, {FULL_TENSOR: Side(theirs)}, _limit(plan))
+    ours = Way(lambda _: sw.reshard(x, (fewer, [Shard(1)])))
+    return Ways(plan, {"": ours}, {FULL_TENSOR: Way(theirs)}, _limit(plan))
 
 
-def _limit(plan: sw.Plan) -> Side | None:
+def _limit(plan: sw.Plan) -> Way | None:
     copies = strided_copies(dist.get_rank(), [(plan, torch.float32, None)])
-    return None if copies is None else Side(lambda _: copies())
+    return None if copies is None else Way(lambda _: copies())
 
 
 # --- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def _measured(case: Case, effort: Effort, _rank: int) -> Measured:
+def _measured(case: Case, effort: Effort, _rank: int) -> RankTimes:
     silence()
     sides = case.make(case.shape)
     for name in case.without:
@@ -212,7 +212,7 @@ def _measured(case: Case, effort: Effort, _rank: int) -> Measured:
     spans, _ = every_repeat(*jobs)
     messages = sides.plan.traffic.size
     inline = int(messages[messages <= inline_bytes(case.ranks)].sum())
-    return Measured(dict(zip(ways, spans, strict=True)), memory, brought, sides.plan.bytes_moved, inline)
+    return RankTimes(dict(zip(ways, spans, strict=True)), memory, brought, sides.plan.bytes_moved, inline)
 
 
 def repeats(size: int, effort: Effort) -> tuple[int, int]:
@@ -222,13 +222,13 @@ def repeats(size: int, effort: Effort) -> tuple[int, int]:
     return (effort.medium if size <= 64 * MIB else effort.large), 1
 
 
-def _brought(side: Side) -> int:
+def _brought(side: Way) -> int:
     with Counted() as counted:
         side.run(side.prepare())
     return counted.bytes
 
 
-def _memory(side: Side) -> int:
+def _memory(side: Way) -> int:
     sw.release_staging()
     given = side.prepare()
     dist.barrier()
@@ -238,7 +238,7 @@ def _memory(side: Side) -> int:
 # --- what they found -------------------------------------------------------------------------------------------------
 
 
-def _rows(case: Case, effort: Effort, found: list[Measured]) -> Iterator[Row]:
+def _rows(case: Case, effort: Effort, found: list[RankTimes]) -> Iterator[Row]:
     _check_bytes(case, found)
     _, calls = repeats(case.bytes, effort)
     seconds = {way: together(rank.spans[way] for rank in found) / calls for way in found[0].spans}
@@ -258,7 +258,7 @@ def _rows(case: Case, effort: Effort, found: list[Measured]) -> Iterator[Row]:
                 yield against_the_limit(row, Target(share, percent=True))
 
 
-def _check_bytes(case: Case, found: list[Measured]) -> None:
+def _check_bytes(case: Case, found: list[RankTimes]) -> None:
     moved, inline = found[0].moved, found[0].inline
     for way in found[0].brought:
         brought = sum(rank.brought[way] for rank in found)

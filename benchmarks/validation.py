@@ -8,7 +8,7 @@ from benchmarks import peers
 from benchmarks.measure import Effort, Row, Target
 from benchmarks.tilings import Tiling, grid, guillotine
 from shardwise import Layout, sharded_tensor
-from shardwise.bench.clock import Job, interleaved
+from shardwise.bench.clock import Task, interleaved
 from shardwise.bench.table import seconds
 
 TITLE = "Validation"
@@ -37,10 +37,10 @@ def rows(effort: Effort) -> Iterator[Row]:
 def _row(case: str, tiling: Tiling, bound: float, repeats: int, peer_repeats: int) -> Row:
     objects = peers.shards(tiling.corners())
     ours, peer, plain, building = interleaved(
-        Job(lambda _: tiling.layout().validate(), repeats=repeats, calls=5),
-        Job(lambda _: peers.validate(objects), repeats=peer_repeats),
-        Job(lambda pieces: Layout.boxes(SHAPE, pieces).validate(), tiling.pieces, repeats),
-        Job(peers.shards, tiling.corners, repeats),
+        Task(lambda _: tiling.layout().validate(), repeats=repeats, calls=5),
+        Task(lambda _: peers.validate(objects), repeats=peer_repeats),
+        Task(lambda pieces: Layout.boxes(SHAPE, pieces).validate(), tiling.pieces, repeats),
+        Task(peers.shards, tiling.corners, repeats),
     )
     note = f"from plain numbers {seconds(plain.seconds)}, torch {seconds(building.seconds + peer.seconds)}"
     return Row(case, ours.seconds, peer.seconds, "torch", Target(bound), note)
@@ -50,7 +50,7 @@ def _metadata(case: str, tiling: Tiling, bound: float | None, effort: Effort) ->
     theirs = peers.gathered(SHAPE, tiling.corners())
     mine = [sharded_tensor.ShardedTensorMetadata.of(metadata) for metadata in theirs]
     ours, peer = interleaved(
-        Job(lambda _: sharded_tensor.build_global_metadata(mine), repeats=effort.ours),
-        Job(lambda _: peers.global_metadata(theirs), repeats=effort.slow_peer),
+        Task(lambda _: sharded_tensor.build_global_metadata(mine), repeats=effort.ours),
+        Task(lambda _: peers.global_metadata(theirs), repeats=effort.slow_peer),
     )
     return Row(case, ours.seconds, peer.seconds, "torch", Target(bound) if bound else None, "")

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.bench import bench, short, table
-from shardwise.bench.clock import Job, Span, every_repeat, interleaved, together
+from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
-from shardwise.bench.moves import GROUP, OUT, PLAIN, SHARED, Side, check, redistributed, rows_to_columns, silence
-from shardwise.bench.short import check_asked, memory_needed
+from shardwise.bench.moves import GROUP, OUT, PLAIN, SHARED, Way, check, redistributed, rows_to_columns, silence
+from shardwise.bench.short import check_options, memory_needed
 from shardwise.cli import app
 from shardwise.testing import RankError, on_ranks
 
@@ -68,7 +68,7 @@ def test_the_command_prints_a_table_with_its_legend():
 )
 def test_what_this_machine_cannot_do_is_refused(ranks, size, why):
     with pytest.raises(ValueError, match=why):
-        check_asked(ranks, size)
+        check_options(ranks, size)
 
 
 def test_a_size_that_is_none_is_refused_by_the_command():
@@ -97,7 +97,7 @@ def test_all_ways_to_move_lead_to_the_same():
 def test_a_way_that_leads_elsewhere_is_found():
     def work(_):
         sides = redistributed(["S0"], ["S1"], (4, 8), [OUT])
-        check(sides._replace(ours={"wrong": Side(lambda _: sides.out)}))  # which nobody writes into
+        check(sides._replace(ours={"wrong": Way(lambda _: sides.out)}))  # which nobody writes into
 
     with pytest.raises(RankError, match="wrong finds"):
         on_ranks(2, work)
@@ -120,14 +120,14 @@ def test_the_limit_copies_nothing_for_a_rank_without_a_part_and_is_none_for_sums
 
 def test_jobs_take_turns_with_what_was_prepared_for_them():
     said = []
-    jobs = [Job(said.append, lambda name=name: name, repeats) for name, repeats in (("a", 4), ("b", 2))]
+    jobs = [Task(said.append, lambda name=name: name, repeats) for name, repeats in (("a", 4), ("b", 2))]
     spans, _ = every_repeat(*jobs)
     assert said == ["a", "b", "a", "a", "b", "a"]
     assert [len(found) for found in spans] == [4, 2]
     assert all(start <= end for found in spans for start, end in found)
-    (timed,) = interleaved(Job(lambda given: given + 1, lambda: 1, calls=3))
+    (timed,) = interleaved(Task(lambda given: given + 1, lambda: 1, calls=3))
     assert timed.result == 2
 
 
 def test_ranks_that_take_turns_take_as_long_as_all_of_them():
-    assert together([[Span(0.0, 1.0)], [Span(1.0, 2.0)], [Span(2.0, 3.0)]]) == 3.0
+    assert together([[Interval(0.0, 1.0)], [Interval(1.0, 2.0)], [Interval(2.0, 3.0)]]) == 3.0

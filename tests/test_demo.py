@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwise import checkpoint, cli
 from shardwise.demo import run
-from shardwise.demo.folder import Folder
+from shardwise.demo.folder import DemoFolder
 from shardwise.demo.model import RENAME, Llama, planned
 
 SMALL = Llama(hidden=64, heads_kv=32, inner=96, words=128, layers=2)
@@ -29,7 +29,7 @@ KEPT = "of mine.txt"
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """A run in the directory of an earlier one, which also has a file of somebody else: what it printed, and where."""
-    earlier, words = Folder.claim(tmp_path_factory.mktemp("demo") / "out"), io.StringIO()
+    earlier, words = DemoFolder.claim(tmp_path_factory.mktemp("demo") / "out"), io.StringIO()
     for path in earlier.dcp / "stale", earlier.hf / "stale", earlier.scratch / "stale", earlier.path / KEPT:
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -111,7 +111,7 @@ def test_the_commands_that_it_names_work(told, shell):
     for words in commands:
         code, said = shell(*words)
         assert code == 0, said
-    assert "equal, bit by bit" in said
+    assert "equal, bit-for-bit" in said
     assert (folder.path / "dcp.html").is_file()
     parts = checkpoint.open(folder.path / "tp2")
     assert str(parts["model.layers.0.self_attn.q_proj.weight"].layout) == "64x64/S0@2"

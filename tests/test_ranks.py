@@ -47,7 +47,7 @@ def test_ranks_cannot_start_ranks(ranks):  # noqa: F811
 
 
 def test_a_rank_that_dies_is_reported(ranks):  # noqa: F811
-    with pytest.raises(RankError, match=r"rank 0 of 2 failed first.*\n.*died without a word"):
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed first.*\n.*died without a report"):
         ranks(2, lambda rank: os._exit(3) if rank == 0 else time.sleep(60))
 
 

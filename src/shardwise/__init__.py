@@ -1,7 +1,8 @@
-"""Any sharding of a tensor to any other: where every cell lives (`Layout`), how to move it (`Plan`), and `reshard`."""
+"""Reshard any PyTorch tensor, model or checkpoint from any layout to any other: `Layout`, `Plan`, `reshard`."""
 
-import importlib
-import typing
+from __future__ import annotations
+
+import typing as _typing
 
 from shardwise.errors import (
     CheckpointError,
@@ -16,7 +17,13 @@ from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
 from shardwise.planning import Copies, Copy, Part, Plan, plan
 
-if typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
+    from shardwise import activation as activation
+    from shardwise import checkpoint as checkpoint
+    from shardwise import report as report
+    from shardwise import sharded_tensor as sharded_tensor
+    from shardwise import state as state
+    from shardwise import testing as testing
     from shardwise.activation import input_reshard, input_reshard_handle
     from shardwise.state import (
         Concat,
@@ -80,17 +87,21 @@ _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
-_MODULES = ("activation", "checkpoint", "sharded_tensor", "state", "testing")
+_MODULES = ("activation", "checkpoint", "report", "sharded_tensor", "state", "testing")
 
+if not _typing.TYPE_CHECKING:  # type checkers see the imports above, and nothing else
 
-def __getattr__(name: str) -> typing.Any:
-    """What is imported only when it is used: the names that need torch, which takes seconds, and some modules."""
-    if name in _WITH_TORCH:
-        return getattr(importlib.import_module(f"shardwise.{_WITH_TORCH[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"shardwise.{name}")
-    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import a name that needs torch, which takes seconds, or a module when it is first used."""
+        from importlib import import_module
+
+        if name in _WITH_TORCH:
+            return getattr(import_module(f"shardwise.{_WITH_TORCH[name]}"), name)
+        if name in _MODULES:
+            return import_module(f"shardwise.{name}")
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WITH_TORCH})
+    """The public names and modules, and what every module has."""
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -29,12 +29,12 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="Any sharding of a tensor to any other: look at layouts, plan moves.",
+    help="Reshard tensors, models and checkpoints: show layouts, plan moves, convert and compare checkpoints.",
     epilog="Layouts are written like 4096x1024/S0@8 or 4096x1024/S0,R@fsdp=4,tp=2.",
 )
 
 LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@8", show_default=False)]
-Page = Annotated[Path | None, typer.Option(help="Also write a page to look at.")]
+Page = Annotated[Path | None, typer.Option(help="Also write an HTML page.")]
 
 
 SHELL = {  # options as errors of the library name them, and as the shell does
@@ -54,35 +54,37 @@ def _in_shell(text: str) -> str:
 
 
 def _say(text: str, *, err: bool = False) -> None:
-    """Print text that may have names from files in it, without control characters."""
+    """Print text without control characters: names from files may have some."""
     typer.echo(printable(text), err=err)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         _say(version("shardwise"))
         raise typer.Exit
 
 
 @app.callback()
 def shardwise(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Which it is.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Any sharding of a tensor to any other."""
+    """Reshard tensors, models and checkpoints from any layout to any other."""
 
 
 @app.command()
 def show(layout: LayoutText, html: Page = None) -> None:
     """Draw who holds what."""
-    found = parse(layout).validate()
-    terms = "" if found.op is None else f", {found.terms} terms to {found.op}"
-    _say(f"{found}: shape {found.shape} over {len(found.owners())} owners{terms}\n")
-    _say(report.draw(found))
-    idle = sorted(set(found.owners()).difference(found.form.holders.owners.tolist()))
+    parsed = parse(layout).validate()
+    terms = "" if parsed.op is None else f", {parsed.terms} terms to {parsed.op}"
+    _say(f"{parsed}: shape {parsed.shape} over {len(parsed.owners())} owners{terms}\n")
+    _say(report.draw(parsed))
+    idle = sorted(set(parsed.owners()).difference(parsed.form.holders.owners.tolist()))
     if idle:
         _say(f"\nnothing on owner {write_ranges(idle)}")
     if html is not None:
-        report.write(html, report.page(found))
+        report.write(html, report.page(parsed))
 
 
 @app.command()
@@ -90,14 +92,14 @@ def plan(
     source: LayoutText,
     target: LayoutText,
     itemsize: Annotated[int, typer.Option(help="Bytes per element.")] = 4,
-    max_bytes: Annotated[int | None, typer.Option(help="The most that an owner stages at a time.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Memory limit for staging, in bytes per owner.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Owners per host.")] = None,
     relabel: Annotated[bool, typer.Option(help="Let target owners be permuted so that the least moves.")] = False,
     verify: Annotated[bool, typer.Option(help="Prove the plan against both layouts.")] = False,
     json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
     html: Page = None,
 ) -> None:
-    """Tell what moves from SOURCE to TARGET, and who sends how much to whom."""
+    """Show what moves from SOURCE to TARGET, and who sends how much to whom."""
     made = make_plan(parse(source), parse(target), itemsize=itemsize, max_bytes=max_bytes, hosts=hosts, relabel=relabel)
     if verify:
         made.verify()
@@ -113,11 +115,11 @@ def plan(
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
 RulesFile = Annotated[
-    str | None, typer.Option(help="Rules (TOML, or llama, mistral, mixtral, qwen) of files of ranks.")
+    str | None, typer.Option(help="Rules (TOML, or llama, mistral, mixtral, qwen) of per-rank files.")
 ]
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
-Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first that fits holds.")]
-Selects = Annotated[list[str] | None, typer.Option(help="Only names that fit: 'layers.*'.")]
+Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
+Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'.")]
 Casts = Annotated[
     list[str] | None,
     typer.Option(
@@ -132,7 +134,7 @@ Concats = Annotated[
     typer.Option(help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes."),
 ]
 Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
-Transposes = Annotated[list[str] | None, typer.Option(help="Names whose dims are to be reversed.")]
+Transposes = Annotated[list[str] | None, typer.Option(help="Names of tensors to transpose (all dims reversed).")]
 ObjectsOf = Annotated[
     str | None,
     typer.Option(help="Objects of unknown classes: 'carry' keeps them unchanged, 'drop' leaves them out."),
@@ -154,17 +156,17 @@ def inspect(
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
 
-    found = checkpoints.open(checkpoint, rules=_rules(rules, mesh))
+    opened = checkpoints.open(checkpoint, rules=_rules(rules, mesh))
     console = Console(highlight=False)
-    if not console.is_terminal:  # names are not to be cut where another program reads them
+    if not console.is_terminal:  # another program may read the names: do not cut them
         console.width = max(console.width, 10_000)
-    if html is not None:  # before the listing, which who reads it may cut off
-        report.write(html, tables.page(found))
+    if html is not None:  # before the listing: its reader may close the pipe
+        report.write(html, tables.page(opened))
     if json:
-        _say(tables.as_json(found))
+        _say(tables.as_json(opened))
     else:
-        console.print(tables.tree(found) if tree else tables.table(found), soft_wrap=True)
-        console.print(f"\n{escape(tables.summary(found))}", soft_wrap=True)
+        console.print(tables.tree(opened) if tree else tables.table(opened), soft_wrap=True)
+        console.print(f"\n{escape(tables.summary(opened))}", soft_wrap=True)
 
 
 @app.command()
@@ -190,7 +192,7 @@ def convert(
     transpose: Transposes = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
-    max_bytes: Annotated[str, typer.Option(help="The most of values in memory.")] = "256MiB",
+    max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
     verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
     bar: Bar = True,
 ) -> None:
@@ -230,12 +232,12 @@ def convert(
 
 @contextmanager
 def _continued() -> Iterator[None]:
-    """Warnings become notes. Ctrl-C ends it as a signal does, and says what to do next."""
+    """Print warnings as notes. Ctrl-C exits with the code of a signal, and says what to do next."""
     try:
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as notes:
             yield
-        for one in found:
-            _say(f"note: {one.message}", err=True)
+        for note in notes:
+            _say(f"note: {note.message}", err=True)
     except KeyboardInterrupt as error:
         again = " to continue; files that are whole are reused" if hasattr(error, "__notes__") else ""
         _say(f"interrupted: run the same command again{again}", err=True)
@@ -264,7 +266,7 @@ def verify(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 where they differ.
 
-    With options as in convert: whether B is what A becomes by them.
+    With the options of convert: compare B with what A becomes by them.
     """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
@@ -273,25 +275,32 @@ def verify(
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
     changed = changes(rename, select, cast, concat, stack, transpose)
-    how: dict[str, Any] = {"jobs": jobs, "progress": "bar" if bar else None, "overflow": _overflow(allow_overflow)}
-    found = checkpoints.verify(one, other, **changed, **how, objects=objects)  # type: ignore[arg-type]
-    listed = found if all else found[:20]
+    differences = checkpoints.verify(
+        one,
+        other,
+        **changed,
+        overflow=_overflow(allow_overflow),
+        objects=objects,  # type: ignore[arg-type]
+        jobs=jobs,
+        progress="bar" if bar else None,
+    )
+    listed = differences if all else differences[:20]
     for difference in listed:
         _say(_in_shell(str(difference)))
-    if len(listed) < len(found):
-        _say(f"... and {len(found) - len(listed)} more differences: --all lists them")
+    if len(listed) < len(differences):
+        _say(f"... and {len(differences) - len(listed)} more differences: --all lists them")
     for line in tables.uncompared(one, other, select, objects):  # type: ignore[arg-type]
         _say(line)
-    if found:
+    if differences:
         raise SystemExit(1)
     by = ", by these options" if any(changed.values()) else ""
     Console(highlight=False).print(
-        f"equal, bit by bit{by}: {escape(in_line(one.path))} and {escape(in_line(other.path))}", soft_wrap=True
+        f"equal, bit-for-bit{by}: {escape(in_line(one.path))} and {escape(in_line(other.path))}", soft_wrap=True
     )
 
 
-def _right(opened: Mapping[str, Any], made: Checkpoint, casts: Sequence[Any]) -> str:
-    """How cells are that were read back. Codes that were cast by name are what was asked for, but right for nothing."""
+def _right(opened: Checkpoint, made: Checkpoint, casts: Sequence[object]) -> str:
+    """The verdict on cells that were read back. Quantised codes that were cast by name are not called right."""
     from shardwise.job.casting import PLAIN
 
     named = [rule[0] for rule in casts if isinstance(rule, tuple) and rule[0] in made]
@@ -313,7 +322,7 @@ def _rules(rules: str | None, mesh: list[str] | None) -> object:
 def demo(
     out: Annotated[Path, typer.Option(help="Where to leave the checkpoints and the page.")] = Path("demo"),
 ) -> None:
-    """The main job in one minute: save, plan, convert, load and sync a small model, on processes of this machine."""
+    """A tour in one minute: save, plan, convert, load and sync a small model, on processes of this machine."""
     from shardwise.demo import run
 
     run(Console(), out)
@@ -322,19 +331,19 @@ def demo(
 @app.command()
 def bench(
     ranks: Annotated[int, typer.Option(help="Processes of this machine.")] = 4,
-    size: Annotated[str, typer.Option(help="Of the tensor that is moved, such as 256MiB.")] = "64MiB",
+    size: Annotated[str, typer.Option(help="The size of the moved tensor, such as 256MiB.")] = "64MiB",
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
 ) -> None:
-    """Time a few moves on this machine: over each transport, by torch's own ways, and as mere copies of the same cells."""
+    """Time a few moves on this machine: over each transport, by torch's own ways, and as plain memory copies."""
     from shardwise import bench as benchmark
     from shardwise.checkpoint.asked import size_in_bytes
 
-    asked, console = size_in_bytes(size), Console(highlight=False)
+    bytes_moved, console = size_in_bytes(size), Console(highlight=False)
     if json:
-        _say(benchmark.as_json(list(benchmark.bench(ranks, asked)), ranks, asked))
+        _say(benchmark.as_json(list(benchmark.bench(ranks, bytes_moved)), ranks, bytes_moved))
         return
     with console.status(f"{size} of float32 on {ranks} processes"):
-        moves = list(benchmark.bench(ranks, asked))
+        moves = list(benchmark.bench(ranks, bytes_moved))
     console.print(benchmark.table(moves))
     console.print(benchmark.LEGEND.format(size=size, ranks=ranks), style="dim")
 
@@ -344,6 +353,6 @@ def main() -> None:
     try:
         app()
     except (ShardwiseError, ValueError, TypeError, OSError, MemoryError) as error:
-        said = escape(printable(_in_shell(str(error)))) or "out of memory"
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {said}", soft_wrap=True)
+        message = escape(printable(_in_shell(str(error)))) or "out of memory"
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", soft_wrap=True)
         raise SystemExit(2) from None

@@ -1,14 +1,14 @@
 """The exceptions of the library, one tree.
 
 ShardwiseError
-├── LayoutError (also ValueError)      a layout that cannot be, or does not cover its tensor
-│   └── NotationError                  a text that is not a layout: knows the position
+├── LayoutError (also ValueError)      an impossible layout, or one that does not cover its tensor
+│   └── NotationError                  a string that is not a layout: knows the position
 ├── PlanError (also ValueError)        a move that cannot be planned, or a plan used on other layouts
 ├── ExchangeError (also RuntimeError)  ranks that disagree or cannot take part, or a transport that broke
 │   ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
 │   └── RefusedTypeError (also TypeError)    the same, of a type
 ├── UnsupportedError (also NotImplementedError, and so RuntimeError)  an operation that sharded tensors do not have
-└── CheckpointError (also RuntimeError)      files that are no checkpoint, are damaged, or cannot be read or written
+└── CheckpointError (also RuntimeError)      files that are not a checkpoint, are damaged, or cannot be read or written
     └── RefusedCastError (also ValueError)   a cast that would change what values mean, or lose some of them
 """
 
@@ -18,7 +18,7 @@ from shardwise.quoting import printable
 
 
 class ShardwiseError(Exception):
-    """Everything that the library raises on purpose. Its text never has control characters, whatever names are in it.
+    """The base of all errors that the library raises on purpose. Messages never have control characters.
 
     >>> import shardwise as sw
     >>> try:
@@ -32,16 +32,16 @@ class ShardwiseError(Exception):
         return printable(super().__str__())
 
     def add_note(self, note: str, /) -> None:
-        """As text that a terminal may show."""
+        """Add a note, without control characters."""
         super().add_note(printable(note))
 
 
 class LayoutError(ShardwiseError, ValueError):
-    """A layout that cannot be, or that does not cover its tensor exactly."""
+    """An impossible layout, or one that does not cover its tensor exactly."""
 
 
 class NotationError(LayoutError):
-    """A text that is not a layout. `position` is where reading stopped.
+    """A string that is not a layout. `position` is where reading stopped.
 
     >>> from shardwise import parse
     >>> parse("8x6/S0@four")
@@ -65,7 +65,7 @@ class PlanError(ShardwiseError, ValueError):
 
 
 class ExchangeError(ShardwiseError, RuntimeError):
-    """Ranks that disagree, a rank that cannot take part, or a transport that broke. Every rank of the group raises it."""
+    """Ranks disagree, a rank cannot take part, or a transport broke. Every rank of the group raises it."""
 
 
 class RefusedValueError(ExchangeError, ValueError):
@@ -81,14 +81,14 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """Files that are no checkpoint, are damaged, or cannot be read or written. Names the file, tensor and bytes."""
+    """Files that are not a checkpoint, are damaged, or cannot be read or written. Names the file, tensor and bytes."""
 
 
 class RefusedCastError(CheckpointError, ValueError):
-    """A cast of values of a checkpoint that has to be asked for: of quantised codes, or beyond the range of a dtype."""
+    """A cast that needs an explicit option: of quantised codes, or beyond the range of a dtype."""
 
 
 def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:
-    """The part of a long text around `position`, and the blanks that bring a caret under it."""
+    """The part of a long string around `position`, and the blanks before a caret under it."""
     start = max(0, position - width // 2) if len(text) > width else 0
     return text[start : start + width], " " * (position - start)

@@ -1,4 +1,4 @@
-"""The notation of layouts: text <-> Spelling. Syntax alone; what the words mean is the layout's business.
+"""The notation of layouts: string <-> Spelling. Syntax only; `Layout` gives it meaning.
 
     4096x1024/S0@8                        rows over owners 0..7, by torch.chunk's rule
     4096x1024/S0,R@fsdp=4,tp=2            one placement per mesh axis: S<dim>, S<dim>:<split factor>, R, P, Pmax, ...
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a layout's text says: a shape, a kind with its dim and items, and owners arranged in a mesh.
+    """The parsed notation of a layout: a shape, a kind with its dim and items, and owners arranged in a mesh.
 
     `kind` is "mesh" (items are placement words) or one of KINDS (items are tuples of numbers).
     """
@@ -115,7 +115,7 @@ def read(text: str) -> Spelling:
 
 
 class _Reader:
-    """A cursor over the text; every expectation that fails raises with its position."""
+    """A cursor over the string; every expectation that fails raises with its position."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -164,10 +164,10 @@ class _Reader:
         if kind in ("boxes", "overlapping"):
             return self._list("+", lambda: self._box(ndim))
         if kind == "cyclic":
-            found = self._number("the size of a block")
+            block = self._number("the size of a block")
             if self.text.startswith(",", self.at):
                 self._fail("'@' and the owners: there is one block size")
-            return ((found,),)
+            return ((block,),)
         return self._list(",", lambda: (self._number("a size"),))
 
     def _box(self, ndim: int) -> Numbers:
@@ -232,10 +232,10 @@ class _Reader:
         return self._list(between, lambda: self._number(expected))
 
     def _list(self, between: str, item: Callable[[], T]) -> tuple[T, ...]:
-        found = [item()]
+        items = [item()]
         while self._accept(between):
-            found.append(item())
-        return tuple(found)
+            items.append(item())
+        return tuple(items)
 
     def _number(self, expected: str) -> int:
         digits = self._match(r"[0-9]+", expected)
@@ -249,19 +249,19 @@ class _Reader:
             self._fail(expected)
 
     def _accept(self, word: str) -> bool:
-        found = self.text.startswith(word, self.at)
-        self.at += len(word) * found
-        return found
+        accepted = self.text.startswith(word, self.at)
+        self.at += len(word) * accepted
+        return accepted
 
     def _ahead(self, pattern: str) -> re.Match[str] | None:
         return re.compile(pattern, re.ASCII).match(self.text, self.at)
 
     def _match(self, pattern: str, expected: str) -> str:
-        found = self._ahead(pattern)
-        if not found:
+        match = self._ahead(pattern)
+        if not match:
             self._fail(expected)
-        self.at = found.end()
-        return found.group()
+        self.at = match.end()
+        return match.group()
 
     def _fail(self, expected: str) -> NoReturn:
         raise NotationError(self.text, self.at, expected)

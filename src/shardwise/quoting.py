@@ -1,6 +1,6 @@
-"""Text and values from files, as a message or a terminal may show them: short, and without control characters.
+"""Strings and values from files, made safe for messages and terminals: short, and without control characters.
 
-All foreign text goes through here before it is printed: errors do it themselves, tables and pages for their cells.
+All foreign strings pass through here before they are printed: errors do it automatically, tables and pages per cell.
 """
 
 from __future__ import annotations

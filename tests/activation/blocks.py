@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwise as sw
-from shardwise.activation.kept import Kept
+from shardwise.activation.sharded_activation import ShardedActivation
 
 SIZES = (2, 3, 4)
 
@@ -164,7 +164,7 @@ def soon(found):
 
 def kept_alive(count):
     """True where so many values are kept in parts."""
-    return soon(lambda: sum(type(one) is Kept for one in gc.get_objects()) == count)
+    return soon(lambda: sum(type(one) is ShardedActivation for one in gc.get_objects()) == count)
 
 
 def hooks_are_off():

@@ -1,4 +1,4 @@
-"""Any shape, strides, dtype and nesting of inputs: what is restored is what was saved, bit by bit."""
+"""Any shape, strides, dtype and nesting of inputs: what is restored is what was saved, bit-for-bit."""
 
 import random
 

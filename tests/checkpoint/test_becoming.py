@@ -111,7 +111,7 @@ def test_the_command_takes_what_convert_takes(saved, tmp_path):
     out = str(tmp_path / "out")
     assert CliRunner().invoke(app, ["convert", str(saved), out, *options]).exit_code == 0
     found = CliRunner().invoke(app, ["verify", str(saved), out, *options])
-    assert (found.exit_code, "equal, bit by bit" in found.output) == (0, True)
+    assert (found.exit_code, "equal, bit-for-bit" in found.output) == (0, True)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_what_differs_is_listed_and_ends_with_one(shell, saved):
     torch.save({**WEIGHTS, "step": 7}, "same.pt")
     code, text = shell("verify", saved, "same.pt")
     assert code == 0
-    assert "equal, bit by bit" in text
+    assert "equal, bit-for-bit" in text
     assert "168/168 bytes" in text  # the bar
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed, written by itself on real ranks, read bit by bit; damaged ones raise one error."""
+"""Checkpoints of torch.distributed, written by itself on real ranks, read bit-for-bit; damaged ones raise one error."""
 
 import pickle
 import random

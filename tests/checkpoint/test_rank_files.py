@@ -1,4 +1,4 @@
-"""Directories with a file per rank: tensors cut by torch and put together again, bit by bit; bad ones are refused."""
+"""Directories with a file per rank: tensors cut by torch and put together again, bit-for-bit; bad ones are refused."""
 
 import pytest
 import torch

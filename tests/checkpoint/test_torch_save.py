@@ -1,4 +1,4 @@
-"""Files of torch.save: torch.load is the judge. What torch reads comes out bit by bit; the rest raises one error."""
+"""Files of torch.save: torch.load is the judge. What torch reads comes out bit-for-bit; the rest raises one error."""
 
 import json
 import random

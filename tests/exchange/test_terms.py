@@ -66,7 +66,7 @@ def in_order(values, op, wide=None):
 
 
 def assert_value(found, layout, value):
-    """Every owner has its cells of the value, bit by bit."""
+    """Every owner has its cells of the value, bit-for-bit."""
     whole = arrays_of([value], BITS[value.element_size()])[0]
     assert_same_buffers(arrays(found, whole.dtype), buffers(layout, whole))
 

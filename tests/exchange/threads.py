@@ -21,7 +21,7 @@ def outcomes(transports, work):
 
 
 def together(transports, work):
-    """For every transport what `work(transport)` gives. Where one raises, nobody waits for it, and the first error is raised."""
+    """The results of `work(transport)`. Raises the first error; nobody waits for the one that failed."""
     errors = []
 
     def watched(transport):

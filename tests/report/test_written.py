@@ -86,7 +86,7 @@ def test_only_pages_are_replaced_by_pages(monkeypatch, tmp_path, capsys):
         assert shell(monkeypatch, "inspect", tmp_path / "saved", "--html", page_path) == 0
     before = other.read_bytes()
     assert shell(monkeypatch, "inspect", tmp_path / "saved", "--html", other) == 2
-    assert "is there, and is no page: give another path" in capsys.readouterr().err
+    assert "exists and is not a page: choose another path" in capsys.readouterr().err
     assert other.read_bytes() == before
 
 

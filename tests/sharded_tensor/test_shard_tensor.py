@@ -63,7 +63,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks(ranks):  # noqa: F811
         return {
             "does not match with src_rank": refused(ValueError, lambda: ours.shard_tensor(x, spec, src_rank=rank)),
             "4x4/S0@2:1,0": refused(ValueError, lambda: ours.shard_tensor(x, rows(rank, 1 - rank))),
-            "gave None": refused(ValueError, lambda: ours.shard_tensor(x if rank else None, spec)),
+            "passed None": refused(ValueError, lambda: ours.shard_tensor(x if rank else None, spec)),
             "size": refused(ValueError, lambda: ours.shard_tensor(torch.zeros(4, 4 + rank), spec)),
             "dtype": refused(ValueError, lambda: ours.shard_tensor(torch.zeros(4, 4 - rank).int(), spec)),
             "strided": refused(ValueError, lambda: ours.shard_tensor(x.to_sparse() if rank else x, spec)),

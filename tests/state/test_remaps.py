@@ -182,7 +182,7 @@ def test_the_weights_of_a_llama_as_a_server_stores_them(ranks):  # noqa: F811
 RENAMES = [
     {"one.w": "first.w", "two.w": "second.w"},
     {"one.*": "first.*", "two.*": "second.*"},
-    [("one.w", "first.w"), ("o*", "never"), ("two.*", "second.*")],  # the first that fits holds
+    [("one.w", "first.w"), ("o*", "never"), ("two.*", "second.*")],  # the first match wins
     lambda name: name.replace("one", "first").replace("two", "second"),
     lambda name: [name.replace("one", "first").replace("two", "second")],
 ]

@@ -1,4 +1,4 @@
-"""Activations kept in parts between forward and backward."""
+"""Activations saved as shards between forward and backward."""
 
 from shardwise.activation.account import Account, Measure, measure
 from shardwise.activation.forward import input_reshard, input_reshard_handle

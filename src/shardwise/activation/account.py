@@ -1,4 +1,4 @@
-"""What activations cost: bytes that were saved, that are kept, and that had to be gathered again."""
+"""What activations cost: bytes saved for backward, bytes kept on this rank, and bytes gathered again."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Account:
-    """Of one module."""
+    """The account of one module."""
 
-    tensors: int = 0  # kept in parts
-    bytes_saved: int = 0  # that they have
+    tensors: int = 0  # saved as shards
+    bytes_saved: int = 0  # of these tensors, as a whole
     bytes_kept: int = 0  # of those, on this rank
     gathers: int = 0
     bytes_gathered: int = 0  # from other ranks
 
     def kept(self, whole: int, part: int) -> None:
-        """A tensor was kept in parts."""
+        """Count a tensor of which this rank keeps a part."""
         self.tensors += 1
         self.bytes_saved += whole
         self.bytes_kept += part
 
     def gathered(self, received: int) -> None:
-        """It was restored."""
+        """Count a tensor that was restored."""
         self.gathers += 1
         self.bytes_gathered += received
 
@@ -35,7 +35,7 @@ class Account:
 
 @dataclass
 class Measure:
-    """What was saved by modules under `input_reshard` on this rank, by module and in all.
+    """What modules under `input_reshard` saved on this rank, by module and in total.
 
     >>> m = Measure()
     >>> m.of("MLP 0").kept(4096, 1024)
@@ -48,27 +48,27 @@ class Measure:
     modules: dict[str, Account] = field(default_factory=dict)
 
     def of(self, module: str) -> Account:
-        """Of one module."""
+        """The account of one module."""
         return self.modules.setdefault(module, Account())
 
     @property
     def total(self) -> Account:
-        """Of all modules."""
+        """The sum over all modules."""
         return sum(self.modules.values(), Account())
 
     @property
     def bytes_saved(self) -> int:
-        """What would be kept without it."""
+        """What this rank would keep without `input_reshard`."""
         return self.total.bytes_saved
 
     @property
     def bytes_kept(self) -> int:
-        """What is kept of that."""
+        """What it keeps of that."""
         return self.total.bytes_kept
 
     @property
     def gathers(self) -> int:
-        """How often something was restored."""
+        """How many tensors were restored."""
         return self.total.gathers
 
     def __str__(self) -> str:
@@ -79,21 +79,21 @@ class Measure:
         )
 
 
-_active = ContextVar[Measure | None]("the accounting that is on", default=None)
+_active = ContextVar[Measure | None]("active measure", default=None)
 
 
 @contextmanager
 def measure() -> Iterator[Measure]:
-    """Account for what is saved inside, and for restoring it, whenever that is."""
-    found = Measure()
-    token = _active.set(found)
+    """Account for what is saved inside the context, and for restoring it, even if that happens later."""
+    active = Measure()
+    token = _active.set(active)
     try:
-        yield found
+        yield active
     finally:
         _active.reset(token)
 
 
 def account_of(module: str) -> Account:
-    """Where to write down what a module does."""
+    """The account of a module in the active measure."""
     active = _active.get()
     return Account() if active is None else active.of(module)

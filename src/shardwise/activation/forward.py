@@ -4,55 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count, zip_longest
 from threading import local
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.activation.account import account_of
 from shardwise.activation.digest import difference
-from shardwise.activation.frame import Frame, Rule
-from shardwise.activation.kept import Home
-from shardwise.activation.saved import Saved, Untouched
+from shardwise.activation.forward_scope import ForwardScope, SavePolicy
+from shardwise.activation.saved import PackedTensor, UnshardedTensor
+from shardwise.activation.sharded_activation import ActivationStore
 from shardwise.errors import LayoutError
 from shardwise.job.agree import together
 from shardwise.job.session import group_transport
 from shardwise.torch_internals import is_mesh
 from shardwise.torch_internals.autograd import backward_task, saved_tensors_hooks_on, transforming
+from shardwise.torch_internals.pytree import argument_leaves
+
+Forward = Callable[..., Any]
 
 
-class Frames(local):
-    """Those of this thread, the innermost last: as torch's own hooks for saved tensors."""
+class ScopeStack(local):
+    """The scopes of this thread, the innermost last: as torch's own hooks for saved tensors."""
 
     def __init__(self) -> None:
-        self.stack = list[Frame]()
+        self.scopes = list[ForwardScope]()
 
 
-_frames = Frames()
-_numbers = count()  # of modules, to tell those of one type apart
+_stack = ScopeStack()
+_numbers = count()  # tell modules of one type apart
 
 
 def input_reshard(
     module: torch.nn.Module,
-    tp_device_mesh: Any,
+    tp_device_mesh: DeviceMesh,
     input_reshard_dim: int | None = None,
     *,
     what: Literal["inputs", "all"] = "inputs",
     check: bool | None = None,
-    least: int = Rule.least,
+    least: int = SavePolicy.least,
     name: str | None = None,
 ) -> torch.nn.Module:
     """Keep this rank's part of what the module saves for backward, where that is the same on all ranks of the mesh.
 
-    That is: tensors that the module gets as inputs, and DTensors that are replicated on the mesh. Backward restores the
-    whole, bit-for-bit. `input_reshard_dim` is torch's: None for nothing at all; any number means the same here. Of a
-    mesh with several dims the first one counts, as in torch: give `mesh["tp"]` where that is another.
+    That is: the module's input tensors, and DTensors that are replicated on the mesh. Backward restores the whole,
+    bit-for-bit. `input_reshard_dim` is torch's: None leaves the module as it is; all numbers mean the same here. On a
+    mesh of several dims the first one counts, as in torch: pass `mesh["tp"]` to use another.
 
-    `what="all"`: everything that is saved is known to be the same. `check=True`: compare all values in forward; False:
-    compare nothing; else a sample of them before they are used. `least`: bytes of what is worth it. `name`: in errors
-    and measures.
+    `what="all"`: everything that the module saves is known to be the same. `check=True`: compare all values in forward;
+    False: compare nothing; None: compare a sample of the values before backward uses them. `least`: tensors of fewer
+    bytes stay whole. `name`: the module's name in errors and measures.
     """
     if input_reshard_dim is None:
         return module
@@ -60,59 +64,59 @@ def input_reshard(
         raise ValueError(f"what= must be 'inputs' or 'all', not {what!r}")
     if not is_mesh(tp_device_mesh):
         raise LayoutError(f"input_reshard needs a DeviceMesh, such as mesh['tp'], not {tp_device_mesh!r}")
-    known = input_reshard_handle(module)
-    if known is not None:
-        known.remove()
-    named = name or f"{type(module).__name__} {next(_numbers)}"
-    module.forward = Resharding(module, tp_device_mesh, named, Rule(what == "all", check, least))
+    previous = input_reshard_handle(module)
+    if previous is not None:
+        previous.remove()
+    label = name or f"{type(module).__name__} {next(_numbers)}"
+    module.forward = Resharding(module, tp_device_mesh, label, SavePolicy(what == "all", check, least))
     return module
 
 
 def input_reshard_handle(module: torch.nn.Module) -> Resharding | None:
-    """What `input_reshard` put on a module, to `remove()` it; None where there is nothing."""
+    """The handle of a module under `input_reshard`, to `remove()` it; None for other modules."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, Resharding) else None
 
 
 class Resharding:
-    """Stands in for the forward of a module, with an eye on what autograd saves.
+    """Replaces the forward of a module, and watches what autograd saves.
 
-    Not as hooks of the module: those are left on when somebody interrupts it.
+    Hooks of the module would stay on after an interrupt.
     """
 
-    def __init__(self, module: torch.nn.Module, mesh: Any, name: str, rule: Rule) -> None:
-        self.module, self.mesh, self.name, self.rule = module, mesh, name, rule
+    def __init__(self, module: torch.nn.Module, mesh: DeviceMesh, name: str, policy: SavePolicy) -> None:
+        self.module, self.mesh, self.name, self.policy = module, mesh, name, policy
         self._before = vars(module).get("forward")
         self._on = True
 
     def remove(self) -> None:
         """Leave the module as it was."""
-        self._on = False  # in case something else has taken the place since
+        self._on = False  # in case another wrapper has replaced it since
         if vars(self.module).get("forward") is self:
             del self.module.forward
             if self._before is not None:
                 self.module.forward = self._before
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that it stands for, also for who asks for its signature."""
+    def __wrapped__(self) -> Forward:
+        """The forward that it replaces; inspect.signature finds it here, too."""
         return self._before or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._needed():
             return self.__wrapped__(*args, **kwargs)
-        frame = self._frame(args, kwargs)
-        with self._watched(frame):
-            found = self.__wrapped__(*args, **kwargs)
-        if frame.compare:
-            mine = [(kept.label, kept.digest) for kept in frame.kept.values()]
+        scope = self._scope(args, kwargs)
+        with self._watch(scope):
+            output = self.__wrapped__(*args, **kwargs)
+        if scope.compare:
+            mine = [(activation.label, activation.digest) for activation in scope.activations.values()]
             self._compare(lambda: mine)
-        return found
+        return output
 
     def _needed(self) -> bool:
-        """Not where nothing is saved, nor where somebody else has asked for all that is saved: checkpoints, offloads.
+        """False where nothing is saved, or where other hooks take all that is saved: checkpoints, offloads.
 
-        What is computed again in backward is used at once.
+        Also in backward: what is computed again there is used at once.
         """
         return (
             self._on
@@ -124,53 +128,52 @@ class Resharding:
             and saved_tensors_hooks_on() in (None, _pack)
         )
 
-    def _frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        home = Home.of(group_transport(self.mesh.get_group(0)))
-        frame = Frame(home, self.mesh, self.module, self.name, self.rule, account_of(self.name))
-        frame.outermost = next((outer for outer in _frames.stack if outer.home is home), None)
-        if self.rule.check:
-            (frame.outermost or frame).compare = True
-        leaves, _ = tree_flatten_with_path((args, kwargs))
-        return frame.take((f"input{keystr(path[1:])}", leaf) for path, leaf in leaves)
+    def _scope(self, args: tuple[object, ...], kwargs: dict[str, object]) -> ForwardScope:
+        store = ActivationStore.of(group_transport(self.mesh.get_group(0)))
+        scope = ForwardScope(store, self.mesh, self.module, self.name, self.policy, account_of(self.name))
+        scope.outermost = next((outer for outer in _stack.scopes if outer.store is store), None)
+        if self.policy.check:
+            (scope.outermost or scope).compare = True
+        return scope.take_inputs((f"input{path}", leaf) for path, leaf in argument_leaves(args, kwargs))
 
     @contextmanager
-    def _watched(self, frame: Frame) -> Iterator[None]:
-        _frames.stack.append(frame)
+    def _watch(self, scope: ForwardScope) -> Iterator[None]:
+        _stack.scopes.append(scope)
         try:
             with _hooks():
                 yield
         except BaseException as error:
-            if frame.compare:
+            if scope.compare:
                 self._tell(error)
             raise
         finally:
-            _frames.stack.pop()
+            _stack.scopes.pop()
 
     def _tell(self, error: BaseException) -> None:
-        """Those who compare have to hear that this rank does not."""
-
-        def failed() -> NoReturn:
-            raise error
-
+        """Tell the ranks that compare that this one failed."""
         if isinstance(error, Exception):
             with suppress(Exception):
-                self._compare(failed)
+                self._compare(partial(_raise, error))
 
     def _compare(self, say: Callable[[], list[tuple[str, int]]]) -> None:
         """Raise on every rank where any of them has other values."""
-        together("input_reshard", say, _compared, group=self.mesh.get_group(0))
+        together("input_reshard", say, _check_same, group=self.mesh.get_group(0))
 
 
-def _compared(told: dict[int, list[tuple[str, int]]]) -> None:
-    for saved in zip_longest(*told.values()):
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _check_same(digests: dict[int, list[tuple[str, int]]]) -> None:
+    for saved in zip_longest(*digests.values()):
         if len(set(saved)) > 1:
             label = next(one[0] for one in saved if one is not None)
-            raise ValueError(difference(label, dict(zip(told, saved, strict=True))))
+            raise ValueError(difference(label, dict(zip(digests, saved, strict=True))))
 
 
 @contextmanager
 def _hooks() -> Iterator[None]:
-    """torch's hooks for saved tensors, unless they are on."""
+    """torch's hooks for saved tensors; nothing where they are on already."""
     if saved_tensors_hooks_on() is _pack:
         yield
     else:
@@ -178,13 +181,13 @@ def _hooks() -> Iterator[None]:
             yield
 
 
-def _pack(tensor: torch.Tensor) -> Saved | Untouched:
-    for frame in reversed(_frames.stack):
-        saved = frame.saved(tensor)
+def _pack(tensor: torch.Tensor) -> PackedTensor | UnshardedTensor:
+    for scope in reversed(_stack.scopes):
+        saved = scope.save(tensor)
         if saved is not None:
             return saved
-    return Untouched.of(tensor)
+    return UnshardedTensor.of(tensor)
 
 
-def _unpack(saved: Saved | Untouched) -> torch.Tensor:
-    return saved.restored()
+def _unpack(saved: PackedTensor | UnshardedTensor) -> torch.Tensor:
+    return saved.restore()

@@ -1,77 +1,77 @@
-"""A tensor that autograd saves, as some of the bytes that are kept."""
+"""A tensor that autograd saves, as a view of the bytes of a sharded activation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from shardwise.activation.kept import Kept
-from shardwise.torch_internals.memory import dressed_as
+from shardwise.activation.sharded_activation import ShardedActivation
+from shardwise.torch_internals.memory import DTensorSpec, version_of, with_spec
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Which tensor is made of the bytes that are kept."""
+class PackedTensor:
+    """Which tensor is made of the bytes of a sharded activation."""
 
-    kept: Kept
+    activation: ShardedActivation
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     start: int  # in elements
-    spec: Any  # of a DTensor
+    spec: DTensorSpec | None  # of a DTensor
 
-    def restored(self) -> torch.Tensor:
-        """The same again."""
-        whole = self.kept.whole()
+    def restore(self) -> torch.Tensor:
+        """The tensor, with the same values."""
+        whole = self.activation.whole()
         local = torch.empty(0, dtype=self.dtype, device=whole.device)
         local.set_(whole.untyped_storage(), self.start, self.shape, self.stride)
-        return local if self.spec is None else dressed_as(self.spec, local)
+        return local if self.spec is None else with_spec(self.spec, local)
 
 
 @dataclass(frozen=True, slots=True)
-class Untouched:
-    """A saved tensor that stays as it is. torch does not look for changes in place where there are hooks."""
+class UnshardedTensor:
+    """A saved tensor that stays whole. torch does not look for changes in place where there are hooks."""
 
     tensor: torch.Tensor
     version: int
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Untouched:
-        """Apart from its history: an output that its own history holds would never be freed."""
-        apart = tensor.detach() if tensor.grad_fn is not None else tensor
-        return Untouched(apart, _version(apart))
+    def of(tensor: torch.Tensor) -> UnshardedTensor:
+        """Without its history: an output that its own history refers to would never be freed."""
+        detached = tensor.detach() if tensor.grad_fn is not None else tensor
+        return UnshardedTensor(detached, version_of(detached))
 
-    def restored(self) -> torch.Tensor:
-        """The same, if it is."""
-        if _version(self.tensor) != self.version:
+    def restore(self) -> torch.Tensor:
+        """The tensor; refused if it was changed in place since."""
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(self.tensor.shape)} is at version {_version(self.tensor)}, "
+                f"tensor of shape {tuple(self.tensor.shape)} is at version {version_of(self.tensor)}, "
                 f"expected version {self.version}"
             )
         return self.tensor
 
 
 @dataclass(frozen=True)
-class Cells:
-    """How the elements of a tensor lie in memory: densely, in some order of dims, or as a copy that does."""
+class StorageRegion:
+    """The bytes of a storage that a tensor is made of: one dense range, or a dense copy where it has gaps."""
 
-    key: tuple[Any, ...]  # tensors of a storage with equal keys are made of the same bytes
+    key: tuple[object, ...]  # tensors of one storage with equal keys are made of the same bytes
     start: int | None  # in bytes; None for a copy
     count: int  # of elements
-    stride: tuple[int, ...]  # in what is kept
+    stride: tuple[int, ...]  # in the saved bytes
+    size: int  # in bytes
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Cells:
-        """Dims that are only repeated count once.
+    def of(tensor: torch.Tensor) -> StorageRegion:
+        """The region of a tensor. Dims that are only repeated count once.
 
         >>> x = torch.zeros(4, 6)
-        >>> Cells.of(x).key == Cells.of(x.t()).key == Cells.of(x.view(2, 12)).key, Cells.of(x[1:]).key
-        (True, (24, 72))
+        >>> [StorageRegion.of(y).key for y in (x, x.t(), x.view(2, 12), x[1:])]
+        [(0, 96), (0, 96), (0, 96), (24, 72)]
         """
         count, dense = 1, True
         for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -80,30 +80,31 @@ class Cells:
                 count *= size
         if dense:
             start = int(tensor.storage_offset()) * tensor.element_size()
-            return Cells((start, count * tensor.element_size()), start, count, tensor.stride())
+            size = count * tensor.element_size()
+            return StorageRegion((start, size), start, count, tensor.stride(), size)
         key = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return Cells(key, None, count, _dense(tensor))
+        return StorageRegion(key, None, count, _dense(tensor), count * tensor.element_size())
 
-    def place_of(self, tensor: torch.Tensor) -> int | None:
-        """Which element of these bytes a tensor of the same storage begins with; None where it is not all in there."""
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """The element of this region where a tensor of the same storage begins; None where it is not all inside."""
         if self.start is None:
-            return 0 if Cells.of(tensor).key == self.key else None
+            return 0 if StorageRegion.of(tensor).key == self.key else None
         size = tensor.element_size()
         first = int(tensor.storage_offset()) * size - self.start
         last = first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) * size
-        inside = first >= 0 and last + size <= self.key[1] and first % size == 0
+        inside = first >= 0 and last + size <= self.size and first % size == 0
         return first // size if inside else None
 
     def bytes(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of them, in a row."""
+        """All bytes of the region, as one row."""
         if self.start is None:
             return _once(tensor).permute(_order(tensor)).contiguous().view(-1).view(torch.uint8)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return flat.set_(tensor.untyped_storage(), self.start, (self.count * tensor.element_size(),), (1,))
+        return flat.set_(tensor.untyped_storage(), self.start, (self.size,), (1,))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """True for what is made of bytes in memory: no meta tensors, wrappers, or views that are negated when read."""
+    """True for a tensor made of bytes in memory: not for meta tensors, wrappers, or views negated when read."""
     plain = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
@@ -124,12 +125,8 @@ def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what is only repeated."""
+    """The tensor without repeated cells."""
     for dim, stride in enumerate(tensor.stride()):
         if not stride:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -12,88 +12,88 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Something to time: `prepare` makes the input of every call anew, while the clock stands.
+class Task:
+    """A function to time: `prepare` makes a new input for every call, outside the timed interval.
 
     A repeat is so many calls in a row: more than one where a single call is too short to be timed alone. `start` comes
     right before it, as where ranks have to meet.
     """
 
-    run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
+    run: Callable[[Any], object]
+    prepare: Callable[[], object] = lambda: None
     repeats: int = 1
     calls: int = 1
-    start: Callable[[], Any] = lambda: None
+    start: Callable[[], object] = lambda: None
 
     def due(self, turn: int, turns: int) -> bool:
         """Is this job's repeat due? They are spread evenly over all turns.
 
-        >>> [Job(print, repeats=2).due(turn, 4) for turn in range(4)]
+        >>> [Task(print, repeats=2).due(turn, 4) for turn in range(4)]
         [True, False, True, False]
         """
         return turn * self.repeats % turns < self.repeats
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class Timing:
     """Seconds per call, the median of a job's repeats; and what the last call returned."""
 
     seconds: float
-    result: Any
+    result: object
 
 
-class Span(NamedTuple):
-    """From when to when a repeat took, by the clock that all processes of a machine share."""
+class Interval(NamedTuple):
+    """Start and end of a repeat, by the clock that all processes of a machine share."""
 
     start: float
     end: float
 
 
-def interleaved(*jobs: Job) -> list[Timed]:
+def interleaved(*jobs: Task) -> list[Timing]:
     """All jobs in turn, again and again."""
     spans, results = every_repeat(*jobs)
-    took = [median(end - start for start, end in found) / job.calls for job, found in zip(jobs, spans, strict=True)]
-    return [Timed(seconds, result) for seconds, result in zip(took, results, strict=True)]
+    took = [median(end - start for start, end in repeats) / job.calls for job, repeats in zip(jobs, spans, strict=True)]
+    return [Timing(seconds, result) for seconds, result in zip(took, results, strict=True)]
 
 
-def every_repeat(*jobs: Job) -> tuple[list[list[Span]], list[Any]]:
+def every_repeat(*jobs: Task) -> tuple[list[list[Interval]], list[object]]:
     """All jobs in turn, again and again: for every job the spans of its repeats, and what its last call returned."""
     turns = max(job.repeats for job in jobs)
-    spans: list[list[Span]] = [[] for _ in jobs]
-    results: list[Any] = [None for _ in jobs]
+    spans: list[list[Interval]] = [[] for _ in jobs]
+    results: list[object] = [None for _ in jobs]
     for turn in range(turns):
         for n, job in enumerate(jobs):
             if job.due(turn, turns):
-                results[n] = None  # what is returned anew may need the room
+                results[n] = None  # the next result may need its memory
                 span, results[n] = _once(job)
                 spans[n].append(span)
     return spans, results
 
 
-def together(ranks: Iterable[Sequence[Span]]) -> float:
+def together(ranks: Iterable[Sequence[Interval]]) -> float:
     """Seconds from when the first rank starts until the last one is done: the median over repeats.
 
     (Ranks that need not wait for each other may run one after the other, where there are more of them than cores.)
 
-    >>> together([[Span(0, 2), Span(5, 9), Span(20, 21)], [Span(1, 3), Span(5, 6), Span(20, 29)]])
-    4
+    >>> together([[Interval(0, 2), Interval(5, 9)], [Interval(1, 3), Interval(5, 6)]])
+    3.5
     """
     return median(max(end for _, end in turn) - min(start for start, _ in turn) for turn in zip(*ranks, strict=True))
 
 
-def _once(job: Job) -> tuple[Span, Any]:
+def _once(job: Task) -> tuple[Interval, object]:
     inputs = [job.prepare() for _ in range(job.calls)]
     job.start()
     with _no_collector():
         start = perf_counter()
         for given in inputs:
             result = job.run(given)
-        return Span(start, perf_counter()), result
+        return Interval(start, perf_counter()), result
 
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """As in timeit: a sweep through everybody's objects is not for whoever is on the clock to pay."""
+    """As in timeit: garbage collection is not timed."""
     gc.disable()
     try:
         yield

@@ -1,9 +1,8 @@
-"""What no transport can beat: the copies of a move on memory of one's own, without a word to anybody."""
+"""What no transport can beat: the copies of a move on memory of one's own, without messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from shardwise.planning import Plan
 Tensors = Sequence[torch.Tensor]
 
 
-def strided_copies(rank: int, moves: Iterable[tuple[Plan, torch.dtype, Tensors | None]]) -> Callable[[], Any] | None:
+def strided_copies(rank: int, moves: Iterable[tuple[Plan, torch.dtype, Tensors | None]]) -> Callable[[], object] | None:
     """All boxes of this rank's targets, out of memory that is laid out as the pieces of the sources are.
 
     Every move has a plan, a dtype, and the rank's target tensors; None for new ones. They are overwritten. What is
@@ -28,7 +27,7 @@ def strided_copies(rank: int, moves: Iterable[tuple[Plan, torch.dtype, Tensors |
             here.append(ours)
             there.append(theirs)
     for source in there:
-        source.fill_(1)  # pages that nobody has written are all one and the same
+        source.fill_(1)  # unwritten pages all map to one and the same page
     return lambda: torch._foreach_copy_(here, there) if here else None
 
 
@@ -37,12 +36,12 @@ def _views(
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     if rank not in plan.target:
         return
-    found = _room(plan.target, rank, dtype) if target is None else target
+    targets = _room(plan.target, rank, dtype) if target is None else target
     copies = plan.for_owner(rank).copies
     for peer in sorted({int(owner) for owner in copies.source[copies.target == rank]}):
         source = _room(plan.source, peer, dtype)
-        for theirs, ours in across(plan, (0, 0), (peer, rank), _strides(source), _strides(found)):
-            yield ours.of(found), theirs.of(source)
+        for theirs, ours in across(plan, (0, 0), (peer, rank), _strides(source), _strides(targets)):
+            yield ours.of(targets), theirs.of(source)
 
 
 def _room(layout: Layout, owner: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A move, made in all the ways that there are: ours, torch's, and the copies that no way can do without."""
+"""A move, made in every way: ours, torch's, and the plain memory copies that none can avoid."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from shardwise.bench.clock import Job
+from shardwise.bench.clock import Task
 from shardwise.bench.limit import strided_copies
 from shardwise.layout import Layout, Mesh
 from shardwise.planning import Plan, plan
 from shardwise.state import empty
 from shardwise.tensor import ShardedTensor, reshard
+from shardwise.torch_internals import RemoteDevice
 from shardwise.transports import TransportChoice
 
 Shape = tuple[int, int]
+Lying = Layout | tuple[DeviceMesh, list[Placement]]  # how a tensor is sharded
 AHEAD = 2e-3  # seconds in which everybody has heard when to start
 REDISTRIBUTE, FULL_TENSOR, SHARDED_TENSOR = "redistribute", "full_tensor", "ShardedTensor"
 
 
-class Side(NamedTuple):
+class Way(NamedTuple):
     """One way to make a move: `run` is timed, `prepare` makes what it is called with."""
 
-    run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
+    run: Callable[[Any], object]
+    prepare: Callable[[], object] = lambda: None
 
-    def job(self, repeats: int, calls: int = 1) -> Job:
+    def job(self, repeats: int, calls: int = 1) -> Task:
         """Of all ranks, which start together."""
-        return Job(self.run, self.prepare, repeats, calls, meet)
+        return Task(self.run, self.prepare, repeats, calls, meet)
 
 
-class Sides(NamedTuple):
-    """All ways to make a move, by name, on one rank; `limit` is None where it is more than copies.
+class Ways(NamedTuple):
+    """All ways to make a move, by name, on one rank; `limit` is None where a move does more than copy.
 
-    `out` is the tensor that ours write into where they are asked to.
+    `out` is the tensor that ours write into with out=.
     """
 
     plan: Plan
-    ours: dict[str, Side]
-    peers: dict[str, Side]
-    limit: Side | None
+    ours: dict[str, Way]
+    peers: dict[str, Way]
+    limit: Way | None
     out: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How `reshard` is called: into a tensor that is there, from one in shared memory, over which transport.
+    """How `reshard` is called: into an existing tensor, from one in shared memory, over which transport.
 
     >>> str(Variant(out=True, shared=True)), str(Variant())
     ('source shared, out=', '')
@@ -67,60 +69,60 @@ class Variant:
 
     def __str__(self) -> str:
         words = {"over the group": self.transport == "group", "source shared": self.shared, "out=": self.out}
-        return ", ".join(word for word, said in words.items() if said)
+        return ", ".join(word for word, holds in words.items() if holds)
 
 
 PLAIN, OUT = Variant(), Variant(out=True)
 SHARED, GROUP = Variant(out=True, shared=True), Variant(out=True, transport="group")
 
 
-def rows_to_columns(shape: Shape, variants: Iterable[Variant]) -> Sides:
+def rows_to_columns(shape: Shape, variants: Iterable[Variant]) -> Ways:
     """Containers of ours; torch's ShardedTensor and DTensor can do the same."""
     rows, columns = (Layout.chunk(shape, dim, dist.get_world_size()) for dim in (0, 1))
-    made, mesh = _sides(shape, rows, columns, rows, columns, variants), mesh_of(1)
+    made, mesh = _ways(shape, rows, columns, rows, columns, variants), mesh_of(1)
     local = numbers(rows)
     x = wrapped(local, (mesh, [Shard(0)]), shape)
     peers = {
         SHARDED_TENSOR: _torch_sharded(local, shape),
-        REDISTRIBUTE: Side(lambda _: x.redistribute(mesh, [Shard(1)])),
+        REDISTRIBUTE: Way(lambda _: x.redistribute(mesh, [Shard(1)])),
     }
     return made._replace(peers=peers)
 
 
-def redistributed(source: Sequence[str], target: Sequence[str], shape: Shape, variants: Iterable[Variant]) -> Sides:
+def redistributed(source: Sequence[str], target: Sequence[str], shape: Shape, variants: Iterable[Variant]) -> Ways:
     """DTensors, on all ranks in a row or in two rows; words as in ["S0", "R"]."""
     mesh = mesh_of(len(source))
     here, there = (Layout.on_mesh(shape, _ours(mesh), list(words)) for words in (source, target))
     goal = placements(target)
-    made = _sides(shape, here, there, (mesh, placements(source)), (mesh, goal), variants)
+    made = _ways(shape, here, there, (mesh, placements(source)), (mesh, goal), variants)
     x = wrapped(numbers(here), (mesh, placements(source)), shape)
-    peers = {REDISTRIBUTE: Side(lambda _: x.redistribute(mesh, goal))}
+    peers = {REDISTRIBUTE: Way(lambda _: x.redistribute(mesh, goal))}
     if set(target) == {"R"}:
-        peers[FULL_TENSOR] = Side(lambda _: x.full_tensor())
+        peers[FULL_TENSOR] = Way(lambda _: x.full_tensor())
     return made._replace(peers=peers)
 
 
-def _sides(shape: Shape, here: Layout, there: Layout, kind: Any, to: Any, variants: Iterable[Variant]) -> Sides:
-    asked = list(variants)
+def _ways(shape: Shape, here: Layout, there: Layout, kind: Lying, to: Lying, variants: Iterable[Variant]) -> Ways:
+    every = list(variants)
     made, rank = plan(here, there, itemsize=4), dist.get_rank()
     x = wrapped(numbers(here), kind, shape)
-    shared = _shared(kind, shape, here) if any(variant.shared for variant in asked) else None
-    room = torch.zeros(there.local_shape(rank)) if any(variant.out for variant in asked) else None
+    shared = _shared(kind, shape, here) if any(variant.shared for variant in every) else None
+    room = torch.zeros(there.local_shape(rank)) if any(variant.out for variant in every) else None
     out = None if room is None else wrapped(room, to, shape)
 
-    def side(variant: Variant) -> Side:
+    def side(variant: Variant) -> Way:
         source, target = shared if variant.shared else x, out if variant.out else None
-        return Side(lambda _: reshard(source, to, out=target, transport=variant.transport))
+        return Way(lambda _: reshard(source, to, out=target, transport=variant.transport))
 
     copies = strided_copies(rank, [(made, torch.float32, None if room is None else [room])])
-    limit = None if copies is None else Side(lambda _: copies())
-    return Sides(made, {str(variant): side(variant) for variant in asked}, {}, limit, room)
+    limit = None if copies is None else Way(lambda _: copies())
+    return Ways(made, {str(variant): side(variant) for variant in every}, {}, limit, room)
 
 
-def _torch_sharded(local: torch.Tensor, shape: Shape) -> Side:
-    names: list[Any] = [f"rank:{n}/cpu" for n in range(dist.get_world_size())]
+def _torch_sharded(local: torch.Tensor, shape: Shape) -> Way:
+    names: list[str | RemoteDevice] = [f"rank:{n}/cpu" for n in range(dist.get_world_size())]
     by_rows, by_columns = (ChunkShardingSpec(dim=dim, placements=names) for dim in (0, 1))
-    return Side(
+    return Way(
         lambda given: given.reshard(by_columns),
         # reshard changes the container in place, but not the tensor that it was made of
         lambda: TorchShardedTensor._init_from_local_tensor(local, by_rows, shape),
@@ -130,7 +132,7 @@ def _torch_sharded(local: torch.Tensor, shape: Shape) -> Side:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def wrapped(local: torch.Tensor, kind: Any, shape: Shape) -> Any:
+def wrapped(local: torch.Tensor, kind: Lying, shape: Shape) -> Any:
     """This rank's part as a sharded tensor: of a layout, or of (mesh, placements)."""
     if isinstance(kind, Layout):
         return ShardedTensor(local, kind)
@@ -138,7 +140,7 @@ def wrapped(local: torch.Tensor, kind: Any, shape: Shape) -> Any:
     return DTensor.from_local(local, mesh, places, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
 
 
-def _shared(kind: Any, shape: Shape, layout: Layout) -> Any:
+def _shared(kind: Lying, shape: Shape, layout: Layout) -> torch.Tensor:
     x = empty(kind, shape, shared=True)
     local = local_of(x)
     assert local is not None, "all ranks have a part"
@@ -146,12 +148,13 @@ def _shared(kind: Any, shape: Shape, layout: Layout) -> Any:
     return x
 
 
-def local_of(x: Any) -> torch.Tensor | None:
+def local_of(x: object) -> torch.Tensor | None:
     """This rank's tensor of a sharded tensor of any kind, or of a plain one."""
-    if x is None or type(x) is torch.Tensor:
-        return x
-    found: torch.Tensor = x.to_local() if isinstance(x, DTensor) else x.local_tensor()
-    return found
+    if isinstance(x, DTensor):
+        return x.to_local()
+    if isinstance(x, ShardedTensor | TorchShardedTensor):
+        return x.local_tensor()
+    return x if isinstance(x, torch.Tensor) else None
 
 
 def numbers(layout: Layout) -> torch.Tensor:
@@ -179,7 +182,7 @@ def placements(words: Iterable[str]) -> list[Placement]:
 
 
 def silence() -> None:
-    """What the peers say once: that redistribute gathers and cuts over gloo, and that ShardedTensor grows old."""
+    """Silence warnings of the peers: redistribute gathers and cuts over gloo, and ShardedTensor is deprecated."""
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
 
@@ -192,17 +195,17 @@ def meet() -> None:
     sleep(max(0.0, start.item() - perf_counter()))
 
 
-def check(sides: Sides) -> None:
-    """All ways must lead to the same: every rank compares its local tensors, bit by bit."""
+def check(sides: Ways) -> None:
+    """All ways must lead to the same: every rank compares its local tensors, bit-for-bit."""
     expected: torch.Tensor | None = None
     for number, (name, side) in enumerate((sides.peers | sides.ours).items()):
         if sides.out is not None:
             sides.out.zero_()
-        found = local_of(side.run(side.prepare()))
+        local = local_of(side.run(side.prepare()))
         if number == 0:
-            expected = None if found is None else found.clone()
-        elif not _same(found, expected):
-            raise RuntimeError(f"rank {dist.get_rank()}: {name or 'ours'} finds {found}, but others {expected}")
+            expected = None if local is None else local.clone()
+        elif not _same(local, expected):
+            raise RuntimeError(f"rank {dist.get_rank()}: {name or 'ours'} finds {local}, but others {expected}")
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.clock import Span, every_repeat, together
+from shardwise.bench.clock import Interval, every_repeat, together
 from shardwise.bench.moves import (
     GROUP,
     OUT,
@@ -22,7 +22,7 @@ from shardwise.bench.moves import (
     SHARDED_TENSOR,
     SHARED,
     Shape,
-    Sides,
+    Ways,
     check,
     redistributed,
     rows_to_columns,
@@ -36,15 +36,15 @@ VARIANTS = (OUT, SHARED, GROUP) if sys.platform == "linux" else (OUT, GROUP)  # 
 SECONDS = 3.0  # for a move, about
 FEWEST, MOST = 3, 50  # repeats
 ITEMSIZE = 4
-Make = Callable[[Shape], Sides]
+Make = Callable[[Shape], Ways]
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """A move that was measured: seconds of every way, and the bytes between ranks.
+class MoveTimes:
+    """The times of a move: seconds of every way, and the bytes between ranks.
 
-    `ours`, `shared` (the source in shared memory) and `group` (over the process group) write into tensors that are
-    there. What is None cannot do it.
+    `ours`, `shared` (the source in shared memory) and `group` (over the process group) write into existing
+    tensors. None: this way cannot do the move.
     """
 
     move: str
@@ -67,22 +67,22 @@ class Moved:
         """How close ours comes to a strided copy of the same boxes, which takes this part of its time."""
         return self.limit / self.ours
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, float | str | None]:
         """Everything, with the ratios."""
         return asdict(self) | {"ratio": self.ratio, "of_the_limit": self.of_the_limit}
 
 
-def bench(ranks: int = 4, size: int = 2**26) -> Iterator[Moved]:
+def bench(ranks: int = 4, size: int = 2**26) -> Iterator[MoveTimes]:
     """Measure one move after the other, of a square float32 tensor of about `size` bytes."""
-    check_asked(ranks, size)
+    check_options(ranks, size)
     shape = _shape(ranks, size)
     import_module("torch._dynamo")  # as the first DTensor does: once, and not on every rank
     for name, make in _moves(ranks):
-        yield _moved(name, on_ranks(ranks, partial(_measured, make, shape), timeout=600))
+        yield _times(name, on_ranks(ranks, partial(_measure, make, shape), timeout=600))
 
 
-def check_asked(ranks: int, size: int) -> None:
-    """Refuse what this machine cannot do."""
+def check_options(ranks: int, size: int) -> None:
+    """Refuse options that this machine cannot satisfy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(8, 2 * cores)
     if not 2 <= ranks <= most:
@@ -126,15 +126,15 @@ def _dtensors(source: str, target: str) -> Make:
     return partial(redistributed, source.split(","), target.split(","), variants=VARIANTS)
 
 
-class Measured(NamedTuple):
-    """What a rank found: every repeat of every way; bytes moved, and the fewest possible."""
+class RankTimes(NamedTuple):
+    """The times of one rank: every repeat of every way; bytes moved, and the fewest possible."""
 
-    spans: dict[str, list[Span]]
+    spans: dict[str, list[Interval]]
     bytes_moved: int
     lower_bound: int
 
 
-def _measured(make: Make, shape: Shape, _rank: int) -> Measured:
+def _measure(make: Make, shape: Shape, _rank: int) -> RankTimes:
     silence()
     sides = make(shape)
     check(sides)
@@ -143,7 +143,7 @@ def _measured(make: Make, shape: Shape, _rank: int) -> Measured:
     once, _ = every_repeat(*(side.job(1) for side in ways.values()))
     repeats = _repeats(sum(end - start for ((start, end),) in once))
     spans, _ = every_repeat(*(side.job(repeats) for side in ways.values()))
-    return Measured(dict(zip(ways, spans, strict=True)), sides.plan.bytes_moved, sides.plan.lower_bound)
+    return RankTimes(dict(zip(ways, spans, strict=True)), sides.plan.bytes_moved, sides.plan.lower_bound)
 
 
 def _repeats(turn: float) -> int:
@@ -153,9 +153,9 @@ def _repeats(turn: float) -> int:
     return max(FEWEST, min(MOST, int(SECONDS / slowest.item())))
 
 
-def _moved(name: str, found: list[Measured]) -> Moved:
-    seconds = {way: together(rank.spans[way] for rank in found) for way in found[0].spans}
-    return Moved(
+def _times(name: str, reports: list[RankTimes]) -> MoveTimes:
+    seconds = {way: together(rank.spans[way] for rank in reports) for way in reports[0].spans}
+    return MoveTimes(
         move=name,
         ours=seconds[str(OUT)],
         shared=seconds.get(str(SHARED)),
@@ -163,6 +163,6 @@ def _moved(name: str, found: list[Measured]) -> Moved:
         sharded_tensor=seconds.get(SHARDED_TENSOR),
         redistribute=seconds[REDISTRIBUTE],
         limit=seconds["limit"],
-        bytes_moved=found[0].bytes_moved,
-        lower_bound=found[0].lower_bound,
+        bytes_moved=reports[0].bytes_moved,
+        lower_bound=reports[0].lower_bound,
     )

@@ -1,4 +1,4 @@
-"""What the short benchmark found, to be read."""
+"""The results of the short benchmark as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 from rich.table import Table
 
-from shardwise.bench.short import Moved
+from shardwise.bench.short import MoveTimes
 from shardwise.planning import size as in_words
 
 WAYS = {
@@ -25,8 +25,8 @@ LEGEND = """\
 A float32 tensor of {size} on {ranks} processes of this machine, one thread each.
 Medians, from when the first process starts until the last one is done.
 shardwise: reshard(x, to, out=y)   source shared: x made by empty(shared=True)
-over the group: transport="group"       limit: mere copies of the same cells, where
-each process has all of them in its own memory, and nobody talks to anybody"""
+over the group: transport="group"       limit: a plain memory copy of the same cells,
+within each process, without messages"""
 
 
 def seconds(value: float) -> str:
@@ -41,7 +41,7 @@ def seconds(value: float) -> str:
     return f"{float(f'{value / scale:.3g}'):g} {unit}"
 
 
-def table(moves: Sequence[Moved]) -> Table:
+def table(moves: Sequence[MoveTimes]) -> Table:
     """A column for every move."""
     made = Table("", *(move.move for move in moves))
     for column in made.columns[1:]:
@@ -57,7 +57,7 @@ def table(moves: Sequence[Moved]) -> Table:
     return made
 
 
-def as_json(moves: Sequence[Moved], ranks: int, size: int) -> str:
+def as_json(moves: Sequence[MoveTimes], ranks: int, size: int) -> str:
     """Everything, for tools."""
     return json.dumps(
         {"machine": machine(), "ranks": ranks, "size": size, "moves": [move.to_json() for move in moves]}, indent=2
@@ -65,7 +65,7 @@ def as_json(moves: Sequence[Moved], ranks: int, size: int) -> str:
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures depend on."""
+    """The machine and the versions that the times depend on."""
     versions = {name: version(name).partition("+")[0] for name in ("numpy", "torch")}
     cores = os.cpu_count() or 1
     system = f"{platform.system()} {platform.machine()}"

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
-from shardwise.torch_internals import OnMesh, Shards, is_dtensor, is_mesh, is_spec, is_torch_sharded, on_mesh
+from shardwise.torch_internals import (
+    DTensorContainer,
+    TorchShardedContainer,
+    is_dtensor,
+    is_mesh,
+    is_spec,
+    is_torch_sharded,
+    on_mesh,
+)
 from shardwise.torch_internals.memory import is_chunked, whole_shape
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import Members, of_job
@@ -153,9 +161,9 @@ def kind_of(x: Any) -> Kind:
             f"(sharded_tensor.init_from_local_shards)"
         )
     if is_dtensor(x):
-        return OnMesh.of(x)
+        return DTensorContainer.of(x)
     if is_torch_sharded(x):
-        return Shards.of(x)
+        return TorchShardedContainer.of(x)
     what = f"a plain tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
     raise LayoutError(
         f"{what} does not say where its cells live: give a DTensor or a ShardedTensor "
@@ -180,7 +188,7 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
                 f"{to!r} is a spec of torch, whose ShardedTensor knows ranks of one job alone, but owners of this "
                 f"group are ranks of the group: use a spec of shardwise.sharded_tensor, or a Layout"
             )
-        return Shards.by(to, shape, group)
+        return TorchShardedContainer.by(to, shape, group)
     if is_sharded(to) or is_chunked(to):
         return kind_of(to)
     raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")

@@ -1,13 +1,13 @@
-"""The sync as one would write it with torch alone: what ours is held against, in values and in time."""
+"""The sync written with torch alone: ours is compared with it, in values and in time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardwise.demo.model import FUSED, SERVERS, TENSOR_PARALLEL, TRAINERS, Llama, Weights
 from shardwise.layout import Shard
@@ -23,14 +23,14 @@ class ByHand:
     rank: int
     weights: Weights
     slots: Mapping[str, torch.Tensor]
-    line: Any  # the group of one trainer and all servers
+    line: dist.ProcessGroup  # the group of one trainer and all servers
 
     @staticmethod
     def of(rank: int, llama: Llama, weights: Weights, target: Mapping[str, ShardedTensor] | None) -> ByHand:
         """Every rank calls, for the group."""
         return ByHand(rank, weights, _slots(llama, target or {}), dist.new_group([SENDER, *SERVING]))
 
-    def sync(self, source: Mapping[str, Any] | None) -> None:
+    def sync(self, source: Mapping[str, DTensor] | None) -> None:
         """Gather a weight on the trainers, send it whole to all servers, and cut it there: one after the other."""
         for name, like in self.weights.items():
             whole = torch.empty_like(like) if source is None else source[name].full_tensor()
@@ -40,7 +40,7 @@ class ByHand:
                 self.slots[name].copy_(self._part(name, whole))
 
     def compare(self, scale: float) -> None:
-        """Raise unless a server has its part of the weights times a number, bit by bit; then forget what it has."""
+        """Raise unless a server has its part of the weights times a number, bit-for-bit; then clear it."""
         for name, slot in self.slots.items():
             torch.testing.assert_close(slot, self._part(name, self.weights[name]) * scale, rtol=0, atol=0)
             slot.zero_()
@@ -54,12 +54,12 @@ class ByHand:
 
 def _slots(llama: Llama, target: Mapping[str, ShardedTensor]) -> Weights:
     """Where a server keeps each weight of the trainers: q, k and v one after the other."""
-    found, rows = Weights(), [length // len(SERVING) for length in llama.segments]
+    slots, rows = Weights(), [length // len(SERVING) for length in llama.segments]
     for name, tensor in target.items():
-        local: Any = tensor.local_tensor()
+        local = tensor.local_tensor()
         if FUSED in name:
-            parts = zip("qkv", local.split(rows), strict=True)
-            found |= {name.replace(FUSED, f"{part}_proj"): slot for part, slot in parts}
+            parts = zip("qkv", torch.split(local, rows), strict=True)
+            slots |= {name.replace(FUSED, f"{part}_proj"): slot for part, slot in parts}
         else:
-            found[name] = local
-    return found
+            slots[name] = local
+    return slots

@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardwise import checkpoint
 from shardwise.demo.figures import Figure, by_turns, check, seconds_of
-from shardwise.demo.folder import Folder
+from shardwise.demo.folder import DemoFolder
 from shardwise.demo.model import RENAME, Llama
 from shardwise.demo.stage import heading, say
 
 SHARDS = 4  # files of the Hugging Face checkpoint, about
 
 
-def convert(console: Console, folder: Folder, llama: Llama) -> list[Figure]:
+def convert(console: Console, folder: DemoFolder, llama: Llama) -> list[Figure]:
     """Convert and compare with a bar, then by turns with torch's converter."""
     heading(console, 3, "It becomes Hugging Face's safetensors, in one process and without GPUs")
     limit = llama.bytes // SHARDS
@@ -36,7 +36,7 @@ def convert(console: Console, folder: Folder, llama: Llama) -> list[Figure]:
         )
     check(not differences, f"{folder.hf} differs from {folder.dcp}: {differences[:1]}")
     files = len({path for entry in made.values() for path in entry.used()})
-    say(console, f"{folder.hf}: {len(made)} tensors in {files} files and an index; equal, bit by bit.\n")
+    say(console, f"{folder.hf}: {len(made)} tensors in {files} files and an index; equal, bit-for-bit.\n")
     with folder.aside() as aside:
         times = by_turns({"ours": _ours(folder.dcp, aside, limit), "torch": _torchs(folder.dcp, aside)})
     ours, torchs = (seconds_of([times], side) for side in ("ours", "torch"))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardwise.bench.table import seconds
 from shardwise.demo.figures import TURNS, Figure
-from shardwise.demo.folder import Folder
+from shardwise.demo.folder import DemoFolder
 from shardwise.demo.stage import MARGIN, heading, say, show
 from shardwise.job.plan import ModelPlan
 from shardwise.planning import size
@@ -19,8 +19,8 @@ from shardwise.planning import size
 TITLE = "A Llama-shaped model from 4 trainers (FSDP) to 2 servers (TP)"
 
 
-def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Figure], took: float) -> None:
-    """What was seen, and what is left behind."""
+def end(console: Console, folder: DemoFolder, plan: ModelPlan, figures: Sequence[Figure], took: float) -> None:
+    """Print the times, and what is left behind."""
     heading(console, 6, "What it took, beside torch on the same machine")
     show(console, _table(figures))
     say(console, f"Medians of {TURNS} turns; from the first rank's start to the last one's end.")
@@ -35,7 +35,7 @@ def end(console: Console, folder: Folder, plan: ModelPlan, figures: Sequence[Fig
         console.print(Text(f"{MARGIN}{command}", style="green"), soft_wrap=True)
 
 
-def commands(folder: Folder) -> list[str]:
+def commands(folder: DemoFolder) -> list[str]:
     """To try next: look at the checkpoint, write it as the servers hold it, and compare that."""
     dcp, tp2, page = (quote(str(path)) for path in (folder.dcp, folder.path / "tp2", folder.path / "dcp.html"))
     return [

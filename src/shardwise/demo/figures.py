@@ -1,19 +1,21 @@
-"""What is measured: a job of ours and torch's way to the same, by turns."""
+"""Times of ours and of torch's way to the same result, by turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
-from shardwise.bench.clock import Job, Span, every_repeat, together
+from shardwise.bench.clock import Interval, Task, every_repeat, together
 from shardwise.errors import ExchangeError
 from shardwise.testing import RankError, on_ranks
 
+T = TypeVar("T")
 TURNS = 5
 PATIENCE = 600.0  # seconds: a busy machine is slow, and not broken
 
-Times = dict[str, list[Span]]
+Times = dict[str, list[Interval]]
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,17 @@ def by_turns(jobs: Mapping[str, Callable[[int], object]], meet: Callable[[], obj
     for job in jobs.values():
         meet()
         job(0)
-    timed = [Job(job, count(1).__next__, repeats=TURNS, start=meet) for job in jobs.values()]
+    timed = [Task(job, count(1).__next__, repeats=TURNS, start=meet) for job in jobs.values()]
     return dict(zip(jobs, every_repeat(*timed)[0], strict=True))
 
 
 def seconds_of(reports: Sequence[Times], name: str) -> float:
-    """Of a job on all ranks together."""
+    """The time of a job on all ranks together."""
     return together(report[name] for report in reports)
 
 
-def ranks(count: int, work: Callable[[int], dict[str, object]]) -> list[dict[str, object]]:
-    """`on_ranks`, with what went wrong in one line."""
+def ranks(count: int, work: Callable[[int], T]) -> list[T]:
+    """`on_ranks`, with errors as one line."""
     try:
         return on_ranks(count, work, timeout=PATIENCE, patience=PATIENCE)
     except RankError as error:
@@ -51,6 +53,6 @@ def ranks(count: int, work: Callable[[int], dict[str, object]]) -> list[dict[str
 
 
 def check(holds: bool, what: str) -> None:
-    """Say what is wrong, if it is."""
+    """Raise where something does not hold."""
     if not holds:
         raise ExchangeError(f"this should not be: {what}")

@@ -12,15 +12,15 @@ MARKER = ".shardwise-demo"
 
 
 @dataclass(frozen=True)
-class Folder:
-    """Where things are in it."""
+class DemoFolder:
+    """The paths in the directory."""
 
     path: Path
 
     @staticmethod
-    def claim(path: Path) -> Folder:
+    def claim(path: Path) -> DemoFolder:
         """Make it, or take it over from an earlier demo: without what that one left."""
-        found = Folder(path)
+        folder = DemoFolder(path)
         marker = path / MARKER
         if path.exists() and not path.is_dir():
             raise FileExistsError(f"{path} is a file: give a directory, shardwise demo --out DIR")
@@ -30,9 +30,9 @@ class Folder:
             )
         path.mkdir(parents=True, exist_ok=True)
         marker.write_text("shardwise demo wrote dcp, hf and report.html, and replaces them when it runs again.\n")
-        for old in found.dcp, found.hf, found.scratch, found.report:
+        for old in folder.dcp, folder.hf, folder.scratch, folder.report:
             _remove(old)
-        return found
+        return folder
 
     @property
     def dcp(self) -> Path:
@@ -46,12 +46,12 @@ class Folder:
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """The HTML page."""
         return self.path / "report.html"
 
     @property
     def scratch(self) -> Path:
-        """For what is only timed."""
+        """The directory of files that are only timed."""
         return self.path / "scratch"
 
     @contextmanager

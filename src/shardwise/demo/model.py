@@ -37,11 +37,11 @@ class Llama:
     layers: int = 8
 
     def shapes(self) -> Shapes:
-        """Of all weights."""
-        found: Shapes = {"model.embed_tokens.weight": (self.words, self.hidden)}
+        """The shapes of all weights."""
+        shapes: Shapes = {"model.embed_tokens.weight": (self.words, self.hidden)}
         for n in range(self.layers):
-            found |= {f"model.layers.{n}.{name}.weight": shape for name, shape in self._layer().items()}
-        return found | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.words, self.hidden)}
+            shapes |= {f"model.layers.{n}.{name}.weight": shape for name, shape in self._layer().items()}
+        return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.words, self.hidden)}
 
     def _layer(self) -> Shapes:
         rows = {"q": self.hidden, "k": self.heads_kv, "v": self.heads_kv, "o": self.hidden}
@@ -61,7 +61,7 @@ class Llama:
 
     @property
     def bytes(self) -> int:
-        """Of all weights, once."""
+        """The bytes of all weights, once."""
         return sum(map(prod, self.shapes().values())) * DTYPE.itemsize
 
     def weights(self) -> Weights:
@@ -75,14 +75,14 @@ LLAMA_8B = Llama(hidden=4096, heads_kv=1024, inner=14336, words=128256, layers=3
 
 def fused(weights: Weights) -> Weights:
     """As servers have them: q, k and v of a layer are one."""
-    found = Weights()
+    result = Weights()
     for name, weight in weights.items():
         if ".q_proj." in name:
             parts = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
-            found[name.replace("q_proj", FUSED)] = torch.cat(parts)
+            result[name.replace("q_proj", FUSED)] = torch.cat(parts)
         elif ".k_proj." not in name and ".v_proj." not in name:
-            found[name] = weight
-    return found
+            result[name] = weight
+    return result
 
 
 def trained(shapes: Shapes, trainers: Mesh = TRAINERS) -> dict[str, Layout]:
@@ -93,14 +93,14 @@ def trained(shapes: Shapes, trainers: Mesh = TRAINERS) -> dict[str, Layout]:
 def served(llama: Llama, servers: Mesh = SERVERS) -> dict[str, Layout]:
     """Tensor parallel; every server has a part of q, of k and of v in one tensor."""
     rules, ranks = replace(TENSOR_PARALLEL, mesh=servers), servers.ranks.reshape(-1).tolist()
-    found = dict[str, Layout]()
+    layouts = dict[str, Layout]()
     for name, shape in llama.shapes().items():
         if ".q_proj." in name:
             whole = (sum(llama.segments), llama.hidden)
-            found[name.replace("q_proj", FUSED)] = Layout.fused(whole, 0, llama.segments, ranks)
+            layouts[name.replace("q_proj", FUSED)] = Layout.fused(whole, 0, llama.segments, ranks)
         elif ".k_proj." not in name and ".v_proj." not in name:
-            found[name] = rules.layout(name, shape)
-    return found
+            layouts[name] = rules.layout(name, shape)
+    return layouts
 
 
 def planned(llama: Llama, trainers: Mesh = TRAINERS, servers: Mesh = SERVERS) -> ModelPlan:

@@ -1,4 +1,4 @@
-"""How acts speak: a heading with a number, and lines below it that stand a little to the right."""
+"""How acts print: a numbered heading, and indented lines below it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MARGIN = " " * 3
 
 
 def heading(console: Console, number: int, title: str) -> None:
-    """Of an act."""
+    """Print the heading of an act."""
     console.print(Text(f"{number}  {title}", style="bold cyan"))
 
 
 def say(console: Console, *lines: str) -> None:
-    """Lines of an act, as they are: long ones are left to the terminal, so that paths can be copied."""
+    """Print lines of an act. The terminal wraps long ones, so that paths can be copied."""
     for line in lines:
         console.print(Text(indent(line, MARGIN)), soft_wrap=True)
 
 
 def show(console: Console, table: Table) -> None:
-    """A table of an act, with a line free below."""
+    """Print a table of an act, and a blank line."""
     console.print(Padding(table, (0, 0, 0, len(MARGIN)), expand=False))
     console.print()

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shardwise.demo.converting import convert
 from shardwise.demo.ending import end
-from shardwise.demo.folder import Folder
+from shardwise.demo.folder import DemoFolder
 from shardwise.demo.loading import load
 from shardwise.demo.model import Llama, planned
 from shardwise.demo.planning import show_plan
@@ -17,7 +17,7 @@ from shardwise.demo.saving import save
 from shardwise.demo.syncing import sync
 
 
-def tell(console: Console, folder: Folder, llama: Llama) -> None:
+def tell(console: Console, folder: DemoFolder, llama: Llama) -> None:
     """From the trainers' checkpoint to the page. In one thread: several wait for each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -27,7 +27,7 @@ def tell(console: Console, folder: Folder, llama: Llama) -> None:
         torch.set_num_threads(threads)
 
 
-def _acts(console: Console, folder: Folder, llama: Llama) -> None:
+def _acts(console: Console, folder: DemoFolder, llama: Llama) -> None:
     began = perf_counter()
     weights, plan = llama.weights(), planned(llama)
     fingerprints = save(console, folder, llama, weights)

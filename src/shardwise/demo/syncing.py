@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwise.bench.table import seconds
 from shardwise.demo.by_hand import ByHand
-from shardwise.demo.figures import TURNS, Figure, by_turns, check, ranks, seconds_of
+from shardwise.demo.figures import TURNS, Figure, Times, by_turns, check, ranks, seconds_of
 from shardwise.demo.loading import tensor_parallel
 from shardwise.demo.model import (
     DTYPE,
@@ -36,28 +37,38 @@ from shardwise.tensor import ShardedTensor, fingerprint
 TRAINING, SERVING = TRAINERS.ranks.tolist(), SERVERS.ranks.tolist()
 
 
+class SyncReport(NamedTuple):
+    """What a rank reports: times of the sync, its plan, and (from trainers) of a move among the trainers."""
+
+    times: Times
+    plan: str
+    alike: int  # fingerprints
+    among: Times
+    moved: int
+
+
 def sync(console: Console, llama: Llama, weights: Weights, plan: ModelPlan) -> list[Figure]:
     """Train, sync and compare; then by turns with what torch has."""
     heading(console, 5, "Live: after every step the servers get the weights, q, k and v as one")
     say(console, f"{TURNS + 1} steps on six processes, by turns with what one would do with torch alone.")
-    told: list[dict[str, Any]] = ranks(len(TRAINING) + len(SERVING), lambda rank: _rank(rank, llama, weights))
-    check(all(report["plan"] == plan.fingerprint for report in told), "the ranks made another plan than act 2")
-    times = [report["times"] for report in told]
-    trainers = [report["among"] for report in told[: len(TRAINING)]]
+    reports = ranks(len(TRAINING) + len(SERVING), lambda rank: _rank(rank, llama, weights))
+    check(all(report.plan == plan.fingerprint for report in reports), "the ranks made another plan than act 2")
+    times = [report.times for report in reports]
+    trainers = [report.among for report in reports[: len(TRAINING)]]
     ours, torchs, among, redistribute = (
         seconds_of(where, way)
         for where, way in ((times, "ours"), (times, "torch"), (trainers, "ours"), (trainers, "torch"))
     )
     say(console, f"A sync moves {size(plan.bytes_moved)} in {seconds(ours)}, by the plan of act 2.")
-    alike = f"{told[0]['alike']} fingerprints alike"
+    alike = f"{reports[0].alike} fingerprints alike"
     say(console, f"Its part was right on every server after every step; {alike}.\n")
     return [
-        Figure("FSDP to TP, 4 ranks", told[0]["moved"], among, "redistribute", redistribute),
+        Figure("FSDP to TP, 4 ranks", reports[0].moved, among, "redistribute", redistribute),
         Figure("sync, 4 to 2 ranks", plan.bytes_moved, ours, "gather, broadcast", torchs),
     ]
 
 
-def _rank(rank: int, llama: Llama, weights: Weights) -> dict[str, Any]:
+def _rank(rank: int, llama: Llama, weights: Weights) -> SyncReport:
     logging.disable(logging.WARNING)
     mesh = DeviceMesh("cpu", TRAINING)
     source = fsdp_model(weights, mesh).state_dict() if rank in TRAINING else None
@@ -72,11 +83,12 @@ def _rank(rank: int, llama: Llama, weights: Weights) -> dict[str, Any]:
     }
     times = by_turns(jobs, dist.barrier)
     sync.run()
-    found = {"times": times, "plan": sync.plan.fingerprint, "alike": _alike(source, target, weights)}
-    return found | (_among_trainers(llama, source, mesh) if source else {})
+    alike = _alike(source, target, weights)
+    among, moved = _among_trainers(llama, source, mesh) if source else ({}, 0)
+    return SyncReport(times, sync.plan.fingerprint, alike, among, moved)
 
 
-def _train(source: Mapping[str, Any]) -> None:
+def _train(source: Mapping[str, DTensor]) -> None:
     """A step: all weights twice as large, which is exact."""
     for weight in source.values():
         weight.to_local().mul_(2)
@@ -87,7 +99,7 @@ def _scale(turn: int) -> int:
     return 2 ** (turn + 1)
 
 
-def _alike(source: Any, target: Any, weights: Weights) -> int:
+def _alike(source: Mapping[str, DTensor] | None, target: Mapping[str, ShardedTensor] | None, weights: Weights) -> int:
     """How many have one fingerprint: on the servers, whole on a rank, and (except for q, k, v) on the trainers."""
     expected = fused(weights)
     for name, weight in expected.items():
@@ -96,14 +108,14 @@ def _alike(source: Any, target: Any, weights: Weights) -> int:
             if dist.get_rank() == 0
             else None
         )
-        found = {fingerprint(whole), fingerprint((target or {}).get(name))}
+        different = {fingerprint(whole), fingerprint((target or {}).get(name))}
         if name in weights:
-            found.add(fingerprint((source or {}).get(name), group=dist.group.WORLD))
-        check(len(found) == 1, f"the fingerprints of {name} differ")
+            different.add(fingerprint((source or {}).get(name), group=dist.group.WORLD))
+        check(len(different) == 1, f"the fingerprints of {name} differ")
     return len(expected)
 
 
-def _among_trainers(llama: Llama, source: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def _among_trainers(llama: Llama, source: Mapping[str, DTensor], mesh: DeviceMesh) -> tuple[Times, int]:
     """From fully sharded to tensor parallel on the ranks of one mesh, which redistribute can do, too."""
     target = tensor_parallel(llama, mesh)
     sync = Resharder(source, target, group=mesh.get_group())
@@ -116,4 +128,4 @@ def _among_trainers(llama: Llama, source: Mapping[str, Any], mesh: DeviceMesh) -
     for name, weight in source.items():
         theirs = weight.redistribute(mesh, target[name].placements).to_local()
         torch.testing.assert_close(target[name].to_local(), theirs, rtol=0, atol=0)
-    return {"among": times, "moved": sync.plan.bytes_moved}
+    return times, sync.plan.bytes_moved

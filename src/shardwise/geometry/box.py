@@ -63,14 +63,14 @@ class Box:
         >>> [str(b) for b in Box((0, 0), (4, 6)).minus(Box((1, 2), (4, 6)))]
         ['[0:1, 0:6]', '[1:4, 0:2]']
         """
-        hole, found, lo, hi = self & other, list[Box](), self.lo, self.hi
+        hole, rest, lo, hi = self & other, list[Box](), self.lo, self.hi
         if hole is None:
             return [self]
         for axis in range(len(lo)):
             below, above = (*hi[:axis], hole.lo[axis], *hi[axis + 1 :]), (*lo[:axis], hole.hi[axis], *lo[axis + 1 :])
-            found += [Box(lo, below)] * (hole.lo[axis] > lo[axis]) + [Box(above, hi)] * (hole.hi[axis] < hi[axis])
+            rest += [Box(lo, below)] * (hole.lo[axis] > lo[axis]) + [Box(above, hi)] * (hole.hi[axis] < hi[axis])
             lo, hi = (*lo[:axis], hole.lo[axis], *lo[axis + 1 :]), (*hi[:axis], hole.hi[axis], *hi[axis + 1 :])
-        return found
+        return rest
 
     def __contains__(self, other: Box) -> bool:
         """True where every cell of `other` is in this box."""
@@ -99,10 +99,10 @@ class Box:
 def _whole(corner: Iterable[int]) -> tuple[int, ...]:
     """A corner of whole numbers."""
     try:
-        found = tuple(corner)
-        if bool in map(type, found):
+        numbers = tuple(corner)
+        if bool in map(type, numbers):
             raise TypeError
-        return tuple(map(index, found))
+        return tuple(map(index, numbers))
     except TypeError:
         raise LayoutError(f"a corner of a box needs whole numbers, not {corner!r}") from None
 

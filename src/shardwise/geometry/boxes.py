@@ -185,18 +185,18 @@ def cut(boxes: Boxes, start: Ints, stop: Ints) -> tuple[Ints, Boxes]:
         :, ::-1
     ]  # the cells of the box from an axis on: one step of the axis outside
     step = slab // size  # the cells in one step along an axis
-    cursor, found = start, list[tuple[Ints, Ints, Boxes]]()
+    cursor, slabs = start, list[tuple[Ints, Ints, Boxes]]()
     for axis in range(boxes.ndim - 1, 0, -1):  # up to the first whole slab
         up, down = -(-cursor // slab[:, axis]) * slab[:, axis], stop // step[:, axis] * step[:, axis]
-        found.append(_steps(boxes, size, step, axis, cursor, np.minimum(up, down)))
+        slabs.append(_steps(boxes, size, step, axis, cursor, np.minimum(up, down)))
         cursor = np.maximum(cursor, np.minimum(up, down))
     for axis in range(boxes.ndim):  # whole slabs, then what is left over
         limit = stop // step[:, axis] * step[:, axis]
-        found.append(_steps(boxes, size, step, axis, cursor, limit))
+        slabs.append(_steps(boxes, size, step, axis, cursor, limit))
         cursor = np.maximum(cursor, limit)
-    rows = np.concatenate([f[0] for f in found])
-    order = np.lexsort((np.concatenate([f[1] for f in found]), rows))
-    return ints(rows[order]), Boxes.concat([f[2] for f in found]).take(ints(order))
+    rows = np.concatenate([f[0] for f in slabs])
+    order = np.lexsort((np.concatenate([f[1] for f in slabs]), rows))
+    return ints(rows[order]), Boxes.concat([f[2] for f in slabs]).take(ints(order))
 
 
 def _steps(boxes: Boxes, size: Ints, step: Ints, axis: int, start: Ints, stop: Ints) -> tuple[Ints, Ints, Boxes]:

@@ -39,11 +39,11 @@ def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
     lo, hi = Boxes.concat([left, right])
     both = Boxes(np.asfortranarray(lo), np.asfortranarray(hi))  # whole columns are read
     active = _Buckets.tiled(left.count, both)
-    found = list[tuple[Ints, Ints]]()
+    pairs = list[tuple[Ints, Ints]]()
     while active.count:
         active, done = active.halved(both)
-        found.append(done.pairs(both))
-    return ints(np.concatenate([f[0] for f in found])), ints(np.concatenate([f[1] for f in found]) - left.count)
+        pairs.append(done.pairs(both))
+    return ints(np.concatenate([f[0] for f in pairs])), ints(np.concatenate([f[1] for f in pairs]) - left.count)
 
 
 class _Buckets(NamedTuple):
@@ -148,7 +148,7 @@ def gaps(boxes: Boxes, whole: Box, clean: Bools) -> list[Box]:
     >>> [str(b) for b in gaps(Boxes(ints([[0, 0]]), ints([[2, 5]])), Box((0, 0), (4, 6)), np.array([True]))]
     ['[0:2, 5:6]', '[2:4, 0:6]']
     """
-    found, todo, steps = list[Box](), [(whole, np.arange(boxes.count))], 0
+    holes, todo, steps = list[Box](), [(whole, np.arange(boxes.count))], 0
     while todo:
         region, rows = todo.pop()
         steps += 1
@@ -162,10 +162,10 @@ def gaps(boxes: Boxes, whole: Box, clean: Bools) -> list[Box]:
         rows, inside = rows[meets], inside.take(meets)
         volumes = inside.volumes()
         if not len(rows):
-            found.append(region)
+            holes.append(region)
         elif volumes.max() < region.volume and not (clean[rows].all() and int(volumes.sum()) == region.volume):
             todo.extend((half, rows) for half in _halves(region, inside))
-    merged, _ = merge(Boxes.of(found, boxes.ndim), np.zeros(len(found), dtype=np.int64))
+    merged, _ = merge(Boxes.of(holes, boxes.ndim), np.zeros(len(holes), dtype=np.int64))
     return sorted((merged.box(i) for i in range(merged.count)), key=lambda b: (b.lo, b.hi))
 
 

@@ -22,7 +22,7 @@ Strides = tuple[int, ...]
 class Strided(Protocol):
     """What a torch tensor offers: a view of its elements by shape, strides and offset."""
 
-    def as_strided(self, size: Any, stride: Any, storage_offset: Any) -> Any:
+    def as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> Any:
         """Elements of the same memory."""
 
     def storage_offset(self) -> Any:
@@ -48,8 +48,8 @@ class Window(NamedTuple):
     def of(self, tensors: Sequence[T]) -> T:
         """Its elements, as a view of one of these tensors."""
         whole = tensors[self.tensor]
-        found: T = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
-        return found
+        view: T = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+        return view
 
     @property
     def reach(self) -> int:
@@ -58,10 +58,10 @@ class Window(NamedTuple):
 
     def elements(self, dims: int | None = None) -> Ints:
         """The numbers of its elements, or of the first ones along these dims."""
-        found = ints([self.offset])
+        numbers = ints([self.offset])
         for size, stride in zip(self.shape[:dims], self.strides[:dims], strict=True):
-            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
-        return found
+            numbers = (numbers[:, None] + np.arange(size) * stride).reshape(-1)
+        return numbers
 
     @property
     def contiguous(self) -> bool:
@@ -116,19 +116,19 @@ class Places:
 
     def once(self, boxes: Boxes) -> tuple[Ints, Places]:
         """The same, no cell of a box twice: an owner may hold overlapping pieces."""
-        box, found = self.within(boxes)
-        if found.boxes.volumes().sum() == boxes.volumes().sum():
-            return box, found
+        box, places = self.within(boxes)
+        if places.boxes.volumes().sum() == boxes.volumes().sum():
+            return box, places
         rows, rest = list[int](), list[Box]()
         seen = dict[int, list[Box]]()
         for row, number in enumerate(box.tolist()):
-            left = [found.boxes.box(row)]
+            left = [places.boxes.box(row)]
             for other in seen.setdefault(number, []):
                 left = [part for piece in left for part in piece.minus(other)]
-            seen[number].append(found.boxes.box(row))
+            seen[number].append(places.boxes.box(row))
             rows += [row] * len(left)
             rest += left
-        return box[rows], found.inside(ints(rows), Boxes.of(rest, boxes.ndim))
+        return box[rows], places.inside(ints(rows), Boxes.of(rest, boxes.ndim))
 
     def inside(self, rows: Ints, boxes: Boxes) -> Places:
         """The places of boxes that lie inside these rows, each in its own."""

@@ -70,9 +70,9 @@ def totals(values: Ints, group: Ints, count: int) -> Ints:
     >>> totals(ints([5, 1, 2]), ints([2, 0, 2]), 3).tolist()
     [1, 0, 7]
     """
-    found = np.zeros(count, dtype=values.dtype)
-    np.add.at(found, group, values)
-    return found
+    sums = np.zeros(count, dtype=values.dtype)
+    np.add.at(sums, group, values)
+    return sums
 
 
 def exact_sum(values: Ints) -> int:
@@ -82,8 +82,8 @@ def exact_sum(values: Ints) -> int:
 
 def different(values: Ints) -> Ints:
     """The different values, rising (np.unique hashes, which takes longer than sorting)."""
-    found = np.sort(values, axis=None)
-    return found[heads(found)]
+    ordered = np.sort(values, axis=None)
+    return ordered[heads(ordered)]
 
 
 def run_of(values: Ints, value: int) -> slice:

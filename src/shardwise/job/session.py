@@ -13,7 +13,7 @@ from shardwise.containers.container import Kind
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import in_words
 from shardwise.layout import Layout
-from shardwise.torch_internals import OnMesh, default_group, home_of, mesh_of
+from shardwise.torch_internals import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
@@ -32,7 +32,7 @@ def transport_for(
     if group is not None:
         return _transport(group)
     mesh = mesh_of(to)
-    if mesh is not None and (failed or (isinstance(container, OnMesh) and container.mesh == mesh)):
+    if mesh is not None and (failed or (isinstance(container, DTensorContainer) and container.mesh == mesh)):
         _check_initialized()
         home, ranks = home_of(mesh)
         return _mesh_transport(home, ranks) if dist.get_rank() in ranks else None

@@ -30,7 +30,7 @@ def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
     return Listing.of_boxes(shape, Boxes(lo, hi), owners)
 
 
-class OnMesh(NamedTuple):
+class MeshForm(NamedTuple):
     """A grid, the reduction of its terms, and the placements in words."""
 
     form: Grid
@@ -38,23 +38,23 @@ class OnMesh(NamedTuple):
     words: tuple[str, ...]
 
 
-def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> OnMesh:
+def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> MeshForm:
     """Placements applied from left to right; the owner table is the mesh with its axes grouped by what they do."""
     spans = [Spans.whole(size) for size in shape]
     groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
     ops, words = set[str](), list[str]()
-    for axis, (asked, count) in enumerate(zip(placements, mesh.shape, strict=True)):
-        if isinstance(asked, Shard | StridedShard):
-            asked = replace(asked, dim=checked_dim(asked.dim, shape))
-            spans[asked.dim] = _sharded(spans[asked.dim], asked, count)
-            groups[asked.dim].append(axis)
-        elif isinstance(asked, Partial):
+    for axis, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
+        if isinstance(placement, Shard | StridedShard):
+            placement = replace(placement, dim=checked_dim(placement.dim, shape))
+            spans[placement.dim] = _sharded(spans[placement.dim], placement, count)
+            groups[placement.dim].append(axis)
+        elif isinstance(placement, Partial):
             if count > 1:  # one term is the value, whatever the reduction
-                ops.add(asked.reduce_op)
+                ops.add(placement.reduce_op)
             groups[-2].append(axis)
         else:
             groups[-1].append(axis)
-        words.append(str(asked))
+        words.append(str(placement))
     if len(ops) > 1:
         raise LayoutError(
             f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one. "
@@ -63,14 +63,14 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
     op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value
-    return OnMesh(Grid.build(spans, table), op, tuple(words))
+    return MeshForm(Grid.build(spans, table), op, tuple(words))
 
 
-def _sharded(spans: Spans, asked: Shard | StridedShard, count: int) -> Spans:
-    if isinstance(asked, Shard):
+def _sharded(spans: Spans, placement: Shard | StridedShard, count: int) -> Spans:
+    if isinstance(placement, Shard):
         return spans.chunk(count)
     size = max(int(spans.stop.max(initial=0)), 1)
-    factor = counted(asked.split_factor, "the split factor of a strided shard")
+    factor = counted(placement.split_factor, "the split factor of a strided shard")
     not_too_many(factor, "chunks (the split factor of a strided shard)")
     not_too_many(min(factor * count * len(spans.start), size), "intervals of a strided shard")
     return spans.strided(min(factor, size), count)  # beyond the size every cell is a chunk of its own

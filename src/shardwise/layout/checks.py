@@ -1,10 +1,10 @@
-"""Arguments of the constructors, checked: what was asked, what was found, the remedy."""
+"""Checks of constructor arguments: errors say what was given, what was expected, and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import SupportsIndex, TypeGuard, cast
 
 import numpy as np
 
@@ -18,10 +18,10 @@ MOST_DIMS = 16  # proofs of coverage take 2**dims corners per box
 MOST_PIECES = 2**20  # intervals of a dim
 
 
-def counted(value: Any, what: str, least: int = 1) -> int:
+def counted(value: object, what: str, least: int = 1) -> int:
     """A whole number of at least `least`, or an error that says what it is for."""
     try:
-        number = int(value.__index__())
+        number = int(cast(SupportsIndex, value).__index__())
     except (AttributeError, TypeError):
         raise LayoutError(f"{what} must be a whole number, not {brief(value)}") from None
     if isinstance(value, bool) or number < least:
@@ -31,7 +31,7 @@ def counted(value: Any, what: str, least: int = 1) -> int:
     return number
 
 
-def owner_array(owners: Any) -> Ints:
+def owner_array(owners: object) -> Ints:
     """Owners from a number of them (0, 1, 2, ...) or from their numbers in order."""
     if isinstance(owners, int | np.integer) and not isinstance(owners, bool):
         count = counted(owners, "the number of owners")
@@ -42,7 +42,7 @@ def owner_array(owners: Any) -> Ints:
         if isinstance(owners, np.ndarray):
             given = owners
         else:
-            listed = list(owners)
+            listed = list(cast(Iterable[object], owners))
             plain = set(map(type, listed)) == {int}
             given = np.array(listed if plain else [counted(o, "an owner", -(2**99)) for o in listed], object)
     except (TypeError, LayoutError):
@@ -54,11 +54,11 @@ def owner_array(owners: Any) -> Ints:
     for bad in int(given.min()), int(given.max()):
         if not 0 <= bad < 2**63:
             raise LayoutError(f"owners are numbered from 0 to 2**63 - 1, not {bad}")
-    return given.astype(np.int64)  # a copy: the caller may write into his
+    return given.astype(np.int64)  # a copy: callers may write into theirs
 
 
 def not_too_many(number: int, what: str) -> int:
-    """The number, unless it is absurd."""
+    """The number; refused where it is absurdly large."""
     if number > MOST_PIECES:
         raise LayoutError(f"{number} {what} are more than 2**20: is a number wrong?")
     return number
@@ -71,41 +71,41 @@ def refuse_repeats(owners: Ints, what: str) -> None:
         raise LayoutError(f"{what} names owner {int(unique[count.argmax()])} more than once: every owner has one place")
 
 
-def checked_shape(shape: Any) -> tuple[int, ...]:
+def checked_shape(shape: Iterable[object]) -> tuple[int, ...]:
     """A shape of whole numbers that is not absurdly large."""
     try:
-        found = tuple(counted(size, "every size of a shape", least=0) for size in shape)
+        sizes = tuple(counted(size, "every size of a shape", least=0) for size in shape)
     except TypeError:
         raise LayoutError(f"a shape must be a sequence of whole numbers, not {brief(shape)}") from None
-    if len(found) > MOST_DIMS:
-        raise LayoutError(f"a shape of {len(found)} dims is not supported: at most {MOST_DIMS}")
-    if prod(size + 1 for size in found) > MOST_CELLS:
-        raise LayoutError(f"shape {found} has about 2**50 cells or more: is a size wrong?")
-    return found
+    if len(sizes) > MOST_DIMS:
+        raise LayoutError(f"a shape of {len(sizes)} dims is not supported: at most {MOST_DIMS}")
+    if prod(size + 1 for size in sizes) > MOST_CELLS:
+        raise LayoutError(f"shape {sizes} has about 2**50 cells or more: is a size wrong?")
+    return sizes
 
 
-def checked_dim(dim: Any, shape: tuple[int, ...]) -> int:
+def checked_dim(dim: object, shape: tuple[int, ...]) -> int:
     """A dim of the shape, counted from the front."""
-    found = counted(dim, "a dim", least=-(2**62))
-    if not -len(shape) <= found < len(shape):
+    number = counted(dim, "a dim", least=-(2**62))
+    if not -len(shape) <= number < len(shape):
         if not shape:
-            raise LayoutError(f"no dim {found} in a 0-d tensor: it can only be replicated (or partial)")
+            raise LayoutError(f"no dim {number} in a 0-d tensor: it can only be replicated (or partial)")
         raise LayoutError(
-            f"no dim {found} in a tensor of shape {shape}: dims are 0..{len(shape) - 1} (or -{len(shape)}..-1)"
+            f"no dim {number} in a tensor of shape {shape}: dims are 0..{len(shape) - 1} (or -{len(shape)}..-1)"
         )
-    return found % len(shape)
+    return number % len(shape)
 
 
-def checked_sizes(sizes: Any, shape: tuple[int, ...], dim: int, what: str) -> tuple[int, ...]:
+def checked_sizes(sizes: Iterable[object], shape: tuple[int, ...], dim: int, what: str) -> tuple[int, ...]:
     """Sizes that fill a dim."""
     try:
-        found = tuple(counted(size, f"each of the {what}", least=0) for size in sizes)
+        numbers = tuple(counted(size, f"each of the {what}", least=0) for size in sizes)
     except TypeError:
         raise LayoutError(f"{what} must be a sequence of whole numbers, not {sizes!r}") from None
-    if sum(found) != shape[dim]:
-        shown = f"{list(found[:8])}"[:-1] + (", ...]" if len(found) > 8 else "]")
-        raise LayoutError(f"{what} {shown} add up to {sum(found)}, but dim {dim} of shape {shape} has {shape[dim]}")
-    return found
+    if sum(numbers) != shape[dim]:
+        shown = f"{list(numbers[:8])}"[:-1] + (", ...]" if len(numbers) > 8 else "]")
+        raise LayoutError(f"{what} {shown} add up to {sum(numbers)}, but dim {dim} of shape {shape} has {shape[dim]}")
+    return numbers
 
 
 def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
@@ -120,14 +120,16 @@ def checked_ranges(ranges: Iterable[Sequence[int]], shape: tuple[int, ...]) -> t
     for start, stop in ends:
         if not start <= stop <= prod(shape):
             raise LayoutError(f"range {start}:{stop} is not inside the {prod(shape)} cells of shape {shape}")
-    found = ints(ends)
-    return owner_array([row[0] for row in rows]), found[:, 0], found[:, 1]
+    edges = ints(ends)
+    return owner_array([row[0] for row in rows]), edges[:, 0], edges[:, 1]
 
 
-def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
+def checked_boxes(pieces: Iterable[object], shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     """Owners and boxes, from (owner, lo, hi) rows or from three arrays."""
     try:
-        columns: Sequence[Any] = pieces if _is_columns(pieces) else list(zip(*pieces, strict=True))
+        columns: Sequence[object] = (
+            pieces if _is_columns(pieces) else list(zip(*cast(Iterable[Iterable[object]], pieces), strict=True))
+        )
     except (TypeError, ValueError):
         columns = []
     if len(columns) != 3:
@@ -144,19 +146,19 @@ def checked_boxes(pieces: Any, shape: tuple[int, ...]) -> tuple[Ints, Boxes]:
     return owners, Boxes(lo, hi)
 
 
-def _is_columns(pieces: Any) -> bool:
+def _is_columns(pieces: object) -> TypeGuard[tuple[Ints, ...]]:
     return isinstance(pieces, tuple) and all(isinstance(column, np.ndarray) for column in pieces)
 
 
-def _corners(side: Any, count: int, shape: tuple[int, ...]) -> Ints:
+def _corners(side: object, count: int, shape: tuple[int, ...]) -> Ints:
     try:
-        found = np.asarray(side)
+        corners = np.asarray(side)
     except (ValueError, OverflowError):
-        found = np.empty((0, 0))
-    if found.size == 0 and not shape:
+        corners = np.empty((0, 0))
+    if corners.size == 0 and not shape:
         return np.zeros((count, 0), dtype=np.int64)
-    if found.shape != (count, len(shape)) or found.dtype.kind not in "iu":
+    if corners.shape != (count, len(shape)) or corners.dtype.kind not in "iu":
         raise LayoutError(f"every box needs lo and hi of {len(shape)} whole numbers, as the shape {shape} has")
-    if found.dtype == np.uint64 and found.max(initial=0) >= 2**62:
-        raise LayoutError(f"a box that reaches to {found.max()} is not inside shape {shape}")
-    return np.array(found, dtype=np.int64)
+    if corners.dtype == np.uint64 and corners.max(initial=0) >= 2**62:
+        raise LayoutError(f"a box that reaches to {corners.max()} is not inside shape {shape}")
+    return np.array(corners, dtype=np.int64)

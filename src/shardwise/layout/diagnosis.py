@@ -91,5 +91,5 @@ def _overlaps(boxes: Boxes, left: Ints, right: Ints, owners: Ints) -> list[Overl
     pair = np.sort(np.stack([owners[left], owners[right]], axis=1), axis=1)
     names, key = np.unique(pair, axis=0, return_inverse=True)
     merged, key = merge(boxes.take(left).overlap(boxes.take(right)), ints(key.reshape(-1)))
-    found = [Overlap(merged.box(i), (int(names[k, 0]), int(names[k, 1]))) for i, k in enumerate(key.tolist())]
-    return sorted(found, key=lambda o: (o.box.lo, o.box.hi, o.owners))
+    overlaps = [Overlap(merged.box(i), (int(names[k, 0]), int(names[k, 1]))) for i, k in enumerate(key.tolist())]
+    return sorted(overlaps, key=lambda o: (o.box.lo, o.box.hi, o.owners))

@@ -84,9 +84,9 @@ class Holders:
         most = int(self.owners.max(initial=-1))
         if not 0 <= most <= 4 * len(self.owners) + 1024:
             return None
-        found = np.full(most + 2, -1)
-        found[self.owners] = np.repeat(np.arange(len(self.counts)), self.counts)
-        return found if np.count_nonzero(found >= 0) == len(self.owners) else None
+        table = np.full(most + 2, -1)
+        table[self.owners] = np.repeat(np.arange(len(self.counts)), self.counts)
+        return table if np.count_nonzero(table >= 0) == len(self.owners) else None
 
     def row_of(self, owners: Ints) -> Ints:
         """A row of each owner, -1 where it has none. In a grid an owner has at most one."""
@@ -118,8 +118,8 @@ class Holders:
             middle = (low + high) // 2
             less = (low < high) & (self.owners[np.minimum(middle, len(self.owners) - 1)] < owners)
             low, high = np.where(less, middle + 1, low), np.where(less | (low == high), high, middle)
-        found = np.minimum(low, len(self.owners) - 1)
-        return (low < self.edges[rows + 1]) & (self.owners[found] == owners)
+        place = np.minimum(low, len(self.owners) - 1)
+        return (low < self.edges[rows + 1]) & (self.owners[place] == owners)
 
 
 class Form(Protocol):

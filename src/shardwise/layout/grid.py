@@ -165,12 +165,12 @@ def outer(columns: Sequence[Ints]) -> Ints:
 
 def _sides(axis: Axis, part: int) -> list[tuple[int, int, int]]:
     """The intervals of a part, with the place of each inside it."""
-    found, offset = list[tuple[int, int, int]](), 0
+    sides, offset = list[tuple[int, int, int]](), 0
     for i in axis.intervals(part).tolist():
         lo, hi = int(axis.cuts[i]), int(axis.cuts[i + 1])
-        found.append((lo, hi, offset))
+        sides.append((lo, hi, offset))
         offset += hi - lo
-    return found
+    return sides
 
 
 def _replicas_rising(table: Ints) -> Ints:

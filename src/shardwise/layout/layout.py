@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import Any, Literal
+from typing import Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Ints, Spans, ints
@@ -30,7 +31,7 @@ from shardwise.layout.diagnosis import Diagnosis, diagnose
 from shardwise.layout.form import Form, Piece
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh, Replicate
-from shardwise.notation import Spelling, read
+from shardwise.notation import Numbers, Spelling, read
 
 
 class Layout:
@@ -54,7 +55,7 @@ class Layout:
     def __init__(
         self, shape: tuple[int, ...], form: Form, spell: Callable[[], Spelling], op: str | None = None
     ) -> None:
-        """For the constructors below; use those. The spelling is made when asked for: it can be long."""
+        """For the constructors below; use those. The spelling is made on first use: it can be long."""
         self.__dict__.update(shape=shape, form=form, op=op, _spell=spell)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -73,10 +74,10 @@ class Layout:
         [(2, 2), (2, 2), (1, 2), (0, 2)]
         """
         shape = checked_shape(shape)
-        dim, found = checked_dim(dim, shape), owner_array(owners)
-        spans = Spans.whole(shape[dim]).chunk(len(found))
+        dim, numbers = checked_dim(dim, shape), owner_array(owners)
+        spans = Spans.whole(shape[dim]).chunk(len(numbers))
         return Layout(
-            shape, along(shape, dim, spans, found), lambda: _spelled(shape, "mesh", None, (f"S{dim}",), found)
+            shape, along(shape, dim, spans, numbers), lambda: _spelled(shape, "mesh", None, (f"S{dim}",), numbers)
         )
 
     @staticmethod
@@ -91,18 +92,18 @@ class Layout:
         shape = checked_shape(shape)
         dim = checked_dim(dim, shape)
         lengths = checked_sizes(sizes, shape, dim, "sizes")
-        found = owner_array(len(lengths) if owners is None else owners)
-        if len(lengths) != len(found):
-            raise LayoutError(f"{len(lengths)} sizes for {len(found)} owners: give one size per owner")
+        numbers = owner_array(len(lengths) if owners is None else owners)
+        if len(lengths) != len(numbers):
+            raise LayoutError(f"{len(lengths)} sizes for {len(numbers)} owners: give one size per owner")
         spans = Spans.pieces(ints(lengths), np.arange(len(lengths)))
         return Layout(
             shape,
-            along(shape, dim, spans, found),
-            lambda: _spelled(shape, "split", dim, tuple((n,) for n in lengths), found),
+            along(shape, dim, spans, numbers),
+            lambda: _spelled(shape, "split", dim, tuple((n,) for n in lengths), numbers),
         )
 
     @staticmethod
-    def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: Any) -> Layout:
+    def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: object) -> Layout:
         """One placement per mesh axis, in DTensor's meaning: applied from left to right.
 
         Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax"), Shard/Replicate/Partial, or torch's own objects,
@@ -120,7 +121,7 @@ class Layout:
     @staticmethod
     def boxes(
         shape: Sequence[int],
-        pieces: Iterable[tuple[int, Sequence[int], Sequence[int]]] | tuple[Any, Any, Any],
+        pieces: Iterable[tuple[int, Sequence[int], Sequence[int]]] | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
         *,
         overlap: Literal["replicas"] | None = None,
     ) -> Layout:
@@ -147,8 +148,8 @@ class Layout:
         >>> print(Layout.replicated((), owners=[3, 5]))
         scalar/R@2:3,5
         """
-        found = owner_array(owners)
-        return Layout.on_mesh(shape, Mesh.of((len(found),), ranks=found), [Replicate()])
+        numbers = owner_array(owners)
+        return Layout.on_mesh(shape, Mesh.of((len(numbers),), ranks=numbers), [Replicate()])
 
     @staticmethod
     def cyclic(shape: Sequence[int], dim: int, block: int, owners: int | Sequence[int]) -> Layout:
@@ -158,13 +159,13 @@ class Layout:
         [0, 4, 8]
         """
         shape = checked_shape(shape)
-        dim, block, found = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
-        refuse_repeats(found, "a cyclic layout")
+        dim, block, numbers = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
+        refuse_repeats(numbers, "a cyclic layout")
         not_too_many(shape[dim] // block, "blocks")
         edges = np.append(np.arange(0, shape[dim], block), shape[dim])
-        spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(found))
+        spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(numbers))
         return Layout(
-            shape, along(shape, dim, spans, found), lambda: _spelled(shape, "cyclic", dim, ((block,),), found)
+            shape, along(shape, dim, spans, numbers), lambda: _spelled(shape, "cyclic", dim, ((block,),), numbers)
         )
 
     @staticmethod
@@ -189,15 +190,15 @@ class Layout:
         ['[4:8]', '[10:12]']
         """
         shape = checked_shape(shape)
-        dim, found = checked_dim(dim, shape), owner_array(owners)
+        dim, numbers = checked_dim(dim, shape), owner_array(owners)
         lengths = checked_sizes(segments, shape, dim, "segments")
-        refuse_repeats(found, "a fused layout")
-        start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(found))
-        spans = Spans(start, stop, part % len(found))
+        refuse_repeats(numbers, "a fused layout")
+        start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(numbers))
+        spans = Spans(start, stop, part % len(numbers))
         return Layout(
             shape,
-            along(shape, dim, spans, found),
-            lambda: _spelled(shape, "fused", dim, tuple((n,) for n in lengths), found),
+            along(shape, dim, spans, numbers),
+            lambda: _spelled(shape, "fused", dim, tuple((n,) for n in lengths), numbers),
         )
 
     # --- questions ---------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class Layout:
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """What an owner holds and where it lies in its buffers; nothing for an owner that has only empty buffers."""
-        return self.form.pieces(self._known(owner))
+        return self.form.pieces(self._checked_owner(owner))
 
     def owners(self, box: Box | None = None) -> tuple[int, ...]:
         """The owners that hold a cell of `box`; without a box all owners, also those with nothing. Rising."""
@@ -241,7 +242,7 @@ class Layout:
 
     def local_shapes(self, owner: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of an owner's buffers."""
-        return self.form.buffers(self._known(owner))
+        return self.form.buffers(self._checked_owner(owner))
 
     def local_shape(self, owner: int) -> tuple[int, ...]:
         """The shape of an owner's only buffer."""
@@ -250,7 +251,7 @@ class Layout:
             raise LayoutError(f"owner {owner} has {len(shapes)} buffers of shapes {shapes}: ask for local_shapes")
         return shapes[0]
 
-    def _known(self, owner: Any) -> int:
+    def _checked_owner(self, owner: int) -> int:
         if owner not in self:
             owners = self.form.owners
             shown = ", ".join(map(str, owners[:8].tolist())) + (", ..." if len(owners) > 8 else "")
@@ -306,13 +307,13 @@ class Layout:
         >>> print(Layout.boxes((4, 6), [(1, (0, 0), (2, 6)), (0, (2, 0), (4, 6))]).shortest())
         4x6/S0@2:1,0
         """
-        held = [(owner, self.pieces(owner)) for owner in self.owners()]
-        if self.op is not None or not all(len(pieces) == 1 for _, pieces in held):
+        by_owner = [(owner, self.pieces(owner)) for owner in self.owners()]
+        if self.op is not None or not all(len(pieces) == 1 for _, pieces in by_owner):
             return self
-        corners = sorted((pieces[0].box.lo, owner) for owner, pieces in held)
+        corners = sorted((pieces[0].box.lo, owner) for owner, pieces in by_owner)
         counts = [len({lo[dim] for lo, _ in corners}) for dim in range(self.ndim)]
         cut = [dim for dim, count in enumerate(counts) if count > 1]
-        if not cut or prod(counts) != len(held):
+        if not cut or prod(counts) != len(by_owner):
             return self
         owners, words = [owner for _, owner in corners], [f"S{dim}" for dim in cut]
         if len(cut) == 1:
@@ -330,7 +331,7 @@ class Layout:
         if not isinstance(owners, Mapping):
             raise LayoutError(f"relabel needs a mapping owner -> new owner, not {owners!r}")
         for owner in owners:
-            self._known(owner)
+            self._checked_owner(owner)
         old = self.form.owners
         new = owner_array([owners.get(o, o) for o in old.tolist()])
         refuse_repeats(new, "a relabelled layout")
@@ -361,7 +362,7 @@ class Layout:
         """How the layout was written down: not part of its meaning, so not compared."""
         return self._spell()  # type: ignore[attr-defined]
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], Layout], tuple[str]]:
         return parse, (str(self),)
 
     def __str__(self) -> str:
@@ -383,22 +384,19 @@ class Layout:
 
 
 def parse(text: str) -> Layout:
-    """The layout of a text: the inverse of str(layout). See `shardwise.notation` for the grammar.
+    """The layout of a string: the inverse of str(layout). See `shardwise.notation` for the grammar.
 
     >>> parse("8x6/S0@4") == Layout.chunk((8, 6), 0, owners=4)
     True
     """
     if not isinstance(text, str):
-        raise LayoutError(f"the notation of a layout is a text, not {text!r}")
+        raise LayoutError(f"the notation of a layout is a string, not {text!r}")
     s = read(text)
     owners = s.owners if s.owners is not None else range(prod(s.mesh))
-    rows: Any = s.items
-    dim: Any = s.dim
+    if s.kind == "mesh":
+        return _parsed_mesh(s, owners)
+    rows, dim = cast(tuple[tuple[int, ...], ...], s.items), s.dim or 0
     match s.kind:
-        case "mesh" if s.names is None and len(s.items) == 1 and rows[0][1:].isdigit():  # may name an owner twice
-            return Layout.chunk(s.shape, int(rows[0][1:]), list(owners))
-        case "mesh":
-            return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
         case "split":
             return Layout.split(s.shape, dim, [r[0] for r in rows], list(owners))
         case "cyclic":
@@ -406,7 +404,7 @@ def parse(text: str) -> Layout:
         case "fused":
             return Layout.fused(s.shape, dim, [r[0] for r in rows], list(owners))
         case "flat":
-            return Layout.flat(s.shape, [(o, *r) for o, r in zip(owners, rows, strict=True)])
+            return Layout.flat(s.shape, [(o, r[0], r[1]) for o, r in zip(owners, rows, strict=True)])
     return Layout.boxes(
         s.shape,
         [(o, r[::2], r[1::2]) for o, r in zip(owners, rows, strict=True)],
@@ -414,7 +412,16 @@ def parse(text: str) -> Layout:
     )
 
 
-def _spelled(shape: tuple[int, ...], kind: str, dim: int | None, items: Any, owners: Ints) -> Spelling:
+def _parsed_mesh(s: Spelling, owners: Sequence[int]) -> Layout:
+    word = str(s.items[0])
+    if s.names is None and len(s.items) == 1 and word[1:].isdigit():  # may name an owner twice
+        return Layout.chunk(s.shape, int(word[1:]), list(owners))
+    return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
+
+
+def _spelled(
+    shape: tuple[int, ...], kind: str, dim: int | None, items: tuple[str, ...] | tuple[Numbers, ...], owners: Ints
+) -> Spelling:
     return Spelling(shape, kind, dim, items, (len(owners),), None, unless_counting(owners))
 
 

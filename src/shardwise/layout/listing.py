@@ -50,8 +50,8 @@ class Buffers:
 
     def rows(self, owner: int) -> range:
         """The buffers of one owner."""
-        found = run_of(self.owner, owner)
-        return range(found.start, found.stop)
+        run = run_of(self.owner, owner)
+        return range(run.start, run.stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ class Listing:
         return different(self.storage.owner)
 
     @cached_property
-    def _held(self) -> tuple[Cells, Holders]:
+    def _cells_and_holders(self) -> tuple[Cells, Holders]:
         """Cells with their holders: equal boxes of several owners are one cell."""
         if not self.overlapping and exact_sum(self.boxes.volumes()) <= prod(self.shape):  # so no cell is held twice
             every = np.arange(self.boxes.count)
@@ -148,12 +148,12 @@ class Listing:
     @property
     def holders(self) -> Holders:
         """Who holds each cell."""
-        return self._held[1]
+        return self._cells_and_holders[1]
 
     @property
     def cells(self) -> Cells:
         """The different boxes; every one is a block of its own."""
-        return self._held[0]
+        return self._cells_and_holders[0]
 
     def blocks(self, owner: int) -> Ints:
         """The blocks that an owner holds."""
@@ -231,7 +231,7 @@ def _atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
                 f"{boxes.count} overlapping boxes cut each other into more than {parts} parts: "
                 f"make them disjoint, or equal (replicas)"
             )
-    every = [atom for found in atoms for atom in found]
+    every = [atom for cells in atoms for atom in cells]
     pairs = [(i, n) for n, (_, members) in enumerate(every) for i in members]
     return Boxes.of([a for a, _ in every], boxes.ndim), ints([p[0] for p in pairs]), ints([p[1] for p in pairs])
 
@@ -240,13 +240,13 @@ def _cut_by(
     atoms: list[tuple[Box, list[int]]], box: Box, number: int, rest: list[Box]
 ) -> tuple[list[tuple[Box, list[int]]], list[Box]]:
     """Atoms cut by one more box, which takes part in what it covers; and what of the rest of that box they leave."""
-    found = list[tuple[Box, list[int]]]()
+    parts = list[tuple[Box, list[int]]]()
     for atom, members in atoms:
         shared = atom & box
         if shared is None:
-            found.append((atom, members))
+            parts.append((atom, members))
             continue
-        found.append((shared, [*members, number]))
-        found.extend((part, members) for part in atom.minus(shared))
+        parts.append((shared, [*members, number]))
+        parts.extend((part, members) for part in atom.minus(shared))
         rest = [part for r in rest for part in r.minus(shared)]
-    return found, rest
+    return parts, rest

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Ints
@@ -65,47 +66,48 @@ class Partial:
 Placement = Shard | StridedShard | Replicate | Partial
 
 
-def placement(asked: Any) -> Placement:
+def placement(given: object) -> Placement:
     """A placement from its word ("S0", "S0:2", "R", "P", "Pmax"; also "S(0)", "P(max)"), from ours, or from torch's.
 
     >>> placement("Pmax"), placement("S(1)")
     (Partial(reduce_op='max'), Shard(dim=1))
     """
-    if isinstance(asked, Shard | StridedShard | Replicate | Partial):
-        return asked
-    if isinstance(asked, str):
-        return _read(asked)
-    match type(asked).__name__:  # torch's, exactly: a kind that we do not know must not pass for one that we do
+    if isinstance(given, Shard | StridedShard | Replicate | Partial):
+        return given
+    if isinstance(given, str):
+        return _read(given)
+    torchs: Any = given
+    match type(given).__name__:  # torch's, exactly: a kind that we do not know must not pass for one that we do
         case "Shard":
-            return Shard(int(asked.dim))
+            return Shard(int(torchs.dim))
         case "_StridedShard":
-            return StridedShard(int(asked.dim), int(asked.split_factor))
+            return StridedShard(int(torchs.dim), int(torchs.split_factor))
         case "Replicate":
             return Replicate()
         case "Partial":
-            return Partial(str(asked.reduce_op))
+            return Partial(str(torchs.reduce_op))
     raise LayoutError(
-        f"{brief(asked)} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')"
+        f"{brief(given)} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')"
     )
 
 
 def _read(word: str) -> Placement:
     plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
     short = len(plain) <= LONGEST
-    found = PLACEMENT.fullmatch(plain) if short else None  # DTensor writes S(0), P(max) and _S(0, 2)
-    if not found and plain[:1] == "P" and short:
+    match = PLACEMENT.fullmatch(plain) if short else None  # DTensor writes S(0), P(max) and _S(0, 2)
+    if not match and plain[:1] == "P" and short:
         return Partial(plain[1:])  # which knows the reductions
-    if not found:
+    if not match:
         raise LayoutError(f"{brief(word)} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
-    if found["dim"] is None:
-        return Replicate() if plain == "R" else Partial(found["op"] or "sum")
-    return StridedShard(int(found["dim"]), int(found["factor"])) if found["factor"] else Shard(int(found["dim"]))
+    if match["dim"] is None:
+        return Replicate() if plain == "R" else Partial(match["op"] or "sum")
+    return StridedShard(int(match["dim"]), int(match["factor"])) if match["factor"] else Shard(int(match["dim"]))
 
 
 class Mesh:
     """Owners in an array with named axes.
 
-    `ranks` are the owners (0, 1, 2, ... unless given); `hosts` says where they live: a number of owners per host, or a
+    `ranks` are the owners (by default 0, 1, 2, ...); `hosts` says where they live: a number of owners per host, or a
     host for every owner in the order of `ranks`.
 
     >>> Mesh(fsdp=4, tp=2)
@@ -119,7 +121,9 @@ class Mesh:
     ranks: Ints
     hosts: Mapping[int, Hashable] | None
 
-    def __init__(self, *, ranks: Any = None, hosts: int | Sequence[Hashable] | None = None, **axes: int) -> None:
+    def __init__(
+        self, *, ranks: npt.ArrayLike | None = None, hosts: int | Sequence[Hashable] | None = None, **axes: int
+    ) -> None:
         if len(axes) > MOST_AXES:
             raise LayoutError(f"a mesh of {len(axes)} axes is not supported: at most {MOST_AXES}")
         for name in axes:
@@ -128,7 +132,7 @@ class Mesh:
         if any(name.isdigit() for name in axes) and tuple(axes) != tuple(map(str, range(len(axes)))):
             raise LayoutError(f"mesh axes {list(axes)} must all have names, or be numbered 0, 1, ...")
         if not axes:
-            raise LayoutError("a mesh needs at least one axis, such as Mesh(tp=4); ranks= and hosts= are no axes")
+            raise LayoutError("a mesh needs at least one axis, such as Mesh(tp=4); ranks= and hosts= are not axes")
         self.__dict__.update(names=tuple(axes), shape=sizes)
         flat = owner_array(prod(sizes) if ranks is None else _flattened(ranks))
         if len(flat) != prod(sizes):
@@ -142,7 +146,7 @@ class Mesh:
         raise AttributeError(f"a Mesh is frozen: {name!r} cannot be set")
 
     @staticmethod
-    def of(shape: Sequence[int], names: Sequence[str] | None = None, ranks: Any = None) -> Mesh:
+    def of(shape: Sequence[int], names: Sequence[str] | None = None, ranks: npt.ArrayLike | None = None) -> Mesh:
         """A mesh of that shape; axes without names are called by their number.
 
         >>> Mesh.of((4, 2))
@@ -163,25 +167,25 @@ class Mesh:
         """True where the axes have names of their own."""
         return self.names != tuple(map(str, range(len(self.names))))
 
-    def placements(self, asked: Any) -> tuple[Placement, ...]:
+    def placements(self, given: object) -> tuple[Placement, ...]:
         """One placement per axis, from a sequence or from a mapping axis name -> placement (others replicate)."""
-        if isinstance(asked, Mapping):
-            for name in asked:
+        if isinstance(given, Mapping):
+            for name in given:
                 if name not in self.names:
                     near = get_close_matches(str(name), self.names, 1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
                     raise LayoutError(f"no axis {name!r} in {self}: it has {', '.join(self.names)}{hint}")
-            asked = [asked.get(name, "R") for name in self.names]
-        if isinstance(asked, str):
-            asked = asked.split(",")
-        if not isinstance(asked, Iterable):
-            raise LayoutError(f"placements must be a sequence, one per mesh axis, not {asked!r}")
-        found = tuple(placement(p) for p in asked)
-        if len(found) != len(self.shape):
+            given = [given.get(name, "R") for name in self.names]
+        if isinstance(given, str):
+            given = given.split(",")
+        if not isinstance(given, Iterable):
+            raise LayoutError(f"placements must be a sequence, one per mesh axis, not {given!r}")
+        placements = tuple(placement(p) for p in given)
+        if len(placements) != len(self.shape):
             raise LayoutError(
-                f"{self} has {len(self.shape)} axes, but {len(found)} placements were given: one per axis"
+                f"{self} has {len(self.shape)} axes, but {len(placements)} placements were given: one per axis"
             )
-        return found
+        return placements
 
     def _sizes(self) -> str:
         if self.named:
@@ -205,30 +209,30 @@ class Mesh:
         return self.names, self.shape, self.ranks.tobytes(), hosts
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if name in ("ranks", "hosts", "self"):
         raise LayoutError(f"{name!r} is a reserved name: call the mesh axis something else")
     if not isinstance(name, str) or not (NAME.fullmatch(name) or (name.isascii() and name.isdigit())):
-        raise LayoutError(f"{brief(name)} is no name for a mesh axis: use letters, digits and _, such as dp_shard")
+        raise LayoutError(f"{brief(name)} is not a valid axis name: use letters, digits and _, such as dp_shard")
 
 
-def _flattened(ranks: Any) -> Any:
+def _flattened(ranks: npt.ArrayLike) -> npt.NDArray[np.generic]:
     try:
         return np.asarray(ranks).reshape(-1)
     except ValueError:
         raise LayoutError(f"ranks= must be an array of whole numbers, not {ranks!r}") from None
 
 
-def _hosts(asked: Any, ranks: Sequence[int]) -> dict[int, Hashable]:
-    if isinstance(asked, int | np.integer) and not isinstance(asked, bool):
-        per_host = counted(asked, "hosts= (owners per host)")
+def _hosts(given: object, ranks: Sequence[int]) -> dict[int, Hashable]:
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        per_host = counted(given, "hosts= (owners per host)")
         return {rank: place // per_host for place, rank in enumerate(ranks)}
-    if not isinstance(asked, Sequence) or isinstance(asked, str):
-        raise LayoutError(f"hosts= must be a number of owners per host or a list of hosts, not {asked!r}")
-    if len(asked) != len(ranks):
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise LayoutError(f"hosts= must be a number of owners per host or a list of hosts, not {given!r}")
+    if len(given) != len(ranks):
         raise LayoutError(
-            f"hosts= names {len(asked)} hosts for {len(ranks)} owners: one per owner, or a number per host"
+            f"hosts= names {len(given)} hosts for {len(ranks)} owners: one per owner, or a number per host"
         )
-    if not all(isinstance(host, Hashable) for host in asked):
-        raise LayoutError(f"hosts must be names or numbers, not {list(asked)!r}")
-    return dict(zip(ranks, asked, strict=True))
+    if not all(isinstance(host, Hashable) for host in given):
+        raise LayoutError(f"hosts must be names or numbers, not {list(given)!r}")
+    return dict(zip(ranks, given, strict=True))

@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 
 class Among(NamedTuple):
-    """Where owners live, if that matters; and the one owner that is asked for, if it is one."""
+    """The hosts of owners, if they matter; and the only owner whose copies are wanted, if it is one."""
 
     hosts: Hosts | None = None
     only: int | None = None
@@ -43,8 +43,8 @@ def deliver(
     """Every taker gets its region from a holder: itself, one on its host, or one elsewhere, in this order.
 
     `row[r]` is the row of holders of region r. Across hosts a region is fetched once per host, by its takers there in
-    turn, who hand it on in the next step. Whose turn it is must not depend on who asks: `turn[r]` is the row unless
-    rows were numbered for the occasion.
+    turn, who pass it on in the next step. Every owner must compute the same turns: `turn[r]` is the row by default;
+    pass it where rows were renumbered.
     """
     hosts, only = among
     turn = row if turn is None else turn
@@ -56,10 +56,10 @@ def deliver(
     if hosts is None:
         return [*copies, serve(boxes, need, row[need.region], holders, only=only, step=step)]
     group, near = _near(row[need.region], need.target, holders, hosts)
-    found = near.counts[group] > 0
-    at_hand = need.take(found)
-    copies.append(serve(boxes, at_hand, group[found], near, turn=turn[at_hand.region], only=only, step=step))
-    return copies + _relayed(boxes, row, turn, need.take(~found), holders, hosts, step)
+    nearby = near.counts[group] > 0
+    at_hand = need.take(nearby)
+    copies.append(serve(boxes, at_hand, group[nearby], near, turn=turn[at_hand.region], only=only, step=step))
+    return copies + _relayed(boxes, row, turn, need.take(~nearby), holders, hosts, step)
 
 
 def _near(row: Ints, target: Ints, holders: Holders, hosts: Hosts) -> tuple[Ints, Holders]:
@@ -112,11 +112,11 @@ def serve(
     only: int | None = None,
     step: int = 0,
 ) -> Copies:
-    """What is needed, from the holders of each need's row, in equal shares to the cell.
+    """Copies for every need, from the holders of its row, in shares that differ by at most one cell.
 
-    All that is asked of one row is laid end to end and cut into as many equal lengths as the row has holders: each
+    All that one row has to serve is laid end to end and cut into as many equal lengths as the row has holders: each
     serves one length. So a box is split only where that evens the load, and takers seldom have two senders. Where a
-    row has more holders than are worth asking, `turn` (the row unless given) says with which one to begin. `only` skips
+    row has more holders than are worth using, `turn` (by default the row) says with which one to begin. `only` skips
     what does not concern that owner, once everybody's place is known.
     """
     if not len(row) or holders.most == 1:
@@ -127,14 +127,14 @@ def serve(
     turn, row, need = (row if turn is None else turn)[order], row[order], need.take(order)
     volume, group = boxes.volumes()[need.region], numbered(row)
     before, groups = running(volume, group), int(group[-1]) + 1
-    total, asked = totals(volume, group, groups)[group], np.bincount(group)[group]
+    total, requests = totals(volume, group, groups)[group], np.bincount(group)[group]
     if only is not None:
         mine = (need.target == only) | np.isin(row, holders.rows_with(only))
-        need, row, turn, volume, before, total, asked = (
+        need, row, turn, volume, before, total, requests = (
             need.take(mine),
-            *(column[mine] for column in (row, turn, volume, before, total, asked)),
+            *(column[mine] for column in (row, turn, volume, before, total, requests)),
         )
-    senders = np.minimum(holders.counts[row], MOST_SENDERS * asked)
+    senders = np.minimum(holders.counts[row], MOST_SENDERS * requests)
     item, stick, pieces = _lengths(boxes.take(need.region), before, np.divmod(total, senders))
     count = holders.counts[row[item]]
     chosen = (turn[item] + stick * count // senders[item]) % count
@@ -204,11 +204,11 @@ def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, tu
 
     Never split between replicas, so that all contributions to a cell can be cut into rounds alike.
     """
-    found = holders.pick(row, turn)
+    owner = holders.pick(row, turn)
     if hosts is not None:
         group, near = _near(row, target, holders, hosts)
-        found = np.where(near.counts[group] > 0, near.pick(group, turn), found)
-    return np.where(holders.hold(row, target), target, found)
+        owner = np.where(near.counts[group] > 0, near.pick(group, turn), owner)
+    return np.where(holders.hold(row, target), target, owner)
 
 
 def _given_on(parts: Boxes, row: Ints, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ VERSION = 1
 
 def to_json(plan: Plan, *, copies: bool = False) -> str:
     """Layouts, options, fingerprints and totals; with `copies=True` every copy too, for other tools to read."""
-    found: dict[str, Any] = {
+    data: dict[str, object] = {
         "shardwise_plan": VERSION,
         "source": {"layout": str(plan.source), "fingerprint": plan.source.fingerprint},
         "target": {"layout": str(plan.target), "fingerprint": plan.target.fingerprint},
@@ -35,37 +35,44 @@ def to_json(plan: Plan, *, copies: bool = False) -> str:
         "copies_fingerprint": digest(plan.copies),
     }
     if copies:
-        found["copies"] = _listed(plan.copies)
-    return json.dumps(found)
+        data["copies"] = _listed(plan.copies)
+    return json.dumps(data)
 
 
-def _listed(copies: Copies) -> list[dict[str, Any]]:
+def _listed(copies: Copies) -> list[dict[str, int | list[int]]]:
     return [
-        {"source": c.source, "target": c.target, "lo": list(c.box.lo), "hi": list(c.box.hi)}
-        | {"term": c.term, "step": c.step, "round": c.round}
+        {
+            "source": c.source,
+            "target": c.target,
+            "lo": list(c.box.lo),
+            "hi": list(c.box.hi),
+            "term": c.term,
+            "step": c.step,
+            "round": c.round,
+        }
         for c in copies
     ]
 
 
 def from_json(text: str, make: Callable[..., Plan], most: int) -> Plan:
-    """The plan of a file, made again and held against what the file says of it; refused beyond `most` copies."""
-    found = _read(text)
+    """The plan of a file, made again and compared with what the file says; refused beyond `most` copies."""
+    data = _read(text)
     try:
-        source, target = (parse(str.strip(found[side]["layout"])) for side in ("source", "target"))
-        hosts = _hosts(found["hosts"])
-        plan = make(source, target, itemsize=found["itemsize"], max_bytes=found["max_bytes"], hosts=hosts)
+        source, target = (parse(str.strip(data[side]["layout"])) for side in ("source", "target"))
+        hosts = _hosts(data["hosts"])
+        plan = make(source, target, itemsize=data["itemsize"], max_bytes=data["max_bytes"], hosts=hosts)
         if plan.most_copies() > most:
             raise PlanError(
                 f"the plan of this file can have {plan.most_copies()} copies, more than {most}: if the file is to be "
                 f"trusted, give max_copies="
             )
         for side, layout in ("source", source), ("target", target):
-            _same(f"the fingerprint of the {side}", found[side]["fingerprint"], layout.fingerprint)
-        _same("the fingerprint of the copies", found["copies_fingerprint"], digest(plan.copies))
-        if "copies" in found and found["copies"] != _listed(plan.copies):
+            _same(f"the fingerprint of the {side}", data[side]["fingerprint"], layout.fingerprint)
+        _same("the fingerprint of the copies", data["copies_fingerprint"], digest(plan.copies))
+        if "copies" in data and data["copies"] != _listed(plan.copies):
             raise PlanError("the copies in the plan file are not those of its plan")
         for total in "bytes_moved", "messages", "peak_bytes":
-            _same(total, found[total], getattr(plan, total))
+            _same(total, data[total], getattr(plan, total))
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         if isinstance(error, ShardwiseError):
             raise
@@ -73,14 +80,14 @@ def from_json(text: str, make: Callable[..., Plan], most: int) -> Plan:
     return plan
 
 
-def _hosts(said: Any) -> dict[int, Any] | None:
-    if said is None:
+def _hosts(given: object) -> dict[int, Hashable] | None:
+    if given is None:
         return None
-    if not isinstance(said, list) or len(said) != 2 or not all(isinstance(side, list) for side in said):
+    if not isinstance(given, list) or len(given) != 2 or not all(isinstance(side, list) for side in given):
         raise PlanError(
-            f"this is not a whole plan file: hosts are two lists, owners and their hosts, not {brief(said)}"
+            f"this is not a whole plan file: hosts are two lists, owners and their hosts, not {brief(given)}"
         )
-    return dict(zip(*said, strict=True))
+    return dict(zip(*given, strict=True))
 
 
 def digest(copies: Copies) -> str:
@@ -93,17 +100,18 @@ def digest(copies: Copies) -> str:
 
 def _read(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
         raise PlanError(f"this is not a plan file: {error}") from None
-    if not isinstance(found, dict) or brief(found.get("shardwise_plan")) != repr(VERSION):
-        version = found.get("shardwise_plan") if isinstance(found, dict) else None
+    if not isinstance(data, dict) or brief(data.get("shardwise_plan")) != repr(VERSION):
+        version = data.get("shardwise_plan") if isinstance(data, dict) else None
         raise PlanError(f"this is not a plan file of version {VERSION}: it says {brief(version)}")
-    return found
+    return data
 
 
-def _same(what: str, said: object, found: object) -> None:
-    if said != found:
+def _same(what: str, written: object, actual: object) -> None:
+    if written != actual:
         raise PlanError(
-            f"{what} is {brief(said)} in the plan file, but {brief(found)} when made again: the file is of another plan"
+            f"{what} is {brief(written)} in the plan file, but {brief(actual)} when made again: the file is of another "
+            f"plan"
         )

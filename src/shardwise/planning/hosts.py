@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,13 +20,13 @@ class Hosts:
     numbers: tuple[int, ...]
 
     @staticmethod
-    def of(asked: int | Mapping[int, Hashable] | Mesh, owners: Ints) -> Hosts:
+    def of(given: int | Mapping[int, Hashable] | Mesh, owners: Ints) -> Hosts:
         """From a number of owners per host, from owner -> host, or from a mesh that knows.
 
         >>> Hosts.of({4: "a", 7: "b", 9: "a"}, ints([4, 7, 9])).numbers
         (0, 1, 0)
         """
-        known = _by_owner(asked, owners.tolist())
+        known = _by_owner(given, owners.tolist())
         missing = [owner for owner in owners.tolist() if owner not in known]
         if missing:
             share = f"{len(missing)} of {len(owners)} are missing"
@@ -47,7 +46,7 @@ class Hosts:
         return self._hash  # type: ignore[attr-defined]
 
     def host(self, owners: Ints) -> Ints:
-        """Their hosts."""
+        """The host of each owner."""
         known, numbers = self._table  # type: ignore[attr-defined]
         return numbers[np.searchsorted(known, owners)]
 
@@ -57,12 +56,12 @@ class Hosts:
         return max(self.numbers, default=-1) + 1
 
 
-def _by_owner(asked: Any, owners: list[int]) -> Mapping[int, Hashable]:
-    if isinstance(asked, int | np.integer) and not isinstance(asked, bool) and asked > 0:
-        return {owner: owner // int(asked) for owner in owners}
-    known = asked.hosts if isinstance(asked, Mesh) else asked
+def _by_owner(given: object, owners: list[int]) -> Mapping[int, Hashable]:
+    if isinstance(given, int | np.integer) and not isinstance(given, bool) and given > 0:
+        return {owner: owner // int(given) for owner in owners}
+    known = given.hosts if isinstance(given, Mesh) else given
     if known is None:
-        raise PlanError(f"{asked!r} knows no hosts: make it with hosts=, a number of owners per host or a list")
+        raise PlanError(f"{given!r} knows no hosts: make it with hosts=, a number of owners per host or a list")
     if not isinstance(known, Mapping):
-        raise PlanError(f"hosts must be a number of owners per host, or owner -> host, or a mesh, not {asked!r}")
+        raise PlanError(f"hosts must be a number of owners per host, or owner -> host, or a mesh, not {given!r}")
     return known

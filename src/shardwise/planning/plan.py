@@ -9,7 +9,7 @@ from math import prod
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from shardwise.planning.relabel import fewest_bytes
 from shardwise.planning.rounds import in_rounds, loads, rounds_of_steps
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}  # of these a full value becomes one term and neutral ones; else all terms
 
@@ -163,12 +166,12 @@ class Plan:
         beside = takers.owners == only
         if self.hosts is not None:
             beside |= self.hosts.host(takers.owners) == self.hosts.host(ints([only]))
-        found = []
+        entries = []
         for which, whom in (all_of, takers), (~all_of, takers.filtered(beside)):
             rows = np.flatnonzero(which)
             entry, owner = whom.expand(target[rows])
-            found.append((rows[entry], owner))
-        region, owner = (np.concatenate(side) for side in zip(*found, strict=True))
+            entries.append((rows[entry], owner))
+        region, owner = (np.concatenate(side) for side in zip(*entries, strict=True))
         order = np.lexsort((owner, region))
         return Need(region[order], owner[order])
 
@@ -307,9 +310,9 @@ class Plan:
 
     def check(self, source: Layout, target: Layout) -> Plan:
         """The plan itself where it is for these layouts; else a PlanError that names the side that differs."""
-        for side, made_for, found in ("source", self.source, source), ("target", self.target, target):
-            if made_for != found:
-                raise PlanError(f"this plan is for the {side} layout {made_for!r}, not for {found!r}: plan again")
+        for side, made_for, layout in ("source", self.source, source), ("target", self.target, target):
+            if made_for != layout:
+                raise PlanError(f"this plan is for the {side} layout {made_for!r}, not for {layout!r}: plan again")
         return self
 
     def explain(self) -> str:
@@ -322,7 +325,7 @@ class Plan:
 
         return report.write(path, report.page(self, title=title))
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """The plan as a matplotlib figure (the extra `plot`), for papers."""
         from shardwise import report
 
@@ -374,11 +377,11 @@ def plan(
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
 
 
-def _layout(asked: Layout | str, side: str) -> Layout:
-    found = parse(asked) if isinstance(asked, str) else asked
-    if not isinstance(found, Layout):
-        raise PlanError(f"the {side} must be a Layout or its notation, not {asked!r}")
-    return found.validate()
+def _layout(given: Layout | str, side: str) -> Layout:
+    layout = parse(given) if isinstance(given, str) else given
+    if not isinstance(layout, Layout):
+        raise PlanError(f"the {side} must be a Layout or its notation, not {given!r}")
+    return layout.validate()
 
 
 @lru_cache(maxsize=1024)

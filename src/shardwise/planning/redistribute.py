@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
 
-OnMesh = tuple[Mesh, tuple[Placement, ...]]
+MeshPlacements = tuple[Mesh, tuple[Placement, ...]]
 
 
 class Redistribution(NamedTuple):
@@ -50,7 +50,7 @@ def redistributed(source: Layout, target: Layout, itemsize: int, *, all_to_all: 
     return Redistribution(total * itemsize, tuple(steps))
 
 
-def _on_mesh(layout: Layout) -> OnMesh | None:
+def _on_mesh(layout: Layout) -> MeshPlacements | None:
     """The mesh and placements that a layout was written with; None for other kinds."""
     s = layout.spelling
     if s.kind != "mesh" or len(set(s.owners or ())) < len(s.owners or ()):
@@ -59,7 +59,7 @@ def _on_mesh(layout: Layout) -> OnMesh | None:
     return mesh, mesh.placements(list(s.items))
 
 
-def _refusal(here: OnMesh | None, there: OnMesh | None) -> str:
+def _refusal(here: MeshPlacements | None, there: MeshPlacements | None) -> str:
     """Why it cannot be done, or nothing."""
     if here is None or there is None:
         return "a DTensor lies on a mesh, one placement per axis"

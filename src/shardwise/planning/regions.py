@@ -30,13 +30,13 @@ def count_regions(source: Layout, target: Layout) -> int:
     for grid, other in (source.form, target.form), (target.form, source.form):
         if isinstance(grid, Grid):
             lo, hi = other.cells.boxes
-            met = [_met(axis, lo[:, dim], hi[:, dim]) for dim, axis in enumerate(grid.axes)]
-            return int(np.prod(met, axis=0, dtype=np.float64).sum())
+            counts = [_count_crossed(axis, lo[:, dim], hi[:, dim]) for dim, axis in enumerate(grid.axes)]
+            return int(np.prod(counts, axis=0, dtype=np.float64).sum())
     return source.form.cells.boxes.count * target.form.cells.boxes.count
 
 
-def _met(axis: Axis, lo: Ints, hi: Ints) -> Ints:
-    """How many intervals of an axis each of these ranges meets."""
+def _count_crossed(axis: Axis, lo: Ints, hi: Ints) -> Ints:
+    """How many intervals of an axis each of these ranges crosses."""
     return ints(np.searchsorted(axis.cuts, hi, "left") - np.searchsorted(axis.cuts, lo, "right") + 1)
 
 
@@ -55,14 +55,14 @@ def owner_regions(source: Layout, target: Layout, owner: int) -> Regions:
     all regions of that block: who serves whom is settled among them.
     """
     if isinstance(source.form, Grid) and isinstance(target.form, Grid):
-        found = _grid_owner(source.form, target.form, owner)
+        regions = _grid_owner(source.form, target.form, owner)
     else:
-        found = _listed_owner(source, target, owner)
-    if not found:
+        regions = _listed_owner(source, target, owner)
+    if not regions:
         nothing = np.zeros((0, source.ndim), dtype=np.int64)
         return Regions(Boxes(nothing, nothing), nothing.reshape(-1), nothing.reshape(-1))
-    boxes = Boxes.concat([f.boxes for f in found])
-    here, there = np.concatenate([f.source for f in found]), np.concatenate([f.target for f in found])
+    boxes = Boxes.concat([f.boxes for f in regions])
+    here, there = np.concatenate([f.source for f in regions]), np.concatenate([f.target for f in regions])
     return _sorted(source, Regions(boxes, here, there), unique=True)
 
 
@@ -81,20 +81,20 @@ def _crossed(source: Grid, target: Grid, only: list[Ints | None]) -> Regions:
 
 
 def _grid_owner(source: Grid, target: Grid, owner: int) -> list[Regions]:
-    found = list[Regions]()
+    regions = list[Regions]()
     sends, receives = source.parts(owner), target.parts(owner)
     if sends is not None:
-        found.append(_crossed(source, target, [a.intervals(p) for a, p in zip(source.axes, sends, strict=True)]))
+        regions.append(_crossed(source, target, [a.intervals(p) for a, p in zip(source.axes, sends, strict=True)]))
     if receives is not None:
         mine = [a.intervals(p) for a, p in zip(target.axes, receives, strict=True)]
         if source.table.shape[-1] > 1:
             needed = [b.cross(a, m).theirs for a, b, m in zip(source.axes, target.axes, mine, strict=True)]
             blocks = [a.meets(np.unique(n)) for a, n in zip(source.axes, needed, strict=True)]
-            found.append(_crossed(source, target, list(blocks)))
+            regions.append(_crossed(source, target, list(blocks)))
         else:
             boxes, there, here = _crossed(target, source, list(mine))
-            found.append(Regions(boxes, here, there))
-    return found
+            regions.append(Regions(boxes, here, there))
+    return regions
 
 
 def _listed_owner(source: Layout, target: Layout, owner: int) -> list[Regions]:

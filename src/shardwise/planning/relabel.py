@@ -23,7 +23,7 @@ def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
     {0: 3, 1: 1, 2: 2, 3: 0}
     """
     owners = target.form.owners
-    block, holder, cells = _kept(source, target, owners)
+    block, holder, cells = _cells_in_place(source, target, owners)
     same = np.arange(len(owners))
     if len(owners) <= EXACT:
         kept = np.zeros((len(owners), len(owners)), dtype=np.int64)
@@ -35,20 +35,20 @@ def fewest_bytes(source: Layout, target: Layout) -> dict[int, int]:
     return dict(zip(owners.tolist(), owners[best if kept_best > stays else same].tolist(), strict=True))
 
 
-def _kept(source: Layout, target: Layout, owners: Ints) -> tuple[Ints, Ints, Ints]:
+def _cells_in_place(source: Layout, target: Layout, owners: Ints) -> tuple[Ints, Ints, Ints]:
     """Cells of the block of target owner i that owner j holds already: i, j (numbers in `owners`) and how many."""
     regions = all_regions(source, target)
     volume, keys, cells = regions.boxes.volumes(), [ints([])], [ints([])]
     same = (source.op, source.terms) == (target.op, target.terms)
     first_only = not same and target.op in ("sum", "product", "bxor")  # the other terms start neutral
     for here in range(source.terms):
-        held, holder = source.form.holders.expand(regions.source * source.terms + here)
+        region, holder = source.form.holders.expand(regions.source * source.terms + here)
         mine = np.isin(holder, owners)
-        held, holder = held[mine], holder[mine]
+        region, holder = region[mine], holder[mine]
         for there in [here] if same else range(1 if first_only else target.terms):
-            rows, taker = target.form.holders.expand(regions.target[held] * target.terms + there)
+            rows, taker = target.form.holders.expand(regions.target[region] * target.terms + there)
             keys.append(owners.searchsorted(taker) * len(owners) + owners.searchsorted(holder[rows]))
-            cells.append(volume[held[rows]])
+            cells.append(volume[region[rows]])
     key, place = np.unique(np.concatenate(keys), return_inverse=True)
     return *np.divmod(key, len(owners)), totals(np.concatenate(cells), place, len(key))
 
@@ -94,6 +94,6 @@ def _assign(gain: Ints) -> Ints:
         while column != count:
             row_of[column] = row_of[previous[column]]
             column = int(previous[column])
-    found = np.empty(count, dtype=np.int64)
-    found[row_of[:count]] = np.arange(count)
-    return found
+    assignment = np.empty(count, dtype=np.int64)
+    assignment[row_of[:count]] = np.arange(count)
+    return assignment

@@ -45,7 +45,7 @@ def loads(source: Layout, target: Layout, takers: int, *, reducing: bool, hosts:
     shared = isinstance(source.form, Grid) and not reducing and not hosts
     replicas = max(source.form.holders.most, 1) if shared else 1
     sent = max(-(-here * takers // replicas), -(-here // MOST_SENDERS) if replicas > 1 else 0) + 1
-    apart = not len(np.intersect1d(source.form.owners, target.form.owners))  # then nobody both sends and receives
+    apart = not len(np.intersect1d(source.form.owners, target.form.owners))  # then no owner both sends and receives
     first = max(sent, there * terms) if apart else sent + there * terms
     return first, there * (takers + 1), there * (takers + 1)
 

@@ -49,9 +49,9 @@ class Traffic:
         """The most bytes that each owner sends and receives in one round."""
         both = np.concatenate([self.source, self.target])
         key, size = _sums(np.tile(self.stage, 2) * len(self.owners) + both, np.tile(self.size, 2))
-        found = np.zeros(len(self.owners), dtype=np.int64)
-        np.maximum.at(found, key % len(self.owners), size)
-        return found
+        most = np.zeros(len(self.owners), dtype=np.int64)
+        np.maximum.at(most, key % len(self.owners), size)
+        return most
 
     def peak(self) -> int:
         """The most bytes that any owner sends and receives in one round."""
@@ -69,9 +69,9 @@ class Traffic:
 
     def matrix(self) -> Ints:
         """Bytes from each owner (row) to each (column)."""
-        found = np.zeros((len(self.owners), len(self.owners)), dtype=np.int64)
-        np.add.at(found, (self.source, self.target), self.size)
-        return found
+        table = np.zeros((len(self.owners), len(self.owners)), dtype=np.int64)
+        np.add.at(table, (self.source, self.target), self.size)
+        return table
 
     def estimate(self, **model: float) -> float:
         """Seconds of all rounds, one after the other."""

@@ -33,17 +33,17 @@ def _wanted(source: Layout, target: Layout) -> tuple[Ints, Boxes]:
     whole = (source.op, source.terms) != (target.op, target.terms)
     first_only = whole and target.op in ("sum", "product", "bxor")
     cells, block = target.form.cells
-    found = [
+    entries = [
         target.form.holders.expand(block * target.terms + term) for term in range(1 if first_only else target.terms)
     ]
-    rows = np.concatenate([entry for entry, _ in found])
-    return np.concatenate([owner for _, owner in found]), cells.take(rows)
+    rows = np.concatenate([entry for entry, _ in entries])
+    return np.concatenate([owner for _, owner in entries]), cells.take(rows)
 
 
-def _same_cells(owners: Ints, got: tuple[Ints, Boxes], asked: tuple[Ints, Boxes], what: str) -> None:
+def _same_cells(owners: Ints, got: tuple[Ints, Boxes], wanted: tuple[Ints, Boxes], what: str) -> None:
     """Both lists of (owner, box) cover the same cells equally often."""
-    first, second = (owners.searchsorted(side[0]) for side in (got, asked))
-    bad = uncancelled(got[1], first, asked[1], second)
+    first, second = (owners.searchsorted(side[0]) for side in (got, wanted))
+    bad = uncancelled(got[1], first, wanted[1], second)
     if bad is not None:
         raise PlanError(f"owner {owners[bad]} does not get {what} exactly once")
 
@@ -68,8 +68,8 @@ def _terms_stay(source: Layout, target: Layout, copies: Copies) -> None:
         wrong = np.flatnonzero(here != there)
         if len(wrong):
             copy = copies[int(wrong[0])]
-            held = f"owner {copy.source} holds another"
-            raise PlanError(f"owner {copy.target} does not get its own term of {copy.box}: {held}")
+            reason = f"owner {copy.source} holds another"
+            raise PlanError(f"owner {copy.target} does not get its own term of {copy.box}: {reason}")
 
 
 def _senders_have(owners: Ints, source: Layout, copies: Copies, *, reducing: bool) -> None:

@@ -3,8 +3,8 @@
 Pure: it looks at values, and runs nothing.
 """
 
-from shardwise.report.glance import glance
 from shardwise.report.html import page, write
+from shardwise.report.notebook import glance
 from shardwise.report.plot import figure
 from shardwise.report.rows import Row
 from shardwise.report.text import draw, matrix

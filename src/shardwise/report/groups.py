@@ -1,4 +1,4 @@
-"""Owners in groups: each for itself where they are few, runs of equal length where they are many."""
+"""Owners in groups: one each where they are few, runs of equal length where they are many."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Groups:
     @staticmethod
     def of(owners: object, most: int) -> Groups:
         """At most so many groups."""
-        found = ints(owners)  # type: ignore[arg-type]
-        return Groups(found, max(1, -(-len(found) // most)))
+        numbers = ints(owners)  # type: ignore[arg-type]
+        return Groups(numbers, max(1, -(-len(numbers) // most)))
 
     @property
     def count(self) -> int:
@@ -34,7 +34,7 @@ class Groups:
 
     @property
     def single(self) -> bool:
-        """True where every owner stands for itself."""
+        """True where every group is one owner."""
         return self.length == 1
 
     def sizes(self) -> list[int]:

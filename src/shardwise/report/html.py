@@ -6,27 +6,27 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.planning import Plan
 from shardwise.quoting import printable
-from shardwise.report.pictures import Limits, picture, together
+from shardwise.report.pictures import Limits, Picture, picture, together
 from shardwise.report.rows import Row, rows
 
 START = b"<!doctype html>"
+Shown = Layout | Plan | Row | Mapping[str, Layout | Plan] | Iterable["Shown"]
 SCRIPTS = ("basics.js", "parts.js", "tiles.js", "cells.js", "charts.js", "map.js", "tensors.js", "page.js")
 
 
 def page(
-    *what: Any,
+    *what: Shown,
     title: str | None = None,
     facts: Mapping[str, str] | None = None,
     owner: str = "rank",
@@ -41,19 +41,19 @@ def page(
     >>> text.startswith("<!doctype html>"), "://" in text
     (True, False)
     """
-    found = rows(what)
-    if len(found) > 1:
-        found = [row if row.name else replace(row, name=_notation(row)) for row in found]
-    head = {"title": title or _title(found), "plain": title is None and len(found) == 1 and not found[0].name}
+    shown = rows(what)
+    if len(shown) > 1:
+        shown = [row if row.name else replace(row, name=_notation(row)) for row in shown]
+    head = {"title": title or _title(shown), "plain": title is None and len(shown) == 1 and not shown[0].name}
     about = {"facts": dict(facts or {}), "owner": owner, "names": list(names)}
-    return _filled({**head, **about, **contents(found)})
+    return _filled({**head, **about, **contents(shown)})
 
 
-def contents(found: Sequence[Row]) -> dict[str, Any]:
+def contents(rows: Sequence[Row]) -> Picture:
     """The pictures of all kinds of rows, and the rows by their kind; what they are together, where they are plans."""
-    kinds = Counter[Layout | Plan](row.shown for row in found)
+    kinds = Counter[Layout | Plan](row.shown for row in rows)
     number, limits = {kind: at for at, kind in enumerate(kinds)}, Limits.of(len(kinds))
-    dtypes = list(dict.fromkeys(row.dtype for row in found))
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
     pictures = [picture(kind, limits) for kind in kinds]
     plans = [
         (kind, times, made)
@@ -61,16 +61,16 @@ def contents(found: Sequence[Row]) -> dict[str, Any]:
         if isinstance(kind, Plan)
     ]
     return {
-        "unit": "cells" if any(row.counts_cells for row in found) else "bytes",
+        "unit": "cells" if any(row.counts_cells for row in rows) else "bytes",
         "pictures": pictures,
         "dtypes": dtypes,
-        "rows": [[row.name, number[row.shown], row.size, dtypes.index(row.dtype), row.note] for row in found],
-        "together": together(plans, limits) if plans and len(found) > 1 else None,
+        "rows": [[row.name, number[row.shown], row.size, dtypes.index(row.dtype), row.note] for row in rows],
+        "together": together(plans, limits) if plans and len(rows) > 1 else None,
     }
 
 
-def _title(found: Sequence[Row]) -> str:
-    return found[0].name or _notation(found[0]) if len(found) == 1 else f"{len(found):,} tensors"
+def _title(rows: Sequence[Row]) -> str:
+    return rows[0].name or _notation(rows[0]) if len(rows) == 1 else f"{len(rows):,} tensors"
 
 
 def _notation(row: Row) -> str:
@@ -78,7 +78,7 @@ def _notation(row: Row) -> str:
     return " → ".join(layout.brief(60) for layout in layouts)
 
 
-def _filled(data: Mapping[str, Any]) -> str:
+def _filled(data: Picture) -> str:
     """The template with style, scripts and data in it."""
     folder = files("shardwise.report") / "assets"
     text = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
@@ -88,34 +88,34 @@ def _filled(data: Mapping[str, Any]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that is only text, whatever characters it has."""
+    """The text, escaped for HTML."""
     return escape(printable(text)).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON that no name of a tensor can break out of: nothing in it ends a script or begins a comment."""
+def _json(data: Picture) -> str:
+    """JSON for a script element: no name of a tensor can end the script or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def write(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page or another text, aside and renamed, so that it is there whole or not at all.
+    """Write a page or another text atomically: to a temporary file that is then renamed.
 
-    A page replaces pages only. What is no plain file stays what it is, and is written to: a link, a pipe, /dev/stdout.
+    A page replaces only pages. Links, pipes and devices such as /dev/stdout are written to directly.
     """
     goal = Path(path)
     if _is_page(text[:100].encode()) and goal.is_file() and not _is_page(_start(goal)):
-        raise FileExistsError(f"{goal} is there, and is no page: give another path")
+        raise FileExistsError(f"{goal} exists and is not a page: choose another path")
     if goal.is_symlink() or (goal.exists() and not goal.is_file()):
         goal.write_text(text, encoding="utf-8")
         return goal
     aside = goal.with_name(f".{goal.name}.{token_hex(8)}.part")
     try:
-        with aside.open("x", encoding="utf-8") as file:  # never what somebody else has put there
+        with aside.open("x", encoding="utf-8") as file:  # never a file that another process made
             file.write(text)
         aside.replace(goal)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(goal)) from error  # nobody asked for the one aside
+        raise OSError(error.errno, error.strerror, str(goal)) from error  # not the temporary name
     finally:
         with suppress(OSError):
             aside.unlink()

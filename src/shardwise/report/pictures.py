@@ -1,10 +1,10 @@
-"""What a page has to know of a layout, of a plan, and of all plans together: plain numbers and texts."""
+"""What a page has to know of a layout, of a plan, and of all plans together: plain numbers and strings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -26,16 +26,36 @@ class Limits(NamedTuple):
 
     @staticmethod
     def of(pictures: int) -> Limits:
-        """For so many pictures."""
+        """The limits of each of so many pictures."""
         share = max(1, pictures // 4)
         return Limits(64 if pictures <= 40 else 8, max(16, 1024 // share), 8192 // share)
 
 
-Picture = dict[str, Any]
+Picture = dict[str, Any]  # JSON for the scripts of a page
+
+
+class Figures(TypedDict):
+    """The totals of a plan."""
+
+    moved: int
+    local: int
+    bound: int | None
+    messages: int
+    rounds: int
+    peak: int
+    limit: int | None
+    balance: float
+    seconds: float
+    hosts: int | None
+    across: int
+    redistribute: list[int | None]
+    steps: list[list[str]]
+    why_not: str | None
+    reduces: str
 
 
 def picture(shown: Layout | Plan, limits: Limits) -> Picture:
-    """Of a layout or of a plan."""
+    """The picture of a layout or of a plan."""
     if isinstance(shown, Plan):
         return _of_plan(shown, limits)
     groups = Groups.of(shown.form.owners, limits.groups)
@@ -72,7 +92,7 @@ def by_owner(plan: Plan) -> tuple[Ints, Ints, Ints]:
     return sent, received, ints(list(plan.kept.values()))
 
 
-def figures(plan: Plan) -> dict[str, Any]:
+def figures(plan: Plan) -> Figures:
     """The totals of a plan, against the least that any could move and against redistribute's."""
     known = plan.carrying or plan.target.terms == 1  # else a plan that reduces in another order could do with less
     transports = [redistributed(plan.source, plan.target, plan.itemsize, all_to_all=gpu) for gpu in (True, False)]
@@ -95,11 +115,11 @@ def figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _named(groups: Groups) -> dict[str, Any]:
+def _named(groups: Groups) -> Picture:
     return {"labels": groups.labels(), "sizes": groups.sizes(), "owners": len(groups.owners)}
 
 
-def _copies(plan: Plan, groups: Groups, most: int) -> dict[str, Any]:
+def _copies(plan: Plan, groups: Groups, most: int) -> Picture:
     """Rows lo..., hi..., source, target, step: whole messages, not cut into rounds. None where they are too many."""
     if not groups.single:
         return {"total": len(plan.copies), "rows": None}
@@ -113,9 +133,9 @@ def _copies(plan: Plan, groups: Groups, most: int) -> dict[str, Any]:
 def _flows(groups: Groups, source: Ints, target: Ints, size: Ints) -> list[list[int]]:
     """[group that sends, group that receives, bytes] where that is something; the sides are places of owners."""
     count = groups.count
-    found = totals(size, source // groups.length * count + target // groups.length, count * count)
-    at = np.flatnonzero(found)
-    return np.stack([at // max(count, 1), at % max(count, 1), found[at]], axis=1).tolist()
+    sums = totals(size, source // groups.length * count + target // groups.length, count * count)
+    at = np.flatnonzero(sums)
+    return np.stack([at // max(count, 1), at % max(count, 1), sums[at]], axis=1).tolist()
 
 
 def _stages(plan: Plan) -> list[list[float]]:
@@ -154,15 +174,17 @@ def together(known: Sequence[tuple[Plan, int, Picture]], limits: Limits) -> Pict
     }
 
 
-def _added(found: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
+def _added(figures: Sequence[tuple[Figures, int]]) -> Picture:
     """Totals of several plans; where one does not know a figure, the sum is not known either."""
 
     def total(values: Iterable[tuple[int | None, int]]) -> int | None:
         known = [(value, times) for value, times in values]
         return None if any(v is None for v, _ in known) else sum(v * times for v, times in known if v is not None)
 
-    sums = {name: total((one[name], times) for one, times in found) for name in ("moved", "local", "bound", "messages")}
-    transports = [total((one["redistribute"][way], times) for one, times in found) for way in (0, 1)]
-    refused = [(one["why_not"], times) for one, times in found if one["why_not"]]
+    sums = {
+        name: total((one[name], times) for one, times in figures) for name in ("moved", "local", "bound", "messages")
+    }
+    transports = [total((one["redistribute"][way], times) for one, times in figures) for way in (0, 1)]
+    refused = [(one["why_not"], times) for one, times in figures if one["why_not"]]
     why_not = {"why_not": refused[0][0], "refused": sum(times for _, times in refused)} if refused else {}
     return {**sums, "redistribute": transports, **why_not}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.planning import Plan, size
 from shardwise.report.groups import Groups
-from shardwise.report.tiles import COLOURS, tiles
+from shardwise.report.tiles import COLOURS, Tiles, tiles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_GROUPS, MOST_TILES = 64, 1024
 
 
-def figure(plan: Plan) -> Any:
+def figure(plan: Plan) -> Figure:
     """A matplotlib figure: source, target, and the bytes from each sender to each receiver.
 
     Of tensors with more than two dims the first slice of the others is drawn. Save it with `savefig("plan.pdf")`.
@@ -23,16 +27,16 @@ def figure(plan: Plan) -> Any:
     except ImportError:
         raise ImportError("a figure needs matplotlib: pip install 'shardwise[plot]'") from None
     groups = Groups.of(plan.owners, MOST_GROUPS)
-    found = Figure(figsize=(10, 3.4), layout="constrained")
-    source, target, flows = found.subplots(1, 3)
+    drawn = Figure(figsize=(10, 3.4), layout="constrained")
+    source, target, flows = drawn.subplots(1, 3)
     for axes, name, layout in ((source, "source", plan.source), (target, "target", plan.target)):
         _draw_tiles(axes, tiles(layout, groups, MOST_TILES))
         axes.set_title(f"{name} {layout.brief(40)}", fontsize=9)
     _draw_flows(flows, plan, groups)
-    return found
+    return drawn
 
 
-def _draw_tiles(axes: Any, layout: dict[str, Any]) -> None:
+def _draw_tiles(axes: Axes, layout: Tiles) -> None:
     """Rectangles by holder, as a picture of the last two dims."""
     from matplotlib.patches import Rectangle
 
@@ -52,7 +56,7 @@ def _draw_tiles(axes: Any, layout: dict[str, Any]) -> None:
     axes.tick_params(labelsize=7)
 
 
-def _draw_flows(axes: Any, plan: Plan, groups: Groups) -> None:
+def _draw_flows(axes: Axes, plan: Plan, groups: Groups) -> None:
     """Bytes from row to column."""
     heat = np.zeros((groups.count, groups.count))
     source, target, amount = plan.traffic.flows()
@@ -63,6 +67,5 @@ def _draw_flows(axes: Any, plan: Plan, groups: Groups) -> None:
     axes.set_ylabel("from", fontsize=8)
     every = range(0, groups.count, max(1, -(-groups.count // 12)))
     labels = groups.labels()
-    upright = {} if groups.single else {"rotation": 90}
-    axes.set_xticks(list(every), [labels[at] for at in every], fontsize=7, **upright)
+    axes.set_xticks(list(every), [labels[at] for at in every], fontsize=7, rotation=0 if groups.single else 90)
     axes.set_yticks(list(every), [labels[at] for at in every], fontsize=7)

@@ -1,11 +1,10 @@
-"""What a page is asked to show, as rows: a tensor each, with its layout or plan."""
+"""The rows of a page: a tensor each, with its layout or plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.planning import Plan
@@ -32,7 +31,7 @@ class Row:
 
     @property
     def size(self) -> int:
-        """The bytes of all cells, once; the cells, where nobody knows more."""
+        """The bytes of all cells, once; the number of cells where their bytes are not known."""
         if isinstance(self.shown, Plan):
             return prod(self.shown.target.shape) * self.shown.itemsize
         return prod(self.shown.shape) * (self.itemsize or 1)
@@ -43,12 +42,12 @@ class Row:
         return isinstance(self.shown, Layout) and self.itemsize is None
 
 
-def rows(what: Iterable[Any]) -> list[Row]:
+def rows(what: Iterable[object]) -> list[Row]:
     """Layouts, plans, mappings from names to them, and rows: as rows."""
     return [row for one in what for row in _rows(one)]
 
 
-def _rows(one: Any) -> list[Row]:
+def _rows(one: object) -> list[Row]:
     if isinstance(one, Row):
         return [one]
     if isinstance(one, Layout | Plan):

@@ -46,11 +46,11 @@ def _cuts(layout: Layout, axis: int) -> list[int]:
 
 def _shown(cuts: Sequence[list[int]]) -> list[list[tuple[int, int] | None]]:
     """The intervals of each axis to draw; None stands for those left out."""
-    found = list[list[tuple[int, int] | None]]()
+    intervals = list[list[tuple[int, int] | None]]()
     for axis, most in zip(cuts, (MOST_ROWS, MOST_COLUMNS)[-len(cuts) :] if cuts else (), strict=True):
         sides: list[tuple[int, int] | None] = list(pairwise(axis))
-        found.append(sides if len(sides) <= most else [*sides[: most - 2], None, sides[-1]])
-    return found
+        intervals.append(sides if len(sides) <= most else [*sides[: most - 2], None, sides[-1]])
+    return intervals
 
 
 def _plane(layout: Layout, at: tuple[tuple[int, int], ...], sides: list[list[tuple[int, int] | None]]) -> str:
@@ -112,7 +112,7 @@ def _table(labels: list[list[Label]], names: list[str], heads: list[str]) -> lis
 
 def _row(labels: list[Label], widths: list[int]) -> str:
     edges = ["│", *("│" if a != b else " " for a, b in pairwise(labels)), "│"]
-    cells = [f" {found.text:^{width}} " for found, width in zip(labels, widths, strict=True)]
+    cells = [f" {label.text:^{width}} " for label, width in zip(labels, widths, strict=True)]
     return edges[0] + "".join(cell + edge for cell, edge in zip(cells, edges[1:], strict=True))
 
 
@@ -122,13 +122,13 @@ _JOINTS = dict(zip(product((0, 1), repeat=4), " ╴╷┐╵┘│┤╶─┌�
 def _rule(above: list[Label], below: list[Label], widths: list[int]) -> str:
     """The line between two rows: drawn where they differ, with the joints that its neighbours ask for."""
     flat = [a != b for a, b in zip(above, below, strict=True)]
-    found = ""
+    line = ""
     for place in range(len(widths) + 1):
         left, right = place > 0 and flat[place - 1], place < len(widths) and flat[place]
         up, down = (_edge(row, place) for row in (above, below))
-        found += _JOINTS[int(right), int(up), int(down), int(left)]
-        found += ("─" if right else " ") * (widths[place] + 2) if place < len(widths) else ""
-    return found.rstrip()
+        line += _JOINTS[int(right), int(up), int(down), int(left)]
+        line += ("─" if right else " ") * (widths[place] + 2) if place < len(widths) else ""
+    return line.rstrip()
 
 
 def _edge(row: list[Label], place: int) -> bool:

@@ -1,10 +1,10 @@
-"""A layout as tiles: boxes with those who hold them. Too many of a grid are put together, of a listing left out."""
+"""A layout as tiles: boxes with their holders. Too many tiles of a grid are merged, of a listing left out."""
 
 from __future__ import annotations
 
 from itertools import pairwise, product
 from math import prod
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -14,30 +14,61 @@ from shardwise.notation import write_ranges
 from shardwise.report.groups import Groups
 
 LONGEST = 40  # characters of a label
-# of owners, by turns
+# of owners, in turn
 COLOURS = ("#9dbcf0", "#f6bd8c", "#7fc3a4", "#ecacd8", "#ece08f", "#b9a5ea", "#8fdcec", "#e59a94")
 MOST_ALONG = 64  # tiles side by side: more could not be seen
 
 
-def tiles(layout: Layout, groups: Groups, most: int) -> dict[str, Any]:
-    """What a page has to know of a layout.
+class TileHolders(TypedDict):
+    """The owners that hold a tile."""
 
-    `tiles` are rows lo..., hi..., number of its holders; `sets` are the different holders; `total` is how many tiles
-    there would be, were none put together or left out.
-    """
+    who: str
+    groups: list[int]
+    replicas: int
+
+
+class TileRows(TypedDict):
+    """Tiles as rows lo..., hi..., number of its holders in `sets`."""
+
+    tiles: list[list[int]]
+    sets: list[TileHolders]
+    total: int  # with those that were put together or left out
+    merged: bool
+
+
+class Tiles(TileRows):
+    """What a page has to know of a layout."""
+
+    text: str
+    shape: list[int]
+    op: str | None
+    terms: int
+    shards: int
+    idle: str
+
+
+def tiles(layout: Layout, groups: Groups, most: int) -> Tiles:
+    """The tiles of a layout, at most so many."""
     form = layout.form
     counts = [len(axis.part) for axis in form.axes] if isinstance(form, Grid) else []
     if isinstance(form, Grid) and _fewer(counts, most) != counts:
-        found = _put_together(form, groups, most)
+        rows = _put_together(form, groups, most)
     else:
-        found = _all(layout, groups, most)
+        rows = _all(layout, groups, most)
     idle = np.setdiff1d(form.owners, form.holders.owners)
-    about = {"text": layout.brief(), "shape": list(layout.shape), "op": layout.op, "terms": layout.terms}
-    return {**about, "shards": len(form.holders.owners), "idle": _shortened(idle), **found}
+    return {
+        "text": layout.brief(),
+        "shape": list(layout.shape),
+        "op": layout.op,
+        "terms": layout.terms,
+        "shards": len(form.holders.owners),
+        "idle": _shortened(idle),
+        **rows,
+    }
 
 
-def _all(layout: Layout, groups: Groups, most: int) -> dict[str, Any]:
-    """Every tile; of too many the first."""
+def _all(layout: Layout, groups: Groups, most: int) -> TileRows:
+    """Every tile; the first ones where they are too many."""
     boxes, block = merge(*layout.form.cells)
     order = np.argsort(positions(boxes.lo, layout.shape), kind="stable")[:most]
     total, boxes, block = boxes.count, boxes.take(order), block[order]
@@ -50,7 +81,7 @@ def _rows(boxes: Boxes, number: Ints) -> list[list[int]]:
     return np.concatenate([*boxes, number[:, None]], axis=1).tolist()
 
 
-def _holders(layout: Layout, groups: Groups, block: int) -> dict[str, Any]:
+def _holders(layout: Layout, groups: Groups, block: int) -> TileHolders:
     """Who holds a block: replicas with commas, the terms of a partial with plus signs."""
     holders, terms = layout.form.holders, layout.terms
     rows = block * terms + np.arange(terms)
@@ -64,8 +95,8 @@ def _holders(layout: Layout, groups: Groups, block: int) -> dict[str, Any]:
     }
 
 
-def _put_together(grid: Grid, groups: Groups, most: int) -> dict[str, Any]:
-    """LocalPeers along every axis as one tile."""
+def _put_together(grid: Grid, groups: Groups, most: int) -> TileRows:
+    """Neighbours along every axis as one tile."""
     counts = [len(axis.part) for axis in grid.axes]
     edges = [np.arange(n + 1) * count // n for n, count in zip(_fewer(counts, most), counts, strict=True)]
     cuts = [axis.cuts[edge] for axis, edge in zip(grid.axes, edges, strict=True)]
@@ -75,8 +106,7 @@ def _put_together(grid: Grid, groups: Groups, most: int) -> dict[str, Any]:
         for axis, edge in zip(grid.axes, edges, strict=True)
     ]
     sets = [_several(grid.table[np.ix_(*chosen)], groups) for chosen in product(*parts)]
-    found = {"tiles": _rows(boxes, np.arange(boxes.count)), "sets": sets}
-    return {**found, "total": prod(counts), "merged": True}
+    return {"tiles": _rows(boxes, np.arange(boxes.count)), "sets": sets, "total": prod(counts), "merged": True}
 
 
 def _fewer(counts: list[int], most: int) -> list[int]:
@@ -88,12 +118,12 @@ def _fewer(counts: list[int], most: int) -> list[int]:
     return counts
 
 
-def _several(owners: Ints, groups: Groups) -> dict[str, Any]:
+def _several(owners: Ints, groups: Groups) -> TileHolders:
     """The holders of tiles that were put together."""
-    found = np.unique(owners)
+    different = np.unique(owners)
     return {
-        "who": _shortened(found),
-        "groups": np.unique(groups.of_owners(found)).tolist(),
+        "who": _shortened(different),
+        "groups": np.unique(groups.of_owners(different)).tolist(),
         "replicas": owners.shape[-1],
     }
 

@@ -1,7 +1,8 @@
-"""The familiar names of torch.distributed._shard, on top of layouts and plans."""
+"""torch ShardedTensor compatibility: the names of torch's package of sharded tensors, on top of layouts and plans."""
 
-from shardwise.sharded_tensor.api import ShardedTensor, ShardedTensorBase, _create_tensor_from_params
+from shardwise.sharded_tensor.api import ShardedTensor, ShardedTensorBase
 from shardwise.sharded_tensor.factories import (
+    _create_tensor_from_params,
     _shard_tensor,
     empty,
     full,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from operator import add
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from warnings import warn
 
 import torch
@@ -18,8 +18,13 @@ from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
 from shardwise.job.agree import together
 from shardwise.layout import Layout
-from shardwise.sharded_tensor.instances import FamiliarTensor
-from shardwise.sharded_tensor.kind import BySpec, Group, Target, Tensors
+from shardwise.sharded_tensor.gathered_metadata import (
+    checked_metadata,
+    container_from,
+    local_metadata,
+    refuse,
+)
+from shardwise.sharded_tensor.instances import TorchNamedTensor
 from shardwise.sharded_tensor.metadata import (
     Shard,
     ShardedTensorMetadata,
@@ -28,44 +33,55 @@ from shardwise.sharded_tensor.metadata import (
     same_device,
 )
 from shardwise.sharded_tensor.pickling import loaded, place, unplaced
-from shardwise.sharded_tensor.said import checked_metadata, concluded, refuse, said
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget, Tensors
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import gather, result_of, start_call
-from shardwise.torch_internals import in_order, torchs_sharded
+from shardwise.torch_internals import (
+    MetadataLike,
+    ShardedLike,
+    ShardLike,
+    SpecLike,
+    device_of,
+    in_order,
+    torchs_sharded,
+)
 from shardwise.transports.members import of_job, owner_here
 
+if TYPE_CHECKING:
+    from shardwise.torch_internals.torch_sharded import TorchShardedTensor
 
-class ShardedTensorBase(plain.ShardedTensor, metaclass=FamiliarTensor):
+
+class ShardedTensorBase(plain.ShardedTensor, metaclass=TorchNamedTensor):
     """torch's base class of ShardedTensor: makes one where there is no process group."""
 
     @staticmethod
     def _init_from_local_shards_and_global_metadata(
-        local_shards: Sequence[Any], sharded_tensor_metadata: Any, sharding_spec: Any = None
+        local_shards: Sequence[ShardLike], sharded_tensor_metadata: MetadataLike, sharding_spec: SpecLike | None = None
     ) -> ShardedTensor:
-        """From shards of any ranks and the metadata of all. No process group is asked: the shards are believed."""
+        """From shards of any ranks and the metadata of all. There is no process group to check the ranks against."""
         metadata = checked_metadata(sharded_tensor_metadata)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        kind = BySpec.by_metadata(metadata, spec, None)
+        kind = SpecContainer.by_metadata(metadata, spec, None)
         own = tuple(ShardMetadata.of(shard.metadata) for shard in local_shards)
         return replace(kind, own=own).holding([shard.tensor for shard in local_shards])
 
 
 class ShardedTensor(ShardedTensorBase):
-    """A tensor that is sharded by a spec: `ShardedTensor(spec, 8, 6)` has shards of this rank that are not filled.
+    """A tensor that is sharded by a spec: `ShardedTensor(spec, 8, 6)` has this rank's shards, uninitialized.
 
     It is a `shardwise.ShardedTensor` that also knows its spec and metadata, with the methods that torch's has.
     """
 
-    _kind: BySpec
+    _kind: SpecContainer
     _local_shards: list[Shard]
     _stand_in: torch.Tensor | None
 
     def __new__(
         cls,
-        sharding_spec: Any,
-        *size: Any,
+        sharding_spec: SpecLike,
+        *size: int | Sequence[int],
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
         requires_grad: bool = False,
@@ -79,35 +95,38 @@ class ShardedTensor(ShardedTensorBase):
             raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, not {memory_format}")
         how: dict[str, Any] = {"requires_grad": requires_grad, "pin_memory": pin_memory}
         how["dtype"] = dtype or torch.get_default_dtype()
-        kind = BySpec.by(sharding_spec, _flatten_tensor_size(size), process_group, TensorProperties(**how))
+        kind = SpecContainer.by(sharding_spec, _flatten_tensor_size(size), process_group, TensorProperties(**how))
         check_owners(kind.layout, process_group)
-        return cls.holding(kind, [torch.empty(m.shard_sizes, device=m.placement.device(), **how) for m in kind.mine])
+        return cls.holding(kind, [torch.empty(m.shard_sizes, device=device_of(m), **how) for m in kind.mine])
 
     @classmethod
-    def holding(cls, kind: BySpec, tensors: Tensors) -> Self:
+    def holding(cls, kind: SpecContainer, tensors: Tensors) -> Self:
         """One of that kind with these tensors of this rank."""
         first = tensors[0] if tensors else None
         dtype = kind.properties.dtype if first is None else first.dtype
         return cls._wrapper(kind.layout.shape, dtype, None if first is None else first.device)._become(kind, tensors)
 
-    def _become(self, kind: BySpec, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
-        """Take over what another is."""
-        found = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
-        self._kind, self._stand_in = kind.having(**found).with_fields(everywhere=False), stand_in
+    def _become(self, kind: SpecContainer, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
+        """Take over another container and its tensors."""
+        known = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
+        self._kind, self._stand_in = kind.with_properties(**known).with_fields(everywhere=False), stand_in
         self._owner = owner_here(kind.group)
         self._local_shards = [Shard(tensor, m) for tensor, m in zip(tensors, kind.mine, strict=True)]
         return self
 
-    # --- made from what the ranks have -------------------------------------------------------------------------------
+    # --- made from local shards ---------------------------------------------------------------------------------------
 
     @staticmethod
     def _init_from_local_shards(
-        local_shards: Sequence[Any] | None, *global_size: Any, process_group: Group = None, init_rrefs: bool = False
+        local_shards: Sequence[ShardLike] | None,
+        *global_size: int | Sequence[int | None] | None,
+        process_group: Group = None,
+        init_rrefs: bool = False,
     ) -> ShardedTensor:
         kind = together(
             "init_from_local_shards",
-            lambda: said(local_shards, global_size, process_group, init_rrefs),
-            lambda told: concluded(told, process_group),
+            lambda: local_metadata(local_shards, global_size, process_group, init_rrefs),
+            lambda by_rank: container_from(by_rank, process_group),
             group=process_group,
         )
         return kind.holding([shard.tensor for shard in local_shards or ()])
@@ -115,27 +134,27 @@ class ShardedTensor(ShardedTensorBase):
     @staticmethod
     def _init_from_local_tensor(
         local_tensor: torch.Tensor | Tensors,
-        sharding_spec: Any,
-        *global_size: Any,
+        sharding_spec: SpecLike,
+        *global_size: int | Sequence[int],
         process_group: Group = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """From this rank's tensor, or tensors where it has several shards, by a spec. Nothing is sent.
 
-        On a rank without a shard, the tensor only tells the dtype.
+        A rank without a shard passes a tensor for its dtype.
         """
         tensors = [local_tensor] if isinstance(local_tensor, torch.Tensor) else list(local_tensor)
         if not tensors:
-            raise ValueError("a rank without a shard gives a tensor, too: it tells the dtype")
+            raise ValueError("local_tensor is empty: a rank without a shard passes a tensor, too, for its dtype")
         properties = TensorProperties.create_from_tensor(tensors[0])
         refuse(init_rrefs, properties.layout)
-        kind = BySpec.by(sharding_spec, _flatten_tensor_size(global_size), process_group, properties)
+        kind = SpecContainer.by(sharding_spec, _flatten_tensor_size(global_size), process_group, properties)
         check_owners(kind.layout, process_group)
-        found = [list(tensor.size()) for tensor in tensors]
-        if kind.mine and found != [m.shard_sizes for m in kind.mine]:
+        sizes = [list(tensor.size()) for tensor in tensors]
+        if kind.mine and sizes != [m.shard_sizes for m in kind.mine]:
             raise ValueError(
                 f"the spec gives rank {owner_here(process_group)} shards of sizes "
-                f"{[m.shard_sizes for m in kind.mine]}, but it brought {found}"
+                f"{[m.shard_sizes for m in kind.mine]}, but it passed {sizes}"
             )
         for tensor, shard in zip(tensors, kind.mine, strict=False):
             check_local_tensor(tensor, shard, properties, owner_here(process_group))
@@ -143,17 +162,17 @@ class ShardedTensor(ShardedTensorBase):
 
     @staticmethod
     def init_from_local_shards_and_global_metadata(
-        local_shards: Sequence[Any],
-        sharded_tensor_metadata: Any,
+        local_shards: Sequence[ShardLike],
+        sharded_tensor_metadata: MetadataLike,
         process_group: Group = None,
         init_rrefs: bool = False,
-        sharding_spec: Any = None,
+        sharding_spec: SpecLike | None = None,
     ) -> ShardedTensor:
-        """From this rank's shards and the metadata of all, ours or torch's. Nothing is sent: each rank is believed."""
+        """From this rank's shards and the metadata of all, ours or torch's. Nothing is sent: ranks are not compared."""
         metadata, me = checked_metadata(sharded_tensor_metadata), owner_here(process_group)
         refuse(init_rrefs)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        kind = BySpec.by_metadata(metadata, spec, process_group)
+        kind = SpecContainer.by_metadata(metadata, spec, process_group)
         check_owners(kind.layout, process_group)
         if len(local_shards) != len(kind.mine):
             raise RuntimeError(
@@ -168,12 +187,12 @@ class ShardedTensor(ShardedTensorBase):
     _init_from_local_shards_and_global_metadata = init_from_local_shards_and_global_metadata  # type: ignore[assignment]
 
     @staticmethod
-    def from_torch(other: Any) -> ShardedTensor:
+    def from_torch(other: ShardedLike) -> ShardedTensor:
         """torch's own ShardedTensor as one of ours. The tensors are shared."""
-        kind = BySpec.of(other)
+        kind = SpecContainer.of(other)
         return kind.holding(kind.taken(other))
 
-    def to_torch(self) -> Any:
+    def to_torch(self) -> TorchShardedTensor:
         """The same as torch's own ShardedTensor. The tensors are shared."""
         return torchs_sharded(self.shards, self.metadata(), self.sharding_spec(), self.group)
 
@@ -186,12 +205,12 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the tensor, known on every rank."""
+        """The dtype of the tensor, known on every rank."""
         return self._kind.properties.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Of the shards; on a rank that has none, the kind of device that others have."""
+        """Of the shards; on a rank that has none, the type of device that others have."""
         return self.shards[0].device if self.shards else torch.device(self._kind.devices[0].type)
 
     @property
@@ -210,7 +229,7 @@ class ShardedTensor(ShardedTensorBase):
                 f"only tensors of floating point and complex dtype can require gradients, not {self.dtype}"
             )
         super().requires_grad_(requires_grad)
-        self._kind = self._kind.having(requires_grad=requires_grad)
+        self._kind = self._kind.with_properties(requires_grad=requires_grad)
         return self
 
     @property
@@ -219,11 +238,10 @@ class ShardedTensor(ShardedTensorBase):
         return self.group or dist.group.WORLD
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Of all shards."""
-        metadata: ShardedTensorMetadata = self._kind.metadata
-        return metadata
+        """The metadata of all shards."""
+        return self._kind.metadata
 
-    def sharding_spec(self) -> Any:
+    def sharding_spec(self) -> SpecLike:
         """The spec by which it is sharded."""
         return self._kind.spec
 
@@ -233,21 +251,21 @@ class ShardedTensor(ShardedTensorBase):
         return self.metadata()
 
     @_metadata.setter
-    def _metadata(self, metadata: Any) -> None:
-        found = BySpec.by_metadata(ShardedTensorMetadata.of(metadata), self.sharding_spec(), self.group)
-        self._take_over(replace(found, own=self._kind.own))
+    def _metadata(self, metadata: MetadataLike) -> None:
+        container = SpecContainer.by_metadata(ShardedTensorMetadata.of(metadata), self.sharding_spec(), self.group)
+        self._take_over(replace(container, own=self._kind.own))
 
     @property
-    def _sharding_spec(self) -> Any:
+    def _sharding_spec(self) -> SpecLike:
         """Under the name that code written for torch looks for."""
         return self.sharding_spec()
 
     @_sharding_spec.setter
-    def _sharding_spec(self, spec: Any) -> None:
-        found = BySpec.by(spec, self.shape, self.group, self._kind.properties)
-        self._take_over(replace(self._kind, layout=found.layout, spec=spec))
+    def _sharding_spec(self, spec: SpecLike) -> None:
+        container = SpecContainer.by(spec, self.shape, self.group, self._kind.properties)
+        self._take_over(replace(self._kind, layout=container.layout, spec=spec))
 
-    def _take_over(self, kind: BySpec) -> None:
+    def _take_over(self, kind: SpecContainer) -> None:
         """Other metadata or another spec, if they say the same of where the cells are."""
         if kind.layout != self.layout:
             raise ValueError(
@@ -255,8 +273,8 @@ class ShardedTensor(ShardedTensorBase):
             )
         self._become(kind, in_order(self._local_shards, kind.mine, self.shape), self._stand_in)
 
-    def remote_shards(self) -> dict[int, list[Any]]:
-        """Never there, as in torch without `init_rrefs`: `gather` and `reshard` bring what is needed."""
+    def remote_shards(self) -> dict[int, list[object]]:
+        """Not supported, as in torch without `init_rrefs`: use `gather` or `reshard`."""
         raise RuntimeError("ShardedTensor created with init_rrefs=False, no RRefs to remote shards available")
 
     def local_shards(self) -> list[Shard]:
@@ -278,19 +296,19 @@ class ShardedTensor(ShardedTensorBase):
 
     # --- what can be done with it ------------------------------------------------------------------------------------
 
-    def reshard(self, resharding_spec: Any) -> ShardedTensor:
-        """Shard it by another spec, in place. Any spec to any other; every rank of the group calls; autograd follows.
+    def reshard(self, resharding_spec: SpecLike) -> ShardedTensor:
+        """Shard it by another spec, in place. Every rank of the group calls; autograd follows.
 
         Where it fails, it stays as it was.
         """
-        target = Target(resharding_spec, self._kind.properties)
+        target = SpecTarget(resharding_spec, self._kind.properties)
         call = start_call(Source.of(lambda: self), target, Options(), group=self.group)
         assert call is not None, "every rank of the group has a part in it"
-        found, stand_in = result_of(call.run())
+        moved, stand_in = result_of(call.run())
         if resharding_spec == self.sharding_spec():  # all ranks ask for that, as is known now
             return self
-        kind = found.kind.by_rank().having(requires_grad=call.followed)
-        return self._become(kind, found.shards, stand_in)
+        kind = moved.kind.by_rank().with_properties(requires_grad=call.followed)
+        return self._become(kind, moved.shards, stand_in)
 
     def backward(self) -> None:  # type: ignore[override]
         """Take part in the backward pass on a rank that holds nothing since `reshard`: it has nothing to call it on.
@@ -334,37 +352,36 @@ class ShardedTensor(ShardedTensorBase):
         same = probe.to(*args, **kwargs) is probe and "memory_format" not in kwargs
         if same and self._all_on(probe.device) and process_group in (None, self.group):
             return self
-        found = self._each(lambda tensor: tensor.to(*args, **kwargs))
+        moved = self._each(lambda tensor: tensor.to(*args, **kwargs))
         if process_group is not None:
-            found._kind = replace(found._kind, group=process_group)
-        return found
+            moved._kind = replace(moved._kind, group=process_group)
+        return moved
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Group = None
     ) -> ShardedTensor:
-        """Shards on the CPU; itself where they are."""
+        """Shards on the CPU; itself where they are there already."""
         return self.to("cpu", process_group=process_group, **_formatted(memory_format))
 
     def cuda(
         self,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: Group = None,
     ) -> ShardedTensor:
-        """Shards on a GPU, the current one unless told; itself where they are."""
+        """Shards on a GPU, by default the current one; itself where they are there already."""
         target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
-        how = {"non_blocking": non_blocking, **_formatted(memory_format)}
-        return self.to(target, process_group=process_group, **how)
+        return self.to(target, non_blocking=non_blocking, process_group=process_group, **_formatted(memory_format))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         """The same with other tensors. What they are is known on every rank, by one without elements."""
         like = change(self._probe())
         kind = self._kind if self._all_on(like.device) else self._kind.on(like.device)
-        kind = kind.having(dtype=like.dtype, requires_grad=like.requires_grad)
-        found = kind.holding([change(tensor) for tensor in self.shards])
-        found._owner = self._owner
-        return found
+        kind = kind.with_properties(dtype=like.dtype, requires_grad=like.requires_grad)
+        changed = kind.holding([change(tensor) for tensor in self.shards])
+        changed._owner = self._owner
+        return changed
 
     def _probe(self) -> torch.Tensor:
         """A tensor like the shards, without elements."""
@@ -383,7 +400,7 @@ class ShardedTensor(ShardedTensorBase):
         return self._kind.own is None
 
     @property
-    def kind(self) -> BySpec:
+    def kind(self) -> SpecContainer:
         """How it lies, with its group; refused where the shards are not known to be those of this rank."""
         if not self.placed:
             raise LayoutError(
@@ -410,29 +427,18 @@ class ShardedTensor(ShardedTensorBase):
         boxes = ", ".join(map(str, self._own_boxes()))
         return f"ShardedTensor({self.layout.brief()}, {self.dtype}, this process holds {boxes})"
 
-    def _deepcopied(self, memo: dict[int, Any]) -> ShardedTensor:
+    def _deepcopied(self, memo: dict[int, object]) -> ShardedTensor:
         """Copied shards with metadata of their own, in the same group."""
         metadata, spec = deepcopy(self.metadata(), memo), deepcopy(self.sharding_spec(), memo)
         kind = replace(self._kind, metadata=metadata, spec=spec, own=deepcopy(self._kind.own, memo))
         return kind.holding([deepcopy(shard, memo) for shard in self.shards])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickled with its place in the group, if it has one: it can only be loaded there (see pickling.py)."""
         if self._kind.own is not None:
             return unplaced, (self.metadata(), self.sharding_spec(), self.shards, self._kind.own)
         self._check_rank()
         return loaded, (self.metadata(), self.sharding_spec(), self.shards, place(self.group))
-
-
-def _create_tensor_from_params(*size: Any, local_device: Any, tensor_properties: Any) -> torch.Tensor:
-    """A tensor that is not filled, with these properties.
-
-    >>> _create_tensor_from_params(2, 3, local_device="cpu", tensor_properties=TensorProperties(torch.int8)).dtype
-    torch.int8
-    """
-    known = tensor_properties
-    how = {"layout": known.layout, "memory_format": known.memory_format, "pin_memory": known.pin_memory}
-    return torch.empty(*size, dtype=known.dtype, device=local_device, requires_grad=known.requires_grad, **how)
 
 
 def _formatted(memory_format: torch.memory_format) -> dict[str, torch.memory_format]:

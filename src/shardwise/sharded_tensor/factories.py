@@ -1,10 +1,10 @@
-"""ShardedTensors from nothing, from the ranks' own shards and from a whole tensor; hooks for modules with some."""
+"""Make ShardedTensors: empty or filled, from local shards, from a whole tensor; hooks for modules that have some."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,29 @@ import shardwise.containers.sharded as plain
 from shardwise.job.agree import together
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.api import ShardedTensor
-from shardwise.sharded_tensor.kind import BySpec, Group, Target
 from shardwise.sharded_tensor.metadata import TensorProperties
 from shardwise.sharded_tensor.sharding_spec import ShardingSpec
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget
 from shardwise.sharded_tensor.utils import _raise_if_mismatch
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import result_of, start_call
-from shardwise.torch_internals import is_torch_sharded
+from shardwise.torch_internals import PropertiesLike, ShardLike, SpecLike, is_torch_sharded
 from shardwise.transports.members import owner_here
 
 Factory = TypeVar("Factory", bound=Callable[..., ShardedTensor])
+Size = int | Sequence[int]
+
+
+class TensorOptions(TypedDict, total=False):
+    """The options of ShardedTensor."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: Group
+    init_rrefs: bool
 
 
 def _factory(make: Factory) -> Factory:
@@ -34,56 +47,72 @@ def _factory(make: Factory) -> Factory:
 
 
 @_factory
-def empty(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
-    """Not filled; `how` is that of ShardedTensor: dtype, requires_grad, pin_memory, process_group."""
+def empty(sharding_spec: SpecLike, *size: Size, **how: Unpack[TensorOptions]) -> ShardedTensor:
+    """Uninitialized; `how` is that of ShardedTensor: dtype, requires_grad, pin_memory, process_group."""
     return ShardedTensor(sharding_spec, *size, **how)
 
 
 @_factory
-def full(sharding_spec: Any, size: Any, fill_value: Any, **how: Any) -> ShardedTensor:
+def full(sharding_spec: SpecLike, size: Size, fill_value: complex, **how: Unpack[TensorOptions]) -> ShardedTensor:
     """Filled with one value."""
     return _filled(empty(sharding_spec, size, **how), lambda shard: shard.fill_(fill_value))
 
 
 @_factory
-def zeros(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
+def zeros(sharding_spec: SpecLike, *size: Size, **how: Unpack[TensorOptions]) -> ShardedTensor:
     """Filled with zeros."""
     return _filled(empty(sharding_spec, *size, **how), torch.Tensor.zero_)
 
 
 @_factory
-def ones(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
+def ones(sharding_spec: SpecLike, *size: Size, **how: Unpack[TensorOptions]) -> ShardedTensor:
     """Filled with ones."""
     return _filled(empty(sharding_spec, *size, **how), lambda shard: shard.fill_(1))
 
 
 @_factory
-def rand(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
+def rand(sharding_spec: SpecLike, *size: Size, **how: Unpack[TensorOptions]) -> ShardedTensor:
     """Numbers between 0 and 1, from the generator of every rank."""
     return _filled(empty(sharding_spec, *size, **how), torch.Tensor.uniform_)
 
 
 @_factory
-def randn(sharding_spec: Any, *size: Any, **how: Any) -> ShardedTensor:
+def randn(sharding_spec: SpecLike, *size: Size, **how: Unpack[TensorOptions]) -> ShardedTensor:
     """Numbers with mean 0 and variance 1, from the generator of every rank."""
     return _filled(empty(sharding_spec, *size, **how), torch.Tensor.normal_)
 
 
-def _filled(st: ShardedTensor, fill: Callable[[torch.Tensor], Any]) -> ShardedTensor:
+def _filled(st: ShardedTensor, fill: Callable[[torch.Tensor], object]) -> ShardedTensor:
     with torch.no_grad():
         for shard in st.shards:
             fill(shard)
     return st
 
 
+def _create_tensor_from_params(
+    *size: int, local_device: torch.device | str, tensor_properties: PropertiesLike
+) -> torch.Tensor:
+    """An uninitialized tensor with these properties.
+
+    >>> _create_tensor_from_params(2, 3, local_device="cpu", tensor_properties=TensorProperties(torch.int8)).dtype
+    torch.int8
+    """
+    known = tensor_properties
+    how: dict[str, Any] = {"layout": known.layout, "memory_format": known.memory_format, "pin_memory": known.pin_memory}
+    return torch.empty(*size, dtype=known.dtype, device=local_device, requires_grad=known.requires_grad, **how)
+
+
 def init_from_local_shards(
-    local_shards: Sequence[Any], *global_size: Any, process_group: Group = None, init_rrefs: bool = False
+    local_shards: Sequence[ShardLike],
+    *global_size: int | Sequence[int | None] | None,
+    process_group: Group = None,
+    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """From the shards that the ranks have. Every rank of the group calls, also one that has none.
 
     A None in the size says that the shards lie one after the other along that dim, by rank: their offsets and the size
     are computed. Of several Nones the first is that dim (`None, None`: rows, as in torch), and the others are as long
-    as the shards. What is wrong on one rank is raised on all.
+    as the shards. An error on one rank is raised on all.
     """
     return ShardedTensor._init_from_local_shards(
         local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
@@ -91,49 +120,49 @@ def init_from_local_shards(
 
 
 def shard_tensor(
-    tensor: torch.Tensor | None, sharding_spec: Any, src_rank: int = 0, process_group: Group = None
+    tensor: torch.Tensor | None, sharding_spec: SpecLike, src_rank: int = 0, process_group: Group = None
 ) -> ShardedTensor:
     """The tensor of one rank, sharded by any spec. Every rank of the group calls.
 
     `src_rank` is a rank of the group, as in torch. The other ranks give a tensor of the same size and dtype, or None.
-    The shards are leaves for autograd, followed if the tensor is. A spec that has its own way to `shard` is asked.
+    The shards are leaves for autograd, followed if the tensor is. A spec with its own `shard` method is used.
     """
     source, whole = _agreed(tensor, sharding_spec, src_rank, process_group)
     if whole.sharder is None:
         return _scattered(tensor, sharding_spec, source, whole, process_group)
     made = sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group or dist.group.WORLD)
     torchs = is_torch_sharded(made) and not isinstance(made, plain.ShardedTensor)
-    return ShardedTensor.from_torch(made) if torchs else made
+    return ShardedTensor.from_torch(made) if torchs else cast(ShardedTensor, made)
 
 
 _shard_tensor = shard_tensor
 
 
 def shard_by_metadata(
-    tensor: torch.Tensor | None, sharding_spec: Any, src_rank: int = 0, process_group: Group = None
+    tensor: torch.Tensor | None, sharding_spec: SpecLike, src_rank: int = 0, process_group: Group = None
 ) -> ShardedTensor:
-    """The same by the metadata that a spec builds: how a spec shards unless it has its own way."""
+    """The same by the metadata that a spec builds: how specs shard by default."""
     source, whole = _agreed(tensor, sharding_spec, src_rank, process_group)
     return _scattered(tensor, sharding_spec, source, whole, process_group)
 
 
 def _scattered(
-    tensor: torch.Tensor | None, sharding_spec: Any, source: int, whole: Whole, process_group: Group
+    tensor: torch.Tensor | None, sharding_spec: SpecLike, source: int, whole: Whole, process_group: Group
 ) -> ShardedTensor:
     def mine() -> plain.ShardedTensor | None:
         if tensor is None or owner_here(process_group) != source:
             return None
         return plain.ShardedTensor(tensor.detach(), Layout.replicated(whole.size, [source]), process_group)
 
-    target = Target(sharding_spec, TensorProperties(whole.dtype))
+    target = SpecTarget(sharding_spec, TensorProperties(whole.dtype))
     call = start_call(Source.of(mine), target, Options(), group=process_group)
     assert call is not None, "every rank of the group has a part in it"
-    found: ShardedTensor = result_of(call.run())[0]
-    return found.requires_grad_(whole.requires_grad)
+    sharded: ShardedTensor = result_of(call.run())[0]
+    return sharded.requires_grad_(whole.requires_grad)
 
 
 def shard_parameter(
-    module: torch.nn.Module, param_name: str, sharding_spec: Any, src_rank: int = 0, process_group: Group = None
+    module: torch.nn.Module, param_name: str, sharding_spec: SpecLike, src_rank: int = 0, process_group: Group = None
 ) -> None:
     """Replace a parameter of a module by a ShardedTensor of it: see `shard_tensor`. Every rank of the group calls."""
     if not hasattr(module, param_name):
@@ -143,40 +172,40 @@ def shard_parameter(
         raise ValueError(
             f"Expected {type(module).__name__}.{param_name} to be a Tensor, but found {type(tensor).__name__}"
         )
-    sharded: Any = shard_tensor(tensor, sharding_spec, src_rank, process_group)
+    sharded = shard_tensor(tensor, sharding_spec, src_rank, process_group)
     module.register_parameter(param_name, torch.nn.Parameter(sharded))
 
 
 class Whole(NamedTuple):
-    """What a rank knows of a tensor that is to be sharded."""
+    """A whole tensor that is to be sharded, as one rank describes it."""
 
     size: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     layout: Layout
-    sharder: str | None = None  # the class of a spec that has its own way to shard
+    sharder: str | None = None  # the class of a spec with its own `shard` method
 
 
-class Told(NamedTuple):
-    """What a rank gives, and of which one the tensor is to be taken."""
+class ShardRequest(NamedTuple):
+    """What a rank passes to shard_tensor."""
 
     src_rank: int
     whole: Whole | None
 
 
-def _agreed(tensor: torch.Tensor | None, spec: Any, src_rank: int, group: Group) -> tuple[int, Whole]:
-    """The global rank that has the tensor, and what it is. Ranks that give something else are told."""
-    return together("shard_tensor", lambda: Told(src_rank, _whole(tensor, spec)), _source, group=group)
+def _agreed(tensor: torch.Tensor | None, spec: SpecLike, src_rank: int, group: Group) -> tuple[int, Whole]:
+    """The global rank that has the tensor, and what it is. Every rank raises where they disagree."""
+    return together("shard_tensor", lambda: ShardRequest(src_rank, _whole(tensor, spec)), _source, group=group)
 
 
-def _sharder(spec: Any) -> str | None:
-    """The class of a spec that has its own way to shard: neither ours nor torch's."""
+def _sharder(spec: SpecLike) -> str | None:
+    """The class of a spec whose `shard` method is neither ours nor torch's."""
     shard = getattr(type(spec), "shard", None)
     known = shard in (None, ShardingSpec.shard) or str(getattr(shard, "__module__", "")).startswith("torch.")
     return None if known else type(spec).__qualname__
 
 
-def _whole(tensor: torch.Tensor | None, spec: Any) -> Whole | None:
+def _whole(tensor: torch.Tensor | None, spec: SpecLike) -> Whole | None:
     if not hasattr(spec, "build_metadata"):
         raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
     if tensor is None:
@@ -186,23 +215,23 @@ def _whole(tensor: torch.Tensor | None, spec: Any) -> Whole | None:
     if tensor.layout != torch.strided:
         raise ValueError(f"Only torch.strided layout is currently supported, not {tensor.layout}")
     return Whole(
-        tensor.size(), tensor.dtype, tensor.requires_grad, BySpec.by(spec, tensor.size()).layout, _sharder(spec)
+        tensor.size(), tensor.dtype, tensor.requires_grad, SpecContainer.by(spec, tensor.size()).layout, _sharder(spec)
     )
 
 
-def _source(told: dict[int, Told]) -> tuple[int, Whole]:
+def _source(requests: dict[int, ShardRequest]) -> tuple[int, Whole]:
     """The rank that has the tensor, and what it is; others may have one only if it is the same."""
-    (first, (src_rank, _)), *_ = told.items()
-    for rank, other in told.items():
+    (first, (src_rank, _)), *_ = requests.items()
+    for rank, other in requests.items():
         _raise_unless_same("src_rank", (first, src_rank), (rank, other.src_rank))
-    ranks = list(told)
+    ranks = list(requests)
     if src_rank not in range(len(ranks)):
         raise ValueError(f"src_rank={src_rank} is not in the group: it has {len(ranks)} ranks")
     source = ranks[int(src_rank)]
-    whole = told[source].whole
+    whole = requests[source].whole
     if whole is None:
-        raise ValueError(f"rank {source} is the one to give the tensor (src_rank={src_rank}), but gave None")
-    for rank, (_, given) in told.items():
+        raise ValueError(f"rank {source} has to pass the tensor (src_rank={src_rank}), but passed None")
+    for rank, (_, given) in requests.items():
         if given is not None:
             _raise_if_mismatch(whole.size, given.size, "size", (source, rank), is_local=False)
             _raise_if_mismatch(whole.dtype, given.dtype, "dtype", (source, rank), is_local=False)
@@ -211,12 +240,14 @@ def _source(told: dict[int, Told]) -> tuple[int, Whole]:
     return source, whole
 
 
-def _raise_unless_same(what: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:
+def _raise_unless_same(what: str, one: tuple[int, object], other: tuple[int, object]) -> None:
     if one[1] != other[1]:
         raise ValueError(f"{what}={one[1]} on rank: {one[0]} does not match with {what}={other[1]} on rank: {other[0]}")
 
 
-def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def state_dict_hook(
+    module: torch.nn.Module, destination: dict[str, object], prefix: str, local_metadata: object
+) -> None:
     """Add ShardedTensors that are attributes of a module or its submodules to a state dict.
 
     To be registered by `module._register_state_dict_hook`.
@@ -229,9 +260,9 @@ def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix
 
 def pre_load_state_dict_hook(
     module: torch.nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, object],
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
@@ -248,7 +279,7 @@ def pre_load_state_dict_hook(
                 setattr(submodule, attribute, state_dict.pop(key))
 
 
-def _is_sharded(value: Any) -> bool:
+def _is_sharded(value: object) -> bool:
     return isinstance(value, plain.ShardedTensor) or is_torch_sharded(value)
 
 

@@ -1,38 +1,37 @@
-"""isinstance over torch's own objects, for code that changed its imports: `isinstance(v, ShardedTensor)` and the like.
+"""isinstance(v, ShardedTensor) and the like are True for torch's own objects, for code that changed its imports.
 
-Metaclasses, so that torch's modules need not be imported: torch's classes are known by their names. Only isinstance is
-wider: issubclass, and what is made here, are not.
+Done by metaclasses that compare names of classes, so that torch's modules need not be imported. Only isinstance is
+wider; issubclass is not.
 """
 
 from __future__ import annotations
 
 from abc import ABCMeta
 from functools import lru_cache
-from typing import Any
 
-import torch
+from shardwise.torch_internals import PACKAGE, TensorMetaclass
 
-OURS, TORCHS = "shardwise.sharded_tensor", "torch.distributed._shard"
+OURS = "shardwise.sharded_tensor"
 
 
-class KnowsTorchs(type):
-    """Instances of the class of torch that has the same name count as well."""
+class AcceptsTorchs(type):
+    """Instances of torch's class of the same name count as well."""
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or _is_torchs(cls.__mro__, type(instance).__mro__)
 
 
-class Familiar(KnowsTorchs, ABCMeta):
+class TorchNamed(AcceptsTorchs, ABCMeta):
     """The metaclass of specs, metadata and shards."""
 
 
-class FamiliarTensor(KnowsTorchs, torch._C._TensorMeta):
+class TorchNamedTensor(AcceptsTorchs, TensorMetaclass):
     """The metaclass of tensors."""
 
 
 @lru_cache(maxsize=1024)
 def _is_torchs(ours: tuple[type, ...], theirs: tuple[type, ...]) -> bool:
-    """True for the classes of an instance of torch's, by those of ours that is asked for."""
+    """True where one of these classes is torch's class with the name of ours."""
     return ours[0].__module__.startswith(OURS) and any(
-        kind.__module__.startswith(TORCHS) and kind.__name__ == ours[0].__name__ for kind in theirs
+        kind.__module__.startswith(PACKAGE) and kind.__name__ == ours[0].__name__ for kind in theirs
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 
 from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.factories import shard_parameter
-from shardwise.sharded_tensor.kind import Group
-from shardwise.torch_internals import is_spec
+from shardwise.sharded_tensor.sharding_spec import Group, ShardingSpec
+from shardwise.torch_internals import SpecLike, is_spec
+
+T = TypeVar("T")
 
 
 class Sharder(ABC):
@@ -31,8 +33,8 @@ class ShardingPlan:
     output becomes this rank's shard.
     """
 
-    plan: dict[str, Any]
-    output_plan: dict[str, Any] | None = None
+    plan: dict[str, ShardingSpec | Sharder]
+    output_plan: dict[str, ShardingSpec] | None = None
     return_local_tensor: list[str] | None = None
 
 
@@ -44,7 +46,7 @@ class ShardingPlanner(ABC):
         """How to shard it."""
 
 
-def shard_module(module: torch.nn.Module, plan: Any, src_rank: int = 0, process_group: Group = None) -> None:
+def shard_module(module: torch.nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Group = None) -> None:
     """Shard a module in place by a plan, ours or torch's. Every rank of the group calls. The plan is checked first."""
     outputs = plan.output_plan or {}
     _check_plan(module, plan.plan, outputs)
@@ -54,14 +56,14 @@ def shard_module(module: torch.nn.Module, plan: Any, src_rank: int = 0, process_
         if is_spec(how):
             shard_parameter(parent, last, how, src_rank=src_rank, process_group=process_group)
         else:
-            setattr(parent, last, how.shard(module.get_submodule(name)))
+            setattr(parent, last, cast(Sharder, how).shard(module.get_submodule(name)))
     for path, spec in outputs.items():
         _reshard_output(module.get_submodule(path), spec)
     for path in plan.return_local_tensor or ():
         _collect_local_shard(module.get_submodule(path))
 
 
-def _check_plan(module: torch.nn.Module, plan: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+def _check_plan(module: torch.nn.Module, plan: Mapping[str, object], outputs: Mapping[str, object]) -> None:
     sharders = [name for name, how in plan.items() if not is_spec(how)]
     for name in sharders:
         if not hasattr(plan[name], "shard"):
@@ -84,10 +86,10 @@ def _check_plan(module: torch.nn.Module, plan: Mapping[str, Any], outputs: Mappi
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{name}', found {spec!r}")
 
 
-def _reshard_output(module: torch.nn.Module, resharding_spec: Any) -> torch.nn.Module:
+def _reshard_output(module: torch.nn.Module, resharding_spec: SpecLike) -> torch.nn.Module:
     """Reshard what the module returns, where that is a ShardedTensor."""
 
-    def hook(_: torch.nn.Module, __: Any, output: Any) -> Any:
+    def hook(_: torch.nn.Module, __: object, output: T) -> T | ShardedTensor:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
 
     module.register_forward_hook(hook)
@@ -97,7 +99,7 @@ def _reshard_output(module: torch.nn.Module, resharding_spec: Any) -> torch.nn.M
 def _collect_local_shard(module: torch.nn.Module) -> torch.nn.Module:
     """Return this rank's shard where the module returns a ShardedTensor; a dim in chunks of one is dropped."""
 
-    def hook(_: torch.nn.Module, __: Any, output: Any) -> Any:
+    def hook(_: torch.nn.Module, __: object, output: T) -> T | torch.Tensor:
         if not isinstance(output, ShardedTensor):
             return output
         local, dim = output.local_tensor(), getattr(output.sharding_spec(), "dim", None)

@@ -1,4 +1,4 @@
-"""ShardedTensors in files: loaded where they were saved, in the process group that is asked for."""
+"""ShardedTensors in files: loaded where they were saved, in the process group of `load_with_process_group`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardwise.sharded_tensor.kind import BySpec, Group, Tensors
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
-from shardwise.torch_internals import default_group, torchs_loading
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer, Tensors
+from shardwise.torch_internals import SpecLike, default_group, torchs_loading
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor
 
-_loading = ContextVar[Group]("the process group of what is loaded", default=None)
+_loading = ContextVar[Group]("process group of loaded tensors", default=None)
 
 
 @contextmanager
 def load_with_process_group(process_group: Group) -> Iterator[Group]:
-    """ShardedTensors that are loaded inside live in this process group, which is the one they had."""
+    """ShardedTensors that are loaded inside this context live in this process group, the one they were saved in."""
     if _loading.get() is not None:
         raise RuntimeError('ProcessGroup already set by previous "load_with_process_group" context manager')
     token = _loading.set(process_group)
@@ -44,12 +44,14 @@ def place(group: Group) -> dict[str, int]:
     }
 
 
-def unplaced(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, own: tuple[Any, ...]) -> ShardedTensor:
+def unplaced(
+    metadata: ShardedTensorMetadata, spec: SpecLike, tensors: Tensors, own: tuple[ShardMetadata, ...]
+) -> ShardedTensor:
     """What was pickled without a process group: it holds these shards wherever it is loaded."""
-    return replace(BySpec.by_metadata(metadata, spec, None), own=own).holding(tensors)
+    return replace(SpecContainer.by_metadata(metadata, spec, None), own=own).holding(tensors)
 
 
-def loaded(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, saved: dict[str, int]) -> ShardedTensor:
+def loaded(metadata: ShardedTensorMetadata, spec: SpecLike, tensors: Tensors, saved: dict[str, int]) -> ShardedTensor:
     """What was pickled, on the rank where it was."""
     if not dist.is_initialized():
         raise RuntimeError(
@@ -62,4 +64,4 @@ def loaded(metadata: ShardedTensorMetadata, spec: Any, tensors: Tensors, saved: 
                 f"{what} at save time was {saved[what]}, but at load time was {now}: load it on the same rank, under "
                 f"load_with_process_group where it had a group of its own"
             )
-    return BySpec.by_metadata(metadata, spec, group).holding(tensors)
+    return SpecContainer.by_metadata(metadata, spec, group).holding(tensors)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from shardwise.sharded_tensor.kind import BySpec, Target, inside
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget, inside
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import result_of, start_call
-from shardwise.torch_internals import owner_of
+from shardwise.torch_internals import RemoteDevice, SpecLike, owner_of
 from shardwise.transports.members import owner_here, owners_of
 
 Local = torch.Tensor | Sequence[torch.Tensor] | None
 
 
-def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
+def get_idx_from_placements(placements: Sequence[str | RemoteDevice], current_rank: int) -> int:
     """Which of the placements is that of a rank: the first one.
 
     >>> get_idx_from_placements(["rank:2/cpu", "rank:0/cpu"], 0)
@@ -31,7 +30,7 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
 
 
 def build_reshard_metadata(
-    st_size: Sequence[int], sharding_spec: Any, world_size: int
+    st_size: Sequence[int], sharding_spec: SpecLike, world_size: int
 ) -> tuple[list[ShardMetadata | None], list[int]]:
     """The shards of a spec by rank, None for ranks without one, and the ranks in the order of the placements.
 
@@ -42,15 +41,15 @@ def build_reshard_metadata(
     shards = [inside(m, st_size) for m in built]
     ranks = [owner_of(shard) for shard in shards]
     if len(set(ranks)) < len(ranks) or max(ranks) >= world_size:
-        return sorted(shards, key=owner_of), ranks
-    found: list[ShardMetadata | None] = [None] * world_size
+        return [*sorted(shards, key=owner_of)], ranks
+    by_rank: list[ShardMetadata | None] = [None] * world_size
     for rank, shard in zip(ranks, shards, strict=True):
-        found[rank] = shard
-    return found, ranks
+        by_rank[rank] = shard
+    return by_rank, ranks
 
 
 def reshard_local_shard(
-    local_tensor: Local, st_size: Sequence[int], sharding_spec: Any, resharding_spec: Any, pg: Any
+    local_tensor: Local, st_size: Sequence[int], sharding_spec: SpecLike, resharding_spec: SpecLike, pg: Group
 ) -> tuple[list[Shard], list[ShardMetadata | None]]:
     """This rank's shards by another spec, and the metadata of all. Every rank of the group calls; autograd follows.
 
@@ -59,10 +58,10 @@ def reshard_local_shard(
     """
 
     def source() -> ShardedTensor | None:
-        layout = BySpec.by(sharding_spec, st_size, pg).layout
+        layout = SpecContainer.by(sharding_spec, st_size, pg).layout
         return None if local_tensor is None else ShardedTensor(local_tensor, layout, pg)
 
-    call = start_call(Source.of(source), Target(resharding_spec, TensorProperties()), Options(), group=pg)
+    call = start_call(Source.of(source), SpecTarget(resharding_spec, TensorProperties()), Options(), group=pg)
     assert call is not None, "every rank of the group has a part in it"
     tensors = result_of(call.run())[0].shards
     metadata, _ = build_reshard_metadata(st_size, resharding_spec, len(owners_of(pg)))
@@ -71,7 +70,7 @@ def reshard_local_shard(
 
 
 def reshuffle_local_shard(
-    local_shard: Local, st_size: Sequence[int], sharding_spec: Any, resharding_spec: Any, pg: Any
+    local_shard: Local, st_size: Sequence[int], sharding_spec: SpecLike, resharding_spec: SpecLike, pg: Group
 ) -> tuple[list[Shard], list[ShardMetadata | None]]:
     """The same, under the name that torch has for specs that differ only in the order of their placements."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)

@@ -7,19 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from shardwise.geometry import Box, Boxes, gaps, ints, join
-from shardwise.sharded_tensor.instances import Familiar
+from shardwise.sharded_tensor.instances import TorchNamed
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, remote_device
+from shardwise.torch_internals import RemoteDevice, ShardMetadataLike
 
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.api import ShardedTensor
+    from shardwise.sharded_tensor.spec_container import SpecContainer
+
+Group = dist.ProcessGroup | None
 SOME = 256  # shards among which overlaps are looked for first
 
 
-class PlacementSpec(metaclass=Familiar):
+class PlacementSpec(metaclass=TorchNamed):
     """Where something is to live."""
 
 
@@ -27,30 +34,30 @@ class PlacementSpec(metaclass=Familiar):
 class DevicePlacementSpec(PlacementSpec):
     """On one device, which may be that of another worker."""
 
-    device: Any
+    device: str | RemoteDevice | None
 
     def __post_init__(self) -> None:
         self.device = remote_device(self.device)
 
 
-class ShardingSpec(metaclass=Familiar):
+class ShardingSpec(metaclass=TorchNamed):
     """How a tensor is to be sharded."""
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards of a tensor of that size."""
 
-    def shard(self, tensor: torch.Tensor | None, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The tensor of one rank as a ShardedTensor: see `shard_tensor`, which asks a subclass that has its own way."""
-        from shardwise.sharded_tensor.factories import shard_by_metadata  # which knows specs
+    def shard(self, tensor: torch.Tensor | None, src_rank: int = 0, process_group: Group = None) -> ShardedTensor:
+        """The tensor of one rank as a ShardedTensor: `shard_tensor` calls this where a subclass overrides it."""
+        from shardwise.sharded_tensor.factories import shard_by_metadata  # which imports this
 
         return shard_by_metadata(tensor, self, src_rank, process_group)
 
-    def kind_for(self, shape: Sequence[int], group: Any) -> Any:
-        """How a tensor of that shape lies: so a spec can be asked for in `shardwise.reshard`."""
-        from shardwise.sharded_tensor.kind import BySpec  # which knows specs
+    def kind_for(self, shape: Sequence[int], group: Group) -> SpecContainer:
+        """The container of a tensor of that shape: so a spec can be a target of `shardwise.reshard`."""
+        from shardwise.sharded_tensor.spec_container import SpecContainer  # which imports this
 
-        return BySpec.by(self, shape, group)
+        return SpecContainer.by(self, shape, group)
 
 
 @dataclass
@@ -62,17 +69,16 @@ class ChunkShardingSpec(ShardingSpec):
     [[0, 0], [0, 3]]
     """
 
-    dim: Any  # a number; names are refused, as in torch
-    placements: list[Any]
+    dim: int  # names are refused, as in torch
+    placements: list[RemoteDevice]
+
+    if TYPE_CHECKING:  # placements may be given as strings
+
+        def __init__(self, dim: int, placements: Sequence[str | RemoteDevice | None]) -> None: ...
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, str):
-            raise NotImplementedError(f"ChunkShardingSpec does not support named dimension yet! Found {self.dim!r}")
-        try:
-            self.dim = index(self.dim)
-        except TypeError:
-            raise ValueError(f"Sharding dim needs to be an integer, found: {self.dim}") from None
-        self.placements = [remote_device(placement) for placement in self.placements]
+        self.dim = _whole_dim(self.dim)
+        self.placements = [RemoteDevice(p) if isinstance(p, str) else p for p in self.placements]
         if not self.placements:
             raise ValueError("Sharding needs at least one placement, found none")
 
@@ -89,6 +95,14 @@ class ChunkShardingSpec(ShardingSpec):
             offsets[dim], sizes[dim] = split * number, get_chunked_dim_size(size[dim], split, number)
             shards.append(ShardMetadata(offsets, sizes, placement))
         return ShardedTensorMetadata(shards, size, tensor_properties)
+
+
+def _whole_dim(dim: object) -> int:
+    if isinstance(dim, str):
+        raise NotImplementedError(f"ChunkShardingSpec does not support named dimension yet! Found {dim!r}")
+    if not isinstance(dim, SupportsIndex):
+        raise ValueError(f"Sharding dim needs to be an integer, found: {dim}")
+    return index(dim)
 
 
 @dataclass
@@ -112,12 +126,12 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
 
-def validate_non_overlapping_shards_metadata(shards: Sequence[Any]) -> None:
+def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadataLike]) -> None:
     """Raise a ValueError that names two shards which hold the same cells, and these cells. Takes n log n."""
     boxes, number = _boxes(shards)
-    found = _overlap(boxes)
-    if found is not None:
-        a, b = found
+    overlap = _overlap(boxes)
+    if overlap is not None:
+        a, b = overlap
         shared = boxes.take(ints([a])).overlap(boxes.take(ints([b]))).box(0)
         raise ValueError(f"Shards {shards[number[a]]} and {shards[number[b]]} overlap in {shared}")
 
@@ -141,7 +155,7 @@ def _overlap(boxes: Boxes) -> tuple[int, int] | None:
         count = min(4 * count, boxes.count)
 
 
-def check_tensor(shards_metadata: Sequence[Any], tensor_dims: Sequence[int]) -> None:
+def check_tensor(shards_metadata: Sequence[ShardMetadataLike], tensor_dims: Sequence[int]) -> None:
     """Raise a ValueError unless shards that do not overlap cover a tensor of these dims; it names what is missing."""
     shape = tuple(tensor_dims)
     ranks = {len(shard.shard_offsets) for shard in shards_metadata}
@@ -182,7 +196,9 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
     return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
 
 
-def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any, rank: int) -> tuple[int, int]:
+def get_chunk_sharding_params(
+    sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
+) -> tuple[int, int]:
     """Where the first chunk of a rank starts, and its size. There are as many chunks as the spec has placements.
 
     >>> get_chunk_sharding_params(8, 4, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), rank=0)
@@ -192,11 +208,11 @@ def get_chunk_sharding_params(sharding_dim_size: int, world_size: int, spec: Any
     for number, placement in enumerate(spec.placements):
         if placement.rank() == rank:
             return min(split * number, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, number)
-    found = [placement.rank() for placement in spec.placements]
-    raise ValueError(f"rank {rank} has no chunk: the placements are those of ranks {found} (of {world_size})")
+    ranks = [placement.rank() for placement in spec.placements]
+    raise ValueError(f"rank {rank} has no chunk: the placements are those of ranks {ranks} (of {world_size})")
 
 
-def narrow_tensor(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
+def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadataLike) -> torch.Tensor:
     """The part of a whole tensor that a shard is, as a view.
 
     >>> narrow_tensor(torch.arange(6).reshape(2, 3), ShardMetadata([0, 1], [2, 2])).tolist()
@@ -207,7 +223,7 @@ def narrow_tensor(tensor: torch.Tensor, metadata: Any) -> torch.Tensor:
     return tensor
 
 
-def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[Any]) -> ShardingSpec:
+def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMetadataLike]) -> ShardingSpec:
     """A ChunkShardingSpec where the shards are the chunks of one dim, by offset, or else as they are."""
     shards = list(shards_metadata)
     moved = {dim for shard in shards for dim, offset in enumerate(shard.shard_offsets) if offset}
@@ -220,14 +236,14 @@ def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[Any]) ->
         made = spec.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
         if [_corner(m) for m in made] == [_corner(m) for m in ordered]:
             return spec
-    return EnumerableShardingSpec(shards)
+    return EnumerableShardingSpec([ShardMetadata.of(shard) for shard in shards])
 
 
-def _corner(shard: Any) -> tuple[list[int], list[int]]:
+def _corner(shard: ShardMetadataLike) -> tuple[list[int], list[int]]:
     return list(shard.shard_offsets), list(shard.shard_sizes)
 
 
-def _boxes(shards: Sequence[Any]) -> tuple[Boxes, list[int]]:
+def _boxes(shards: Sequence[ShardMetadataLike]) -> tuple[Boxes, list[int]]:
     """The shards that have cells, as boxes, and their numbers."""
     number = [n for n, shard in enumerate(shards) if prod(shard.shard_sizes)]
     ndim = len(shards[0].shard_offsets) if shards else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from operator import index
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,19 +13,20 @@ import torch.distributed as dist
 from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, same_device
-from shardwise.sharded_tensor.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
-from shardwise.torch_internals import owner_of, worker_rank
+from shardwise.sharded_tensor.sharding_spec import Group, check_tensor, validate_non_overlapping_shards_metadata
+from shardwise.torch_internals import RemoteDevice, ShardLike, owner_of, worker_rank
 from shardwise.transports.members import owners_of
 
 
-def _parse_and_validate_remote_device(pg: Any, remote_device: Any) -> tuple[int | None, torch.device]:
+def _parse_and_validate_remote_device(pg: Group, remote_device: RemoteDevice | None) -> tuple[int | None, torch.device]:
     """The global rank and the device of a placement; a worker's name is looked up among those of torch's RPC."""
     if remote_device is None:
         raise ValueError("remote device is None: a shard needs a placement such as 'rank:0/cpu'")
     rank, name, device = remote_device.rank(), remote_device.worker_name(), remote_device.device()
     if name is not None:
         return worker_rank(name), device
-    if rank is not None and pg is not None and pg != dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if rank is not None and pg is not None and pg != outside:
         known = list(owners_of(pg))
         if rank not in known:
             raise ValueError(f"Global rank {rank} does not exist in input process group: {known}")
@@ -43,26 +44,28 @@ def _validate_output_tensor_for_gather(
     if dst_tensor is None:
         raise ValueError(f"Argument ``dst_tensor`` must be specified on destination rank {dst_rank}")
     if tuple(size) != tuple(dst_tensor.size()):
-        found = tuple(dst_tensor.size())
-        raise ValueError(f"Argument ``dst_tensor`` have size {found}, but should be {tuple(size)}")
+        given = tuple(dst_tensor.size())
+        raise ValueError(f"Argument ``dst_tensor`` have size {given}, but should be {tuple(size)}")
 
 
-def _flatten_tensor_size(size: Any) -> torch.Size:
+def _flatten_tensor_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
     """A size from numbers, or from one sequence of them.
 
     >>> _flatten_tensor_size((2, 3)) == _flatten_tensor_size(([2, 3],)) == torch.Size([2, 3])
     True
     """
-    dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence | torch.Size) else list(size)
+    dims = cast(Sequence[int], size[0] if len(size) == 1 and isinstance(size[0], Sequence | torch.Size) else size)
     if any(isinstance(dim, bool) for dim in dims):
-        raise TypeError(f"size has to be a sequence of ints, found: {dims}")
+        raise TypeError(f"size has to be a sequence of ints, found: {list(dims)}")
     try:
         return torch.Size([index(dim) for dim in dims])
     except TypeError:
-        raise TypeError(f"size has to be a sequence of ints, found: {dims}") from None
+        raise TypeError(f"size has to be a sequence of ints, found: {list(dims)}") from None
 
 
-def _raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, is_local: bool = True) -> None:
+def _raise_if_mismatch(
+    expected: object, actual: object, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
+) -> None:
     """Raise a ValueError where a property differs between shards of one rank, or between two ranks."""
     if expected == actual:
         return
@@ -71,7 +74,7 @@ def _raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, i
             f"Local shards' tensor {prop_name} property need to be the same on rank:{ranks}! Found one local shard "
             f"tensor {prop_name}={expected}, the other local shard tensor {prop_name}={actual}."
         )
-    first, second = ranks
+    first, second = ranks if isinstance(ranks, Sequence) else (ranks, ranks)
     raise ValueError(
         f"ShardedTensor {prop_name} property does not match from different ranks! "
         f"Found {prop_name}={expected} on rank:{first}, and {prop_name}={actual} on rank:{second}."
@@ -79,18 +82,19 @@ def _raise_if_mismatch(expected: Any, actual: Any, prop_name: str, ranks: Any, i
 
 
 def build_metadata_from_local_shards(
-    local_shards: Sequence[Any], global_size: Sequence[int], current_rank: int, pg: Any
+    local_shards: Sequence[ShardLike], global_size: Sequence[int], current_rank: int, pg: Group
 ) -> ShardedTensorMetadata:
-    """What one rank knows: its own shards, checked against each other and against their metadata."""
+    """The metadata of one rank's shards, checked against each other and against their tensors."""
     if not local_shards:
         raise AssertionError("must have local shards!")
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
     for shard in local_shards:
         rank, device = _parse_and_validate_remote_device(pg, shard.metadata.placement)
-        tensor, found = shard.tensor, TensorProperties.create_from_tensor(shard.tensor)
-        if found.layout != torch.strided:
+        tensor, properties = shard.tensor, TensorProperties.create_from_tensor(shard.tensor)
+        if properties.layout != torch.strided:
             raise ValueError(
-                f"Only torch.strided layout is currently supported, but found {found.layout} on rank:{current_rank}!"
+                f"Only torch.strided layout is currently supported, but found {properties.layout} on "
+                f"rank:{current_rank}!"
             )
         if rank != current_rank:
             raise ValueError(
@@ -104,13 +108,13 @@ def build_metadata_from_local_shards(
             )
         _raise_if_mismatch(list(shard.metadata.shard_sizes), list(tensor.shape), "size", current_rank)
         for name in ("pin_memory", "dtype", "requires_grad"):
-            _raise_if_mismatch(getattr(first, name), getattr(found, name), name, current_rank)
+            _raise_if_mismatch(getattr(first, name), getattr(properties, name), name, current_rank)
     shards = [ShardMetadata.of(shard.metadata) for shard in local_shards]
     return ShardedTensorMetadata(shards, torch.Size(global_size), first)
 
 
 def build_global_metadata(
-    gathered_metadatas: Sequence[Any], recalc_metadata: bool = False, sharded_dim: int = 0
+    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False, sharded_dim: int = 0
 ) -> ShardedTensorMetadata:
     """All ranks' metadata as one, checked across ranks; a rank without shards gives None.
 
@@ -125,17 +129,19 @@ def build_global_metadata(
         for name in ("dtype", "requires_grad", "pin_memory"):
             expected, actual = (getattr(m.tensor_properties, name) for m in (first, other))
             _raise_if_mismatch(expected, actual, name, (first_rank, rank), is_local=False)
-    found: ShardedTensorMetadata = copy(first)
-    found.shards_metadata = [shard for _, other in known for shard in other.shards_metadata]
+    combined: ShardedTensorMetadata = copy(first)
+    combined.shards_metadata = [shard for _, other in known for shard in other.shards_metadata]
     if recalc_metadata:
-        found.shards_metadata = [copy(shard) for shard in found.shards_metadata]
-        recalc_global_sharded_tensor_metadata(found, sharded_dim)
-    validate_non_overlapping_shards_metadata(found.shards_metadata)
-    check_tensor(found.shards_metadata, found.size)
-    return found
+        combined.shards_metadata = [copy(shard) for shard in combined.shards_metadata]
+        recalc_global_sharded_tensor_metadata(combined, sharded_dim)
+    validate_non_overlapping_shards_metadata(combined.shards_metadata)
+    check_tensor(combined.shards_metadata, combined.size)
+    return combined
 
 
-def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, sharded_dim: int) -> None:
+def recalc_global_sharded_tensor_metadata(
+    global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int
+) -> None:
     """Lay the shards one after the other along a dim, by rank and within a rank as they are listed; in place.
 
     The size along that dim becomes their sum, along the others it is that of the shards.
@@ -154,7 +160,7 @@ def recalc_global_sharded_tensor_metadata(global_sharded_tensor_metadata: Any, s
     global_sharded_tensor_metadata.size = torch.Size(size)
 
 
-def check_owners(layout: Layout, group: Any) -> None:
+def check_owners(layout: Layout, group: Group) -> None:
     """Refuse a layout with ranks that are not in the group."""
     known = list(owners_of(group))
     strange = sorted(set(layout.owners()).difference(known))
@@ -164,17 +170,17 @@ def check_owners(layout: Layout, group: Any) -> None:
 
 def check_local_tensor(tensor: torch.Tensor, shard: ShardMetadata, properties: TensorProperties, rank: int) -> None:
     """Refuse a tensor that is not what the metadata of its shard and the properties of all say."""
-    found = TensorProperties.create_from_tensor(tensor)
+    own = TensorProperties.create_from_tensor(tensor)
     device = shard.placement.device() if shard.placement else tensor.device
     lies = device if same_device(device, tensor.device) else tensor.device
     metadata, tensor_property = "local ShardMetadata", "tensor property"
     for where, name, expected, actual in [
-        (tensor_property, "layout", properties.layout, found.layout),
+        (tensor_property, "layout", properties.layout, own.layout),
         (metadata, "size", shard.shard_sizes, list(tensor.size())),
-        (tensor_property, "pin_memory", properties.pin_memory, found.pin_memory),
+        (tensor_property, "pin_memory", properties.pin_memory, own.pin_memory),
         (metadata, "device", device, lies),
-        (tensor_property, "dtype", properties.dtype, found.dtype),
-        (tensor_property, "requires_grad", properties.requires_grad, found.requires_grad),
+        (tensor_property, "dtype", properties.dtype, own.dtype),
+        (tensor_property, "requires_grad", properties.requires_grad, own.requires_grad),
     ]:
         if expected != actual:
             raise ValueError(

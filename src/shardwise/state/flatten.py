@@ -14,9 +14,9 @@ from shardwise.containers.sharded import ShardedTensor
 from shardwise.geometry import Box
 from shardwise.job.agree import together_or_alone
 from shardwise.layout import Layout
-from shardwise.sharded_tensor.kind import BySpec
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
+from shardwise.sharded_tensor.spec_container import SpecContainer
 from shardwise.state.traverse import OBJ_PATH, dotted, set_element, traverse_state_dict
 from shardwise.transports.members import has_default_group, owner_here
 
@@ -172,4 +172,5 @@ def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> Sha
         for piece in flat.layout.pieces(owner)
     ]
     metadata = ShardedTensorMetadata(shards, torch.Size(flat.layout.shape), TensorProperties(flat.dtype))
-    return BySpec.by_metadata(metadata, _infer_sharding_spec_from_shards_metadata(shards), group).holding(tensors)
+    spec = _infer_sharding_spec_from_shards_metadata(shards)
+    return SpecContainer.by_metadata(metadata, spec, group).holding(tensors)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,11 @@ def scatter(array: npt.ArrayLike, layout: Layout, *, seed: int = 0) -> Shards:
     if whole.shape != layout.shape:
         raise PlanError(f"the array has shape {whole.shape}, but the layout {layout!r} has {layout.shape}")
     terms = _terms(whole, layout, np.random.default_rng(seed))
-    found = empty(layout, whole.dtype)
-    for owner, buffers in found.items():
+    shards = empty(layout, whole.dtype)
+    for owner, buffers in shards.items():
         for piece in layout.pieces(owner):
             view(buffers, piece)[...] = terms[term_of(layout, owner)][index(piece.box)]
-    return found
+    return shards
 
 
 def gather(shards: Mapping[int, Sequence[Array]], layout: Layout) -> Array:
@@ -54,7 +55,7 @@ def gather(shards: Mapping[int, Sequence[Array]], layout: Layout) -> Array:
     written = np.zeros((layout.terms, *layout.shape), dtype=np.bool_)
     for owner in layout.owners():
         for piece in layout.pieces(owner):
-            at: Any = (term_of(layout, owner), *index(piece.box))
+            at = (term_of(layout, owner), *index(piece.box))
             values = view(shards[owner], piece)
             if not np.array_equal(terms[at][written[at]], values[written[at]], equal_nan=values.dtype.kind in "fc"):
                 raise PlanError(f"owner {owner} holds other values in {piece.box} than another owner of these cells")
@@ -73,30 +74,30 @@ def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
     """
     dtype = _dtype(shards, plan.source)
     parts = {owner: plan.for_owner(owner) for owner in plan.owners}
-    found = empty(plan.target, dtype)
-    for owner, buffers in found.items():
+    result = empty(plan.target, dtype)
+    for owner, buffers in result.items():
         for buffer in buffers:
             buffer[...] = parts[owner].fill or 0
     todo = {owner: _by_stage(part) for owner, part in parts.items()}
     for stage in sorted({stage for stages in todo.values() for stage in stages}):
         now = {owner: stages.get(stage, []) for owner, stages in todo.items()}
-        transport = _packed(plan, now, shards, found, stage)
+        transport = _packed(plan, now, shards, result, stage)
         for owner, copies in now.items():
-            _unpack(plan, owner, copies, found.get(owner, []), stage, transport)
+            _unpack(plan, owner, copies, result.get(owner, []), stage, transport)
         if any(len(message) for message in transport.values()):
-            raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that nobody expected")
-    return found
+            raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that no owner expected")
+    return result
 
 
 def _packed(
     plan: Plan,
     now: Mapping[int, list[Copy]],
     shards: Mapping[int, Sequence[Array]],
-    found: Shards,
+    messages: Shards,
     stage: tuple[int, int],
 ) -> dict[tuple[int, int], Array]:
     """One message per sender and receiver, packed in the sender's order."""
-    layout, buffers = (plan.source, shards) if stage[0] == 0 else (plan.target, found)
+    layout, buffers = (plan.source, shards) if stage[0] == 0 else (plan.target, messages)
     transport = defaultdict[tuple[int, int], list[Array]](list)
     for owner, copies in now.items():
         for copy in copies:
@@ -136,18 +137,18 @@ def _unpack(
 
 def _by_stage(part: Part) -> dict[tuple[int, int], list[Copy]]:
     """The copies of each round of each step."""
-    found = defaultdict[tuple[int, int], list[Copy]](list)
+    stages = defaultdict[tuple[int, int], list[Copy]](list)
     for copy in part.copies:
-        found[copy.step, copy.round].append(copy)
-    return found
+        stages[copy.step, copy.round].append(copy)
+    return stages
 
 
 def _dtype(shards: Mapping[int, Sequence[Array]], layout: Layout) -> np.dtype[Any]:
     """The dtype of all buffers, which must be those of the layout."""
     for owner in layout.owners():
-        found = [b.shape for b in shards[owner]] if owner in shards else None
-        if found != list(layout.local_shapes(owner)):
-            raise PlanError(f"owner {owner} of {layout!r} has buffers {layout.local_shapes(owner)}, not {found}")
+        shapes = [b.shape for b in shards[owner]] if owner in shards else None
+        if shapes != list(layout.local_shapes(owner)):
+            raise PlanError(f"owner {owner} of {layout!r} has buffers {layout.local_shapes(owner)}, not {shapes}")
     return np.result_type(*{b.dtype for buffers in shards.values() for b in buffers})
 
 
@@ -165,10 +166,10 @@ def view(buffers: Sequence[Array], piece: Piece) -> Array:
 
 def read(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> Array:
     """The cells of a box from an owner's buffers, whatever pieces they lie in."""
-    found = np.zeros(box.shape, buffers[0].dtype)
+    result = np.zeros(box.shape, buffers[0].dtype)
     for inside, cells in _parts(buffers, layout, owner, box):
-        found[index(inside.within(box))] = cells
-    return found
+        result[index(inside.within(box))] = cells
+    return result
 
 
 def write(buffers: Sequence[Array], layout: Layout, owner: int, box: Box, cells: Array) -> None:
@@ -184,7 +185,7 @@ def _parts(buffers: Sequence[Array], layout: Layout, owner: int, box: Box) -> It
             yield inside, view(buffers, piece)[index(inside.within(piece.box))]
 
 
-def index(box: Box) -> Any:
+def index(box: Box) -> tuple[slice | EllipsisType, ...]:
     """The box as an index that gives a view, also of a 0-d array."""
     return (*box.slices, ...)
 

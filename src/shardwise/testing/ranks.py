@@ -15,35 +15,36 @@ import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.errors import ExchangeError
 
 Pipes = list[tuple[Connection, Connection]]
 PR_SET_PDEATHSIG = 1  # of Linux
-Report = tuple[float, str | None, Any]  # when, the traceback of what went wrong, what was returned
+T = TypeVar("T")
+Report = tuple[float, str | None, T]  # when, the traceback of an error, the result
 
 
 class RankError(ExchangeError):
-    """What went wrong on the rank that failed first."""
+    """The error of the rank that failed first."""
 
 
 def on_ranks(
     count: int,
-    work: Callable[[int], Any],
+    work: Callable[[int], T],
     *,
     timeout: float = 60.0,
     patience: float = 60.0,
     dying: Collection[int] = (),
-) -> list[Any]:
-    """Call `work(rank)` on so many ranks of this machine; what they returned, in the order of the ranks.
+) -> list[T]:
+    """Call `work(rank)` on so many ranks of this machine; their results, in the order of the ranks.
 
     >>> on_ranks(2, lambda rank: 10 * rank)
     [0, 10]
 
     The ranks are forked, so that torch is imported once and `work` may be any function, and meet in a file, not on a
     port; each uses one thread. After `timeout` seconds all are ended. `patience` is the timeout of their process
-    group. Ranks that are `dying` may end without a word: None stands for them. POSIX only.
+    group. Ranks that are `dying` may die without a report: their result is None. POSIX only.
     """
     import torch
     import torch.distributed as dist
@@ -62,8 +63,8 @@ def on_ranks(
 
 
 def _run(
-    count: int, work: Callable[[int], Any], store: str, timeout: float, patience: float, dying: Collection[int]
-) -> list[Any]:
+    count: int, work: Callable[[int], T], store: str, timeout: float, patience: float, dying: Collection[int]
+) -> list[T]:
     fork = multiprocessing.get_context("fork")
     pipes: Pipes = [fork.Pipe(duplex=False) for _ in range(count)]
     together = not dying  # else the others cannot meet at the end
@@ -84,7 +85,7 @@ def _run(
 
 
 def _rank(
-    rank: int, work: Callable[[int], Any], store: str, patience: float, pipes: Pipes, together: bool, parent: int
+    rank: int, work: Callable[[int], T], store: str, patience: float, pipes: Pipes, together: bool, parent: int
 ) -> None:
     """The life of one rank: meet, work, report, and leave together."""
     import torch
@@ -93,7 +94,7 @@ def _rank(
     torch.set_num_threads(1)  # torch makes its pool anew after a fork; threads that ask for it first, together, abort
     _end_with(parent)
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
-        end.close()  # or nobody would see that another rank died
+        end.close()  # or the death of another rank would not be seen
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     pipe, limit = pipes[rank][1], timedelta(seconds=patience)
     try:
@@ -111,7 +112,7 @@ def _rank(
 
 
 def _end_with(parent: int) -> None:
-    """Where the system can do so: be killed as soon as the parent is no more, which may have been killed, too."""
+    """On Linux: die when the parent dies, even if it was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was faster
@@ -119,8 +120,8 @@ def _end_with(parent: int) -> None:
 
 
 def _results(pipes: Pipes, deadline: float, dying: Collection[int]) -> list[Any]:
-    """What every rank reported; where one failed, an error with the report of the first one."""
-    reports = dict[int, Report]()
+    """The result of every rank; raises the error of the rank that failed first."""
+    reports = dict[int, Report[Any]]()
     waiting: dict[Any, int] = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -140,9 +141,9 @@ def _results(pipes: Pipes, deadline: float, dying: Collection[int]) -> list[Any]
     return [reports[rank][2] for rank in range(len(pipes))]
 
 
-def _report(pipe: Any, *, dying: bool) -> Report:
+def _report(pipe: Any, *, dying: bool) -> Report[Any]:
     try:
-        report: Report = pickle.loads(pipe.recv_bytes())
+        report: Report[Any] = pickle.loads(pipe.recv_bytes())
         return report
     except EOFError:
-        return time.monotonic(), None if dying else "the process died without a word", None
+        return time.monotonic(), None if dying else "the process died without a report", None

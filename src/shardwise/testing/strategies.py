@@ -106,11 +106,11 @@ def _tilings(
         at = draw(st.integers(box.lo[axis] + 1, box.hi[axis] - 1))
         boxes.append(Box(box.lo, (*box.hi[:axis], at, *box.hi[axis + 1 :])))
         boxes.append(Box((*box.lo[:axis], at, *box.lo[axis + 1 :]), box.hi))
-    found = []
+    pieces = []
     for box in boxes:
         who = draw(st.lists(st.sampled_from(owners), min_size=1, max_size=2, unique=True))
-        found += [(owner, box.lo, box.hi) for owner in who]
-    return found
+        pieces += [(owner, box.lo, box.hi) for owner in who]
+    return pieces
 
 
 @st.composite
@@ -118,10 +118,10 @@ def _overlapping(
     draw: st.DrawFn, shape: tuple[int, ...], owners: list[int]
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """A tiling, every box grown by a margin."""
-    found = []
+    boxes = []
     for owner, lo, hi in draw(_tilings(shape, owners)):
         margin = draw(st.integers(0, 2))
         low = tuple(max(0, a - margin) for a in lo)
         high = tuple(min(size, b + margin) for b, size in zip(hi, shape, strict=True))
-        found.append((owner, low, high))
-    return found
+        boxes.append((owner, low, high))
+    return boxes

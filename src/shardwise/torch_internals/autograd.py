@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+Pack = Callable[[torch.Tensor], object]
 
-def saved_tensors_hooks_on() -> Any:
+
+def saved_tensors_hooks_on() -> Pack | None:
     """The innermost hook that packs saved tensors, if there is any."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks and hooks[0]
+    hooks: tuple[Pack, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks else None
 
 
 def backward_task() -> int | None:
@@ -27,7 +28,7 @@ def random_state(device: str) -> torch.Tensor:
 
 
 def transforming() -> bool:
-    """True inside of torch.func's transforms, whose tensors have no memory of their own."""
+    """True inside torch.func's transforms, whose tensors have no memory of their own."""
     return bool(torch._C._are_functorch_transforms_active())
 
 

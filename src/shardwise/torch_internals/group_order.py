@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import LayoutError
 
 if TYPE_CHECKING:
-    from shardwise.torch_internals import OnMesh
+    from shardwise.torch_internals.dtensor import DTensorContainer
+
+NestedRanks = list["NestedRanks"] | list[int]  # of a mesh: lists of lists, one level for each axis
+Ranks = npt.NDArray[np.integer]
 
 
-def in_group_order(mesh: DeviceMesh, placements: Sequence[Any], unsorted: tuple[int, ...]) -> Any:
+def in_group_order(mesh: DeviceMesh, placements: Sequence[Placement], unsorted: tuple[int, ...]) -> NestedRanks:
     """The ranks of a mesh in the places that collectives give them, as nested lists."""
     ranks = mesh.mesh.numpy()
     for axis, placement in enumerate(placements):
@@ -54,16 +58,16 @@ def _keeps_order(mesh: DeviceMesh, axis: int) -> bool:
 
 
 def line(mesh: DeviceMesh, axis: int) -> list[int]:
-    """The ranks that differ from this one only along an axis, in the order of the mesh; none outside of the mesh."""
+    """The ranks that differ from this one only along an axis, in the order of the mesh; none outside the mesh."""
     here = mesh.get_coordinate()
     if here is None:
         return []
-    along: Any = (*here[:axis], slice(None), *here[axis + 1 :])
-    found: list[int] = mesh.mesh[along].tolist()
-    return found
+    along: tuple[int | slice, ...] = (*here[:axis], slice(None), *here[axis + 1 :])
+    ranks: list[int] = mesh.mesh[along].tolist()
+    return ranks
 
 
-def _check_lines(mesh: DeviceMesh, ranks: Any, placements: Sequence[Any], axis: int) -> None:
+def _check_lines(mesh: DeviceMesh, ranks: Ranks, placements: Sequence[Placement], axis: int) -> None:
     """Refuse a mesh on which distribute_tensor loses shards: lines along an axis whose ranks are not ordered alike.
 
     Lines may differ along an axis that is scattered before; but not for partial and strided placements, which torch
@@ -80,12 +84,14 @@ def _check_lines(mesh: DeviceMesh, ranks: Any, placements: Sequence[Any], axis: 
             )
 
 
-def check_sizes(kind: OnMesh, rank: int, by_group: tuple[int, ...], by_coordinate: tuple[int, ...]) -> None:
+def check_sizes(
+    container: DTensorContainer, rank: int, by_group: tuple[int, ...], by_coordinate: tuple[int, ...]
+) -> None:
     """Refuse uneven shards that torch cuts to the sizes of others."""
     if by_group != by_coordinate:
         raise LayoutError(
-            f"mesh {kind.mesh.mesh.tolist()} cannot hold shape {kind.shape} as {list(kind.placements)}: its ranks do "
-            f"not rise, so rank {rank} has a shard of shape {by_group} for torch's collectives, but of {by_coordinate} "
-            f"by its coordinate, and distribute_tensor loses data: use a mesh whose ranks rise, or dims that divide "
-            f"evenly"
+            f"mesh {container.mesh.mesh.tolist()} cannot hold shape {container.shape} as "
+            f"{list(container.placements)}: its ranks do not rise, so rank {rank} has a shard of shape {by_group} for "
+            f"torch's collectives, but of {by_coordinate} by its coordinate, and distribute_tensor loses data: use a "
+            f"mesh whose ranks rise, or dims that divide evenly"
         )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
 from shardwise.geometry import Box
 from shardwise.layout import Layout
 from shardwise.planning import Plan, count, size
 from shardwise.report.groups import Groups
-from shardwise.report.tiles import COLOURS, tiles
+from shardwise.report.tiles import COLOURS, TileHolders, Tiles, tiles
 
 WIDTH, HEIGHT = 220, 130
 MOST_GROUPS, MOST_TILES = 64, 256
@@ -26,12 +25,12 @@ def glance(shown: Layout | Plan, words: str = "") -> str:
     layouts = [shown.source, shown.target] if isinstance(shown, Plan) else [shown]
     owners = Groups.of(shown.owners if isinstance(shown, Plan) else shown.form.owners, MOST_GROUPS)
     drawn = "".join(_layout(layout, owners) for layout in layouts)
-    said = words or (_totals(shown) if isinstance(shown, Plan) else count(len(owners.owners), "owner"))
-    return f'<div>{drawn}<div style="font:12px system-ui,sans-serif">{escape(said)}</div></div>'
+    caption = words or (_totals(shown) if isinstance(shown, Plan) else count(len(owners.owners), "owner"))
+    return f'<div>{drawn}<div style="font:12px system-ui,sans-serif">{escape(caption)}</div></div>'
 
 
 def _totals(plan: Plan) -> str:
-    """From the layouts alone where there are many owners: a notebook is not to wait for all copies."""
+    """From the layouts alone where there are many owners: a notebook must not wait for all copies."""
     if len(plan.owners) > 1024:
         return f"{len(plan.owners):,} owners; no owner stages more than {size(plan.most_bytes)}"
     return (
@@ -42,32 +41,32 @@ def _totals(plan: Plan) -> str:
 
 def _layout(layout: Layout, owners: Groups) -> str:
     """Its notation, what the picture leaves out in words, and the tiles; of more than two dims those of one slice."""
-    found, dims = tiles(layout, owners, MOST_TILES), layout.ndim
+    drawn, dims = tiles(layout, owners, MOST_TILES), layout.ndim
     marks = "".join(
-        _tile(layout, Box(tuple(row[:dims]), tuple(row[dims : 2 * dims])), found["sets"][row[-1]])
-        for row in found["tiles"]
+        _tile(layout, Box(tuple(row[:dims]), tuple(row[dims : 2 * dims])), drawn["sets"][row[-1]])
+        for row in drawn["tiles"]
         if not any(row[: max(dims - 2, 0)])
     )
-    name, note, high = escape(layout.brief(60)), escape(_note(layout, found)), HEIGHT if dims > 1 else HEIGHT // 3
+    name, note, high = escape(layout.brief(60)), escape(_note(layout, drawn)), HEIGHT if dims > 1 else HEIGHT // 3
     box = f'width="{WIDTH}" height="{high}" viewBox="0 0 {WIDTH} {high}"'
     svg = f'<svg role="img" aria-label="{name}" {box}>{marks}</svg>' if marks else ""
     return f'<div style="{STYLE}"><div style="margin-bottom:3px"><code>{name}</code>{note}</div>{svg}</div>'
 
 
-def _note(layout: Layout, found: dict[str, Any]) -> str:
-    replicas = max((holders["replicas"] for holders in found["sets"]), default=0)
+def _note(layout: Layout, drawn: Tiles) -> str:
+    replicas = max((holders["replicas"] for holders in drawn["sets"]), default=0)
     words = {
-        "no cells": not found["tiles"],
-        "first slice": layout.ndim > 2 and bool(found["tiles"]),
-        f"{len(found['tiles'])} tiles for {found['total']:,}": found["total"] > len(found["tiles"]),
+        "no cells": not drawn["tiles"],
+        "first slice": layout.ndim > 2 and bool(drawn["tiles"]),
+        f"{len(drawn['tiles'])} tiles for {drawn['total']:,}": drawn["total"] > len(drawn["tiles"]),
         f"{layout.op} of {layout.terms} terms": layout.terms > 1,
         f"{replicas} replicas": replicas > 1,
     }
-    said = ", ".join(word for word, holds in words.items() if holds)
-    return f" ({said})" if said else ""
+    note = ", ".join(word for word, holds in words.items() if holds)
+    return f" ({note})" if note else ""
 
 
-def _tile(layout: Layout, box: Box, holders: dict[str, Any]) -> str:
+def _tile(layout: Layout, box: Box, holders: TileHolders) -> str:
     """A rectangle with its holders written into it, where there is room."""
     who, colour = holders["who"], COLOURS[holders["groups"][0] % len(COLOURS)]
     (left, wide), (top, high) = _side(layout, box, -1, WIDTH), _side(layout, box, -2, HEIGHT)

@@ -1,0 +1,175 @@
+"""DTensor as a container: its layout, its local tensor, and the DTensor made again from a local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, TypeGuard, get_args
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardwise.layout.mesh as ours
+from shardwise.layout import Layout
+from shardwise.layout.checks import checked_dim
+from shardwise.torch_internals.group_order import check_sizes, in_group_order, rises, unsorted_axes
+from shardwise.torch_internals.meshes import is_mesh, mesh_ranks, mesh_with_ranks, our_mesh, sorted_line
+
+Tensors = Sequence[torch.Tensor]
+ShardOrder = Any  # torch's ShardOrder, which older versions do not have: the mesh dims that split each tensor dim
+TORCHS = (Shard, _StridedShard, Replicate, Partial)  # placements that need no reading
+
+
+@dataclass(frozen=True)
+class DTensorContainer:
+    """DTensors of one shape on a device mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    order: ShardOrder = None  # where torch keeps it apart from the placements
+
+    @staticmethod
+    def of(x: DTensor) -> DTensorContainer:
+        """The container of a DTensor."""
+        return DTensorContainer(x.device_mesh, x.placements, tuple(x.shape), getattr(x._spec, "shard_order", None))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Cached by value: making one takes longer than moving a small tensor."""
+        return _mesh_layout(self, () if rises(self.mesh) else unsorted_axes(self.mesh))
+
+    @property
+    def group(self) -> None:
+        """A mesh has groups of its own: see `home_of`."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of its local tensors."""
+        return torch.device(self.mesh.device_type)
+
+    def taken(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """A DTensor is itself what autograd sees."""
+        return [x]
+
+    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+        """This rank's part, where it is in the mesh. Detached: `from_local` keeps tensors that autograd follows."""
+        with torch.no_grad():
+            return [x.to_local().detach() for x in tensors if isinstance(x, DTensor) and self._here]
+
+    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+        """The DTensor with this local tensor. The shape is given: torch cannot know it where shards are uneven."""
+        if not self._here:
+            return []
+        # as DTensor.from_local, which takes ten times as long
+        return [DTensor(local[0], _spec(self, local[0].dtype), requires_grad=False)]  # type: ignore[no-untyped-call]
+
+    def closed(self, tensors: Tensors) -> torch.Tensor | None:
+        """The DTensor that the user gets: None outside the mesh."""
+        return tensors[0] if tensors else None
+
+    def gradient(self, arrived: object = None) -> DTensorContainer:
+        """The container of the gradient: replicated where the value was partial, as in torch.
+
+        A gradient that `arrived` as such terms keeps them.
+        """
+        same = arrived if isinstance(arrived, DTensorContainer) and arrived.mesh == self.mesh else None
+        terms = same.placements if same else (None,) * len(self.placements)
+        pairs = zip(self.placements, terms, strict=True)
+        return replace(self, placements=tuple(Replicate() if p.is_partial() and p != term else p for p, term in pairs))
+
+    def gradient_of(self, grads: Tensors) -> DTensorContainer | None:
+        """From the DTensor itself: operations may have left other placements."""
+        return DTensorContainer.of(grads[0]) if grads else None  # type: ignore[arg-type]
+
+    @property
+    def _here(self) -> bool:
+        return self.mesh.get_coordinate() is not None
+
+
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """True for a DTensor."""
+    return isinstance(x, DTensor)
+
+
+def mesh_of(to: object) -> DeviceMesh | None:
+    """The mesh of a target: of (DeviceMesh, placements), or of a DTensor."""
+    if isinstance(to, DTensor):
+        return to.device_mesh
+    return to[0] if isinstance(to, tuple) and to and is_mesh(to[0]) else None
+
+
+def on_mesh(mesh: DeviceMesh, placements: object, shape: Sequence[int]) -> DTensorContainer:
+    """DTensors with these placements: words such as "S0", ours or torch's. Negative dims count from the end."""
+    if isinstance(placements, (Placement, *get_args(ours.Placement))):
+        placements = [placements]
+    if isinstance(placements, list | tuple) and all(map(_is_ready, placements)):
+        return DTensorContainer(mesh, tuple(placements), tuple(shape))
+    known = our_mesh(mesh).placements(placements)
+    return DTensorContainer(mesh, tuple(_torchs(p, tuple(shape)) for p in known), tuple(shape))
+
+
+def _is_ready(placement: object) -> bool:
+    return type(placement) in TORCHS and getattr(placement, "dim", 0) >= 0
+
+
+def _torchs(placement: ours.Placement, shape: tuple[int, ...]) -> Placement:
+    """One of our placements as torch's."""
+    match placement:
+        case ours.Shard(dim):
+            return Shard(checked_dim(dim, shape))
+        case ours.StridedShard(dim, factor):
+            return _StridedShard(checked_dim(dim, shape), split_factor=factor)
+        case ours.Partial(op):
+            return Partial(op)
+    return Replicate()
+
+
+@lru_cache(maxsize=4096)
+def _mesh_layout(container: DTensorContainer, unsorted: tuple[int, ...]) -> Layout:
+    mesh, placements, shape = container.mesh, container.placements, container.shape
+    if not _default(container.order):
+        placements = DTensorSpec._convert_shard_order_to_StridedShard(container.order, placements, mesh)
+    by_coordinate = Layout.on_mesh(shape, our_mesh(mesh), placements)
+    ranks = in_group_order(mesh, placements, unsorted)
+    if ranks == mesh.mesh.tolist():
+        return by_coordinate
+    by_group = Layout.on_mesh(shape, mesh_with_ranks(mesh, ranks), placements)
+    for rank in mesh_ranks(mesh):
+        check_sizes(container, rank, by_group.local_shape(rank), by_coordinate.local_shape(rank))
+    return by_group
+
+
+def _spec(container: DTensorContainer, dtype: torch.dtype) -> DTensorSpec:
+    """Cached by value, apart from the mesh: an equal one may belong to process groups that are gone."""
+    spec = _cached_spec(container, dtype)
+    return spec if spec.mesh is container.mesh else _cached_spec.__wrapped__(container, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _cached_spec(container: DTensorContainer, dtype: torch.dtype) -> DTensorSpec:
+    meta = TensorMeta(torch.Size(container.shape), _contiguous(container.shape), dtype)
+    order = {} if _default(container.order) else {"shard_order": container.order}
+    return DTensorSpec(container.mesh, container.placements, meta, **order)
+
+
+def _default(order: ShardOrder) -> bool:
+    return order is None or DTensorSpec.is_default_device_order(order)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that shape, as torch counts them."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def replicated_along(x: DTensor, mesh: DeviceMesh) -> bool:
+    """True where the ranks along a mesh's first dim have the same local tensor: a dim of the DTensor's mesh."""
+    ranks = sorted_line(mesh, 0)
+    return any(p.is_replicate() and sorted_line(x.device_mesh, axis) == ranks for axis, p in enumerate(x.placements))
