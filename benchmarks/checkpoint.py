@@ -36,9 +36,9 @@ from shardwise.bench.moves import meet
 from shardwise.checkpoint.formats.sharded import index_bytes
 from shardwise.checkpoint.formats.writers import Contents
 from shardwise.checkpoint.matching import Local, match
-from shardwise.containers.local_parts import local_shapes
 from shardwise.geometry import row_major
 from shardwise.job.remap import links
+from shardwise.layout import local_shapes
 from shardwise.testing import on_ranks
 
 TITLE = "Checkpoints"

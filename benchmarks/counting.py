@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.exchange.view_cache import Views
+from shardwise.exchange.buffers import Views
 from shardwise.transports.message_location import STAGED, LocatedTensors
 from shardwise.transports.shared_memory import SharedMemoryRound
 

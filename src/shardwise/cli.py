@@ -301,7 +301,7 @@ def verify(
 
 def _right(opened: Checkpoint, made: Checkpoint, casts: Sequence[object]) -> str:
     """The verdict on cells that were read back. Quantised codes that were cast by name are not called right."""
-    from shardwise.job.casting import PLAIN
+    from shardwise.job.casts import PLAIN
 
     named = [rule[0] for rule in casts if isinstance(rule, tuple) and rule[0] in made]
     dtypes = {tensor.dtype for tensor in (*opened.values(), *(made[name] for name in named))}

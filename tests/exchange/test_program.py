@@ -12,8 +12,7 @@ from oracle import numbered
 from threads import FORMS, forms, plain, rooms, tensors_of, turned
 
 from shardwise import Layout, parse, plan
-from shardwise.exchange.program import Program, program
-from shardwise.exchange.schedule import FIRST, schedule
+from shardwise.exchange.messages import FIRST, Program, program, schedule
 from shardwise.testing import scatter, strategies
 
 

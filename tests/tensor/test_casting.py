@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import RefusedValueError
 from shardwise.exchange.overflow import Loss, check_overflow, loss, may_overflow
-from shardwise.job.casting import PLAIN, Change, check_change, codes_of, scales_of
+from shardwise.job.casts import PLAIN, Change, check_change, codes_of, scales_of
 
 F8, I8, U8, I32, F32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32, torch.float32
 FLOATS = (*PLAIN, F8, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

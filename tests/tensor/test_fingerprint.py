@@ -9,8 +9,8 @@ from ranks import ranks  # noqa: F401
 from sharded import held
 
 import shardwise as sw
-from shardwise.exchange.element_gather import ElementGather
-from shardwise.job.checksum import block_sums
+from shardwise.exchange.buffers import ElementGather
+from shardwise.job.verify import block_sums
 
 SHARDINGS = [
     "6x10/S0@4",

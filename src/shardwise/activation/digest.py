@@ -9,7 +9,7 @@ from hashlib import blake2b
 import torch
 
 from shardwise.exchange import in_words
-from shardwise.exchange.host_memory import bytes_at
+from shardwise.exchange.buffers import bytes_at
 
 BLOCKS, BLOCK = 64, 64  # a sample has so many blocks of so many bytes
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardwise.exchange.program import across
+from shardwise.exchange.messages import across
 from shardwise.layout import Layout
 from shardwise.planning import Plan
 

@@ -28,7 +28,7 @@ from shardwise.bench.moves import (
     rows_to_columns,
     silence,
 )
-from shardwise.exchange.host_memory import available
+from shardwise.exchange.buffers import available
 from shardwise.planning import size as in_words
 from shardwise.testing import on_ranks
 

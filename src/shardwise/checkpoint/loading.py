@@ -22,8 +22,7 @@ from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
-from shardwise.job.casting import Change, check_changes
-from shardwise.job.casts import Cast, Into
+from shardwise.job.casts import Cast, Change, Into, check_changes
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown

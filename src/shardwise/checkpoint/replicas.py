@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.containers.container import is_sharded
-from shardwise.exchange.host_memory import bytes_at
+from shardwise.exchange.buffers import bytes_at
 from shardwise.job.side import is_tensor, lists_chunks
 
 SAMPLE = 1024  # elements that are compared, of every tensor

@@ -8,8 +8,7 @@ from math import prod
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.streaming import Stream
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.job.casting import Change, check_change, check_changes
-from shardwise.job.casts import Asked, Cast, Casts
+from shardwise.job.casts import Asked, Cast, Casts, Change, check_change, check_changes
 from shardwise.job.names import Rename, matched
 from shardwise.job.remap import Link, Remap, links, shapes_after
 from shardwise.job.subtensor import View

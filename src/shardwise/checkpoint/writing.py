@@ -24,7 +24,7 @@ from shardwise.checkpoint.files import Descriptor, below, readable
 from shardwise.checkpoint.locking import FLAGS
 from shardwise.checkpoint.places import place_of
 from shardwise.errors import CheckpointError
-from shardwise.exchange.host_memory import bytes_at
+from shardwise.exchange.buffers import bytes_at
 
 CHUNK = 2**23  # bytes that are packed at a time where they do not lie one after the other
 PIPE = 2**20  # bytes that are copied from file to file at a time

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Places, ints
-from shardwise.layout import Layout, places_of
+from shardwise.layout import Layout, local_shapes, places_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -155,3 +155,19 @@ def _check(fqn: str, layout: Layout, shards: Tensors) -> None:
         )
     for shard in shards:
         check_memory(shard, f"dcp.save: {fqn!r}")
+
+
+def check_shards(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
+    """Refuse shards that are not what the layout gives this rank."""
+    expected = local_shapes(layout, me)
+    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
+    if strange:
+        raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
+    found = tuple(tuple(shard.shape) for shard in shards)
+    if found != expected:
+        raise LayoutError(
+            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(found)}"
+        )
+    if len(shards) > 1 and len({(shard.dtype, shard.device) for shard in shards}) > 1:
+        kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
+        raise LayoutError(f"the shards of a rank must have one dtype and device, not {', '.join(kinds)}")

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from shardwise import report
 from shardwise.containers import chunks
-from shardwise.containers.local_parts import check_shards, local_boxes
+from shardwise.containers.chunks import check_shards
 from shardwise.containers.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
-from shardwise.layout import Layout, parse
+from shardwise.layout import Layout, local_boxes, parse
 from shardwise.transports.members import of_job, owner_here
 
 if TYPE_CHECKING:

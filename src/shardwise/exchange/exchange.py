@@ -15,13 +15,11 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
-from shardwise.exchange.element_gather import ElementGather
+from shardwise.exchange.buffers import ElementGather, ViewCache
+from shardwise.exchange.messages import Message, Pair, Program, Tensors, Turn, program, schedule
 from shardwise.exchange.peer_reads import fetch
-from shardwise.exchange.program import Pair, Program, program
 from shardwise.exchange.reduce import Look, reduce
-from shardwise.exchange.schedule import Message, Tensors, Turn, schedule
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
-from shardwise.exchange.view_cache import ViewCache
 from shardwise.planning import Plan
 
 HEADER = 8 * WORDS

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.exchange.program import Pair, across
-from shardwise.exchange.schedule import Message, Share
+from shardwise.exchange.buffers import Sides, ViewCache
+from shardwise.exchange.messages import Message, Pair, Share, across
 from shardwise.exchange.transport import PeerTensors
-from shardwise.exchange.view_cache import Sides, ViewCache
 from shardwise.geometry import Ints, Window, ints
 
 if TYPE_CHECKING:

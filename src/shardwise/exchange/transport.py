@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.exchange.staging import Staging
-from shardwise.exchange.view_cache import ViewCache
+from shardwise.exchange.buffers import Staging, ViewCache
 from shardwise.geometry import Ints, Strides
 
 AHEAD = 2**22  # bytes of messages that it pays to send before all have agreed, although they need staging

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Terms
-from shardwise.job.serial_queue import SerialQueue
-from shardwise.job.session import group_transport
+from shardwise.job.session import SerialQueue, group_transport
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 

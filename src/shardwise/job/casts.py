@@ -1,15 +1,170 @@
-"""What `cast=` asks for: a dtype for plain floating point tensors, rules by name, or the dtypes of the target."""
+"""Casts on the way: what a user asks for, which happen by default, which have to be named, and what travels."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardwise.job.casting import Change, Tensors, check_change, check_dtype
+from shardwise.errors import RefusedTypeError, RefusedValueError
+from shardwise.exchange.reduce import check as check_reduction
 from shardwise.job.names import matched
+from shardwise.layout import Layout
+from shardwise.planning import plan
+
+PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # cast into each other without being named
+NO_CODES = (*PLAIN, torch.bool, torch.int64)  # masks, counters and indices have no scales
+ONLY_PLAIN = "only float64, float32, float16 and bfloat16 are cast into each other without being named"
+SHOWN = 4
+
+# What the world calls the tensors without which codes mean nothing, and the codes that belong to them: fp8 has
+# w_scale_inv or w_scale, mxfp4 w_blocks and w_scales, GPTQ and AWQ qweight and scales, bitsandbytes SCB or w.absmax.
+SCALE = re.compile(
+    r"(?:(?P<codes>.*?)[._]_?)?(?:(?:input|output|global|nested)_)*(?:scales?|scale_inv|scale_\d|scale_weight|"
+    r"scale_input|SCB|absmax|quant_map|quant_state\..+|q?zeros?|zero_point|g_idx)"
+)
+CODES = ("", "_packed", "_blocks", "._data")  # endings
+CODES_ONLY = ", which gives codes, not weights: multiply by the scale yourself"
+CODES_OF_A_MODULE = ("weight", "qweight", "weight_packed", "W_q", "w")
+
+
+class Typed(Protocol):
+    """What has a dtype: a tensor of a state dict, or one of a checkpoint."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+
+Tensors = Mapping[str, Typed]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The values of tensor `source`, to be written to tensor `target` in its dtype."""
+
+    source: str
+    target: str
+    dtype: torch.dtype
+    becomes: torch.dtype
+
+    def __str__(self) -> str:
+        if self.source == self.target:
+            return f"{self.source!r} is {self.dtype} in the source and {self.becomes} in the target"
+        return f"{self.source!r} is {self.dtype}, but {self.target!r} is to be {self.becomes}"
+
+
+def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torch.dtype) -> torch.dtype:
+    """The dtype of messages: cast before they travel where that is shorter, unless they are terms to be reduced."""
+    check_dtype(becomes)
+    check_cast(dtype, becomes)
+    if plan(source, target).reducing:
+        check_reduction(source.op or "", dtype)
+        return dtype
+    return becomes if becomes.itemsize < dtype.itemsize else dtype
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse what is none."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise RefusedTypeError(f"dtype= must be a torch.dtype, not {dtype!r}")
+
+
+@lru_cache(maxsize=1024)
+def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
+    """Refuse casts that cannot be, even where they are named."""
+    if dtype == becomes:
+        return
+    if dtype.is_complex and not becomes.is_complex:
+        raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: the imaginary part would be lost")
+    try:
+        torch.zeros(1, dtype=becomes, device="cpu").copy_(torch.zeros(1, dtype=dtype, device="cpu"))
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {said}") from None
+
+
+def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) -> None:
+    """Check all. The error is that of the first that is refused, and lists the others."""
+    refused = dict[str, ValueError]()
+    for change in changes:
+        try:
+            check(change)
+        except ValueError as error:
+            refused.setdefault(change.target, error)
+    first, others = next(iter(refused.values()), None), list(refused)[1:]
+    if first is not None and others:
+        listed = ", ".join(map(repr, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
+        raise type(first)(f"{first}. {len(others)} more cast{'s' * (len(others) > 1)} refused: {listed}") from first
+    if first is not None:
+        raise first
+
+
+def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
+    """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
+
+    Scales of codes are no plain numbers either: they belong to what the codes mean. `sources` and `targets` are all
+    tensors that stand beside these.
+    """
+    if change.dtype == change.becomes:
+        return
+    check_cast(change.dtype, change.becomes)
+    if named:
+        return
+    codes = codes_of(change.source, sources)
+    if codes is not None:
+        said = f"it is a scale of {codes!r}, whose values are quantised codes ({sources[codes].dtype})"
+        raise RefusedValueError(f"{change}: {said}. {_keep(change)}, or {_by_name(change)}")
+    if change.dtype in PLAIN and change.becomes in PLAIN:
+        return
+    scales = scales_of(change.source, sources) or scales_of(change.target, targets or {})
+    if scales:
+        raise RefusedValueError(f"{change}: {_beside(scales)}. {_keep(change)}, or {_by_name(change)}{CODES_ONLY}")
+    raise RefusedValueError(f"{change}: {ONLY_PLAIN}; {_by_name(change)}")
+
+
+def _beside(scales: list[str]) -> str:
+    listed = ", ".join(map(repr, scales[:SHOWN])) + (" ..." if len(scales) > SHOWN else "")
+    stand = "stands" if len(scales) == 1 else "stand"
+    return f"{listed} {stand} beside it, so the values are quantised codes, which mean nothing without their scales"
+
+
+def _keep(change: Change) -> str:
+    pattern = f"{change.target}*"
+    return f"Keep {change.dtype} (in a conversion by the rule ({pattern!r}, None) or --cast {pattern + '=keep'!r})"
+
+
+def _by_name(change: Change) -> str:
+    short = str(change.becomes).removeprefix("torch.")
+    return (
+        f"name the tensor to cast it: cast=[({change.target!r}, {change.becomes})] or "
+        f"--cast {change.target + '=' + short!r}"
+    )
+
+
+def codes_of(name: str, tensors: Tensors) -> str | None:
+    """The quantised tensor that a scale belongs to; None for what is no scale of codes."""
+    found = SCALE.fullmatch(name)
+    if found is None:
+        return None
+    base = found["codes"]
+    own = [f"{base}{ending}" for ending in CODES]
+    module = [leaf if base is None else f"{base}.{leaf}" for leaf in CODES_OF_A_MODULE]
+    near = [one for one in own if one in tensors] or [one for one in module if one in tensors and one != name]
+    return next((one for one in near if tensors[one].dtype not in NO_CODES), None)
+
+
+def scales_of(name: str, tensors: Tensors) -> list[str]:
+    """The scales that stand beside a quantised tensor."""
+    if name not in tensors or tensors[name].dtype in NO_CODES:
+        return []
+    module = name.rpartition(".")[0]  # what all of them begin with: many names are passed over quickly
+    return [other for other in tensors if other.startswith(module) and codes_of(other, tensors) == name]
+
 
 Cast = torch.dtype | Sequence[tuple[str, torch.dtype | None] | torch.dtype] | None
 

@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 
-from shardwise.containers.local_parts import local_shapes
 from shardwise.exchange import Exchange, Move, Terms, ViewCache
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.plan import ModelPlan, TensorInfo
-from shardwise.job.serial_queue import SerialQueue
+from shardwise.job.session import SerialQueue
 from shardwise.job.side import Side, Tensors
 from shardwise.job.subtensor import View, seen
 from shardwise.job.verify import verify as verify_moves
 from shardwise.job.verify import worst_of_all
+from shardwise.layout import local_shapes
 from shardwise.transports import GroupTransport, TransportChoice
 
 Tell = Callable[[int, int], None] | None

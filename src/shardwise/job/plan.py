@@ -19,7 +19,7 @@ from shardwise import report
 from shardwise.errors import PlanError
 from shardwise.exchange.overflow import may_overflow
 from shardwise.job.agree import first_difference
-from shardwise.job.casting import travels_as
+from shardwise.job.casts import travels_as
 from shardwise.job.names import missing
 from shardwise.job.remap import Link
 from shardwise.job.subtensor import View, subtensor_layout

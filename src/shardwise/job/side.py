@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from shardwise.containers.container import is_sharded, kind_of, on_transport
-from shardwise.containers.local_parts import local_shapes
 from shardwise.containers.memory import check_memory
 from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import LayoutError
-from shardwise.exchange.host_memory import fresh
+from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
-from shardwise.layout import Layout
+from shardwise.layout import Layout, local_shapes
 from shardwise.torch_internals import is_dtensor
 from shardwise.torch_internals.memory import chunks_in, is_chunked, local_of, whole_shape
 from shardwise.transports import GroupTransport

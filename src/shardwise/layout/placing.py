@@ -1,13 +1,25 @@
-"""Where an owner's cells lie in its buffers, whatever the strides of these are."""
+"""What a layout gives one owner: boxes, the shapes of its buffers, and where cells lie in them, whatever their strides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from shardwise.geometry import Boxes, Places, Strides, ints
+from shardwise.geometry import Box, Boxes, Places, Strides, ints
 from shardwise.layout.layout import Layout
+
+
+def local_boxes(layout: Layout, owner: int) -> list[Box]:
+    """The cells of an owner, none for who is no owner."""
+    return [piece.box for piece in layout.pieces(owner)] if owner in layout else []
+
+
+@lru_cache(maxsize=4096)
+def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of an owner's tensors, none for who is no owner. Kept by value: they are asked for at every call."""
+    return tuple(layout.local_shapes(owner)) if owner in layout else ()
 
 
 def places_of(layout: Layout, owner: int, strides: Sequence[Strides]) -> Places:

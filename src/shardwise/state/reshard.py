@@ -11,8 +11,7 @@ import torch.distributed as dist
 from shardwise.containers.container import Kind
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
-from shardwise.job.casting import Change, check_change, check_changes
-from shardwise.job.casts import Asked, Cast, Casts
+from shardwise.job.casts import Asked, Cast, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown

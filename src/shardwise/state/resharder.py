@@ -12,8 +12,7 @@ from torch.autograd.graph import increment_version
 from shardwise.containers.memory import check_written, shared
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
-from shardwise.job.casting import Change, check_changes
-from shardwise.job.casts import Cast, Into
+from shardwise.job.casts import Cast, Change, Into, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import ModelPlan, TensorInfo

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.containers.container import target_kind
-from shardwise.containers.local_parts import local_shapes
 from shardwise.errors import ExchangeError, LayoutError
-from shardwise.exchange.host_memory import fresh
+from shardwise.exchange.buffers import fresh
 from shardwise.job.side import is_tensor, memory_of
-from shardwise.layout import Layout, parse
+from shardwise.layout import Layout, local_shapes, parse
 from shardwise.transports.members import owner_here
 
 T = TypeVar("T")

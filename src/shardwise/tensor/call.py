@@ -9,20 +9,101 @@ from typing import Any
 
 import torch
 
-from shardwise.containers.container import Kind, kind_of, on_transport
-from shardwise.containers.local_parts import local_shapes
-from shardwise.containers.memory import check_memory
-from shardwise.errors import ExchangeError
+from shardwise.containers.container import Kind, is_sharded, kind_of, on_transport
+from shardwise.containers.memory import check_memory, check_written, shared
+from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Overflow, check_overflow
-from shardwise.job.casting import check_dtype
+from shardwise.job.casts import ONLY_PLAIN, PLAIN, check_cast, check_dtype
 from shardwise.job.job import Job
-from shardwise.job.output import output
 from shardwise.job.plan import TensorInfo, single
-from shardwise.job.serial_queue import SerialQueue
-from shardwise.job.session import check_owners
+from shardwise.job.session import SerialQueue, check_owners
+from shardwise.layout import local_shapes
 from shardwise.planning import Plan
 from shardwise.transports import GroupTransport, TransportChoice
+
+
+def output(
+    out: Any,
+    target: Kind,
+    transport: GroupTransport,
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    source: list[torch.Tensor],
+    followed: bool,
+) -> list[torch.Tensor]:
+    """This rank's local tensors of the target, to be written."""
+    me, shapes = transport.me, local_shapes(target.layout, transport.me)
+    if out is None:
+        return [fresh(shape, dtype, device) for shape in shapes]
+    if followed:
+        raise ExchangeError(
+            "out= cannot be written while autograd follows the source: on the ranks that hold it, "
+            "call under torch.no_grad() or pass x.detach()"
+        )
+    given = _given(out, target, transport)
+    found = [(tuple(t.shape), t.dtype) for t in given]
+    if given and not shapes:
+        raise ExchangeError(f"rank {me} holds nothing of the target: pass out=None there")
+    if found != [(shape, dtype) for shape in shapes]:
+        raise ExchangeError(
+            f"out= must have tensors of shapes {list(shapes)} and {dtype} on rank {me}, but has {found}"
+        )
+    _check_out(given, source)
+    return given
+
+
+def _given(out: Any, target: Kind, transport: GroupTransport) -> list[torch.Tensor]:
+    if is_sharded(out):
+        kind = on_transport(kind_of(out), transport)
+        if kind.layout != target.layout:
+            raise ExchangeError(f"out= lies as {kind.layout!r}, but the target is {target.layout!r}")
+        taken = kind.taken(out)
+        for tensor in taken:
+            _check_leaf(tensor)
+        tensors = kind.local(taken)
+    else:
+        tensors = list(out) if isinstance(out, list | tuple) else [out]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise RefusedTypeError(f"out= must be a tensor, tensors or a sharded tensor, not {tensor!r}")
+        _check_leaf(tensor)
+    return [tensor.detach() for tensor in tensors]
+
+
+def _check_leaf(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise ExchangeError("out= is a leaf that autograd follows: write into it under torch.no_grad()")
+
+
+def check_whole(out: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *, here: bool) -> None:
+    """Refuse what a whole tensor of that shape and dtype cannot be copied to, on a rank that gets it or not."""
+    if not here:
+        raise RefusedValueError("out= must only be given on the rank that gets the tensor")
+    if not isinstance(out, torch.Tensor):
+        raise RefusedTypeError(f"out= must be a tensor, not {out!r}")
+    if tuple(out.shape) != shape:
+        raise RefusedValueError(f"out= has size {tuple(out.shape)}, but should be {shape}")
+    if dtype is not None and dtype != out.dtype:
+        check_cast(dtype, out.dtype)
+        if dtype not in PLAIN or out.dtype not in PLAIN:
+            raise RefusedValueError(
+                f"out= is {out.dtype}, but the tensor is {dtype}: {ONLY_PLAIN}; dtype={out.dtype} on all ranks names it"
+            )
+    _check_leaf(out)
+    _check_out([out], [])
+
+
+def _check_out(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    """Refuse what would be read after it was written, what would be written twice, and what must not be written."""
+    for tensor in out:
+        check_memory(tensor, "out=")
+        check_written(tensor, "out=")
+    if next(shared(out, source), None):
+        raise ExchangeError("out= shares memory with the source or with itself: give tensors of their own")
+
 
 Target = Callable[[tuple[int, ...]], Kind]  # the target's container, for a tensor of that shape
 

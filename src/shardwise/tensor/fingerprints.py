@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange import Exchange, Terms
-from shardwise.job.checksum import LANES, sums
-from shardwise.job.serial_queue import SerialQueue
-from shardwise.job.session import transport_for
-from shardwise.job.verify import Partial, reduced_values, spread
+from shardwise.job.session import SerialQueue, transport_for
+from shardwise.job.verify import LANES, Partial, reduced_values, spread, sums
 from shardwise.layout import Layout
 from shardwise.planning import plan
 from shardwise.tensor.call import Source

@@ -14,11 +14,10 @@ from shardwise.containers.container import Kind, is_sharded, on_transport, targe
 from shardwise.containers.sharded import Own, ShardedTensor
 from shardwise.errors import ExchangeError
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
-from shardwise.job.output import check_whole
 from shardwise.job.plan import SINGLE
 from shardwise.job.session import group_transport, transport_for
 from shardwise.layout import Layout, Mesh
-from shardwise.tensor.call import Call, Options, Source
+from shardwise.tensor.call import Call, Options, Source, check_whole
 from shardwise.tensor.gradient import with_autograd
 from shardwise.transports import TransportChoice
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange.host_memory import available, give_back, outside_inference
+from shardwise.exchange.buffers import available, give_back, outside_inference
 from shardwise.transports.unix_packets import Key, Post, close
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # nobody can make others fault by cutting it

@@ -1,0 +1,216 @@
+"""Copies between tensors and messages: the views that are copied between, and the memory of messages."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardwise.exchange.messages import Message, Pair, Tensors
+
+PAGE = 2**21
+_libc = ctypes.CDLL(None)
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that is not filled."""
+    found = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if device.type == "cpu" and found.nbytes >= 2 * PAGE:
+        _ask_for_large_pages(found.data_ptr(), found.nbytes)
+    return found
+
+
+def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """Memory of a tensor that lives on. (Once `tensor.numpy()` was called, its storage can never be resized again.)"""
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(memory, np.uint8)
+
+
+def give_back(shared: torch.Tensor) -> None:
+    """The pages of shared memory, whoever else has it mapped: what is read there from now on is zeros."""
+    _libc.madvise(ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes), mmap.MADV_REMOVE)
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """For what is kept: it may be used again outside of that mode. (To leave a mode that is not on takes its time.)"""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def available() -> int:
+    """Bytes of memory that this machine can still give."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    except OSError:  # not a Linux
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _ask_for_large_pages(address: int, size: int) -> None:
+    """Where the system gives them to who asks; else nothing changes."""
+    start = -(-address // PAGE) * PAGE
+    stop = (address + size) // PAGE * PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE") and start < stop:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
+
+
+class Staging:
+    """One buffer per device, as large as the largest exchange so far needed it."""
+
+    def __init__(self) -> None:
+        self._buffers = dict[torch.device, torch.Tensor]()
+
+    def take(self, sizes: list[int], device: torch.device, *, align: int) -> list[torch.Tensor]:
+        """Room for messages of these sizes, each from a multiple of `align` on. What was taken before is free again."""
+        total = sum(_up(size, align) for size in sizes)
+        buffer = self._buffers.get(device)
+        if buffer is None or buffer.numel() < total:
+            self._buffers.pop(device, None)
+            del buffer  # given back before the larger one is asked for
+            with outside_inference():
+                buffer = self._buffers[device] = fresh([total], torch.uint8, device)
+        found, start = list[torch.Tensor](), 0
+        for size in sizes:
+            found.append(buffer[start : start + size])
+            start += _up(size, align)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """How much is kept."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+
+def _up(size: int, align: int) -> int:
+    return -(-size // align) * align
+
+
+T = TypeVar("T")
+Sides = tuple[list[torch.Tensor], list[torch.Tensor]]  # views of the same cells
+
+
+class ViewCache:
+    """Of one exchange, or of one that is repeated with the same moves: then only messages may lie elsewhere."""
+
+    def __init__(self) -> None:
+        self._made = dict[tuple[int, type], tuple[Message, Hashable, Any]]()  # by the id of the parcel, and how it came
+        self._spare: torch.Tensor | None = None
+        self._local = dict[Hashable, Sides]()
+        self._rooms = dict[int, torch.Tensor]()
+
+    def room(self, parcel: Message) -> torch.Tensor:
+        """Where a small message is kept: always in the same place, so that views of it can be, too."""
+        if id(parcel) not in self._rooms:
+            with outside_inference():
+                self._rooms[id(parcel)] = torch.empty(parcel.bytes, dtype=torch.uint8)
+        return self._rooms[id(parcel)]
+
+    def pack(self, parcel: Message, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
+        """Copy our cells into the message."""
+        ours, cells = self._of(parcel, message, tensors)
+        _copy(cells, ours)
+
+    def unpack(self, parcel: Message, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
+        """Copy the cells of the message to where they belong. (Terms belong nowhere yet.)"""
+        ours, cells = self._of(parcel, message, tensors)
+        _copy(ours, cells)
+
+    def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
+        """Copy what stays with its owner, between tensors. `key` tells the turns apart."""
+        if key not in self._local:
+            views = [(pair.here.of(source), pair.there.of(target)) for pair, source, target in pairs]
+            self._local[key] = [there for _, there in views], [here for here, _ in views]
+        _copy(*self._local[key])
+
+    def spare(self, size: int) -> torch.Tensor:
+        """Room for a message that is unpacked at once."""
+        room = self._spare
+        if room is None or room.numel() < size:
+            self._spare = room = None  # given back before the larger one is asked for
+            with outside_inference():
+                self._spare = room = torch.empty(size, dtype=torch.uint8)
+        return room[:size]
+
+    def release(self) -> None:
+        """Forget where messages lay, all but the small ones: to have views of memory keeps it. Another thread may."""
+        self._spare = None
+        for at in [at for at in list(self._made) if at[0] not in self._rooms]:
+            self._made.pop(at, None)
+
+    def known(self, parcel: Message, where: Hashable, make: Callable[[], T]) -> T:
+        """What was made for a message that comes from there, kept until it comes from elsewhere."""
+        at = id(parcel), type(where)
+        kept = self._made.get(at)
+        if kept is None or kept[:2] != (parcel, where):  # which also keeps the parcel, and so its id, alive
+            with outside_inference():
+                kept = self._made[at] = parcel, where, make()
+        found: T = kept[2]
+        return found
+
+    def copy_known(self, parcel: Message, where: Hashable, make: Callable[[], Sides]) -> None:
+        """Copy between views that are made once: to ours, from theirs."""
+        _copy(*self.known(parcel, where, make))
+
+    def _of(self, parcel: Message, message: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
+        return self.known(parcel, message.data_ptr(), lambda: parcel.views(message, tensors))
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """All of them in one call: what a call costs is more than what a small copy does."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+Words = npt.NDArray[Any]
+
+
+class ElementGather:
+    """The tensors of one side of an exchange, as elements that are picked by number."""
+
+    def __init__(self, tensors: Sequence[Tensors]) -> None:
+        self._tensors = tensors
+        self._flat = dict[tuple[int, int], Words | None]()
+
+    def take(self, parcel: Message, room: npt.NDArray[np.uint8]) -> bool:
+        """Write a message; False where this is not the way."""
+        flat = self._elements(parcel)
+        if flat is None:
+            return False
+        room.view(flat.dtype)[:] = flat[parcel.picks[1]]
+        return True
+
+    def put(self, parcel: Message, message: memoryview) -> bool:
+        """Write the cells of a message; False where this is not the way."""
+        flat = self._elements(parcel)
+        if flat is None:
+            return False
+        flat[parcel.picks[1]] = np.frombuffer(message, flat.dtype)
+        return True
+
+    def _elements(self, parcel: Message) -> Words | None:
+        """All elements of the tensor that the message is of, as they lie in memory."""
+        number, picks = parcel.picks
+        if not len(picks):
+            return None
+        part = parcel.parts[0]
+        key = part.move, number
+        if key not in self._flat:
+            self._flat[key] = _flat(self._tensors[part.move][number], part.dtype)
+        return self._flat[key]
+
+
+def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> Words | None:
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        return None
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bytes_at(tensor.data_ptr(), reach * dtype.itemsize).view(f"V{dtype.itemsize}")
