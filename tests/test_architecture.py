@@ -135,7 +135,7 @@ LEFT = {  # still outside torch_internals: owners of these files move their uses
     "checkpoint/formats/torch_archive.py",
     "checkpoint/standins.py",
     "containers/operations.py",
-    "exchange/view_cache.py",
+    "exchange/buffers.py",
     "transports/process_group.py",
     "transports/segments.py",
 }

@@ -64,7 +64,7 @@ class PlannedLink:
             made = _planned(ours, theirs, travels.itemsize, max_bytes, hosts)
         return PlannedLink(link, made, travels, source.device)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Of all cells that it moves."""
         return prod(self.plan.target.shape) * self.dtype.itemsize
