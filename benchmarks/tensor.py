@@ -1,4 +1,4 @@
-"""Tensors moved between processes: reshard against torch's ShardedTensor and DTensor, and against plain memory copies."""
+"""Tensors moved between processes: reshard against torch's ShardedTensor and DTensor, and plain memory copies."""
 
 from __future__ import annotations
 
