@@ -25,7 +25,7 @@ TITLE = "Activations"
 ABOUT = """
 A step (forward and backward) of four MLPs one after the other, hidden size 1024, 4096 tokens, tensor parallel over the
 ranks by `parallelize_module`; each MLP under `input_reshard`, or under torch's function of that name, or as it is. The
-gradients of ours were found equal to those of the plain modules, bit by bit, before the clock started (torch's are not:
+gradients of ours equal those of the plain modules, bit-for-bit, which was checked first (torch's are not equal:
 it mixes what differs between ranks). "Peak" is how far the resident memory of a rank rises during a step above where it
 was, the median over steps, on the rank where it rises most; "kept" is what is left of the saved inputs on a rank.
 """

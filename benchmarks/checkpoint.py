@@ -210,7 +210,7 @@ def _conversions(folder: str, effort: Effort) -> Iterator[Row]:
     yield Row("four safetensors files to one", plain.seconds, copied.seconds, "cp", Target(0.6))
     yield Row("four DCP files to one safetensors file", again.seconds, copied.seconds, "cp", Target(0.6))
     verified = interleaved(Task(lambda _: checkpoint.verify(source, ours), repeats=effort.large))[0]
-    yield Row("verify DCP against safetensors, bit by bit", verified.seconds)
+    yield Row("verify DCP against safetensors, bit-for-bit", verified.seconds)
 
 
 def _ready(out: str, source: str) -> None:

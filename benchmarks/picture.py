@@ -39,7 +39,7 @@ LOOKS = {
     str(GROUP): Look("shardwise, over the group", "#56B4E9"),
     str(OUT): Look("shardwise", "#0072B2", width=3.0),
     str(SHARED): Look("shardwise, source shared", "#009E73"),
-    "limit": Look("limit: mere copies", "#777777", ":"),
+    "limit": Look("limit: memory copies", "#777777", ":"),
 }
 
 

@@ -182,7 +182,7 @@ How to read it:
 - The ratio says how many times cheaper shardwise is than what it is compared with. Where the target is an upper bound
   ("at most"), it says how many times as much shardwise takes.
 - Targets were set before anything was built, and stay as they were. Where a peer is close to what the machine can do, a
-  note says how far even mere copies of the same cells would be ahead of it: no way can reach more.
+  note says how far even plain memory copies would be ahead of it: nothing can reach more.
 - The garbage collector rests while the clock runs, for everybody.
 - Nothing is remembered from one repeat to the next, layouts and plans are made anew for every repeat, unless a section
   says otherwise.

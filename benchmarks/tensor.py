@@ -1,4 +1,4 @@
-"""Tensors moved between processes: reshard against torch's ShardedTensor and DTensor, and against mere copies."""
+"""Tensors moved between processes: reshard against torch's ShardedTensor and DTensor, and plain memory copies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ done. Tensors of up to 1 MiB are moved ten times in a row, and a call takes a te
 the clock starts: as in training, where the same tensor moves step after step, they may remember how (plans here,
 redistribute's own caches there). Before, the local tensors of all sides were found equal on every rank, and the bytes
 that ours brought from rank to rank were counted, and found to be what the plan says ("between ranks"); messages of up
-to 16 KiB travel inside of the agreement that every call starts with.
+to 16 KiB travel inside the agreement that every call starts with.
 
 Ours goes the way that it chooses by itself, through shared memory, unless a case says "over the group". The result is
 a fresh tensor on both sides; with `out=` ours writes into one that is there, which torch does not offer. "Source
@@ -104,7 +104,7 @@ class Case:
 class RankTimes(NamedTuple):
     """What a rank found, by the names of ways: when every repeat ran, the most memory, bytes that ours brought.
 
-    `moved` and `inline` are the plan's: all bytes, and those that travel inside of the agreement.
+    `moved` and `inline` are the plan's: all bytes, and those that travel inside the agreement.
     """
 
     spans: dict[str, list[Interval]]
@@ -251,7 +251,7 @@ def _rows(case: Case, effort: Effort, found: list[RankTimes]) -> Iterator[Row]:
             aim = target if peer == peers[0] else None
             both = (memory[way], memory[peer]) if memory else None
             missed = limit is not None and aim is not None and not aim.most and seconds[peer] < aim.bound * seconds[way]
-            note = f"mere copies would be {seconds[peer] / limit:.3g}x" if limit and missed else ""
+            note = f"memory copies would be {seconds[peer] / limit:.3g}x" if limit and missed else ""
             row = Row(name, seconds[way], seconds[peer], peer, aim, note, limit, found[0].moved, both)
             yield row
             if share is not None and peer == peers[0]:

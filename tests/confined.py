@@ -29,7 +29,7 @@ def confined(work):
     if not child:
         with suppress(BaseException):
             os.close(read)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends it also inside of C
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends it also inside C
             signal.alarm(SECONDS)
             os.write(write, pickle.dumps(_ending(work)))
         os._exit(0)

@@ -1,6 +1,8 @@
-"""The short benchmark: its figures are there and fit together. How fast anything is, is no test."""
+"""The short benchmark: its figures are complete and consistent. Speed is not tested."""
 
 import json
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +133,10 @@ def test_jobs_take_turns_with_what_was_prepared_for_them():
 
 def test_ranks_that_take_turns_take_as_long_as_all_of_them():
     assert together([[Interval(0.0, 1.0)], [Interval(1.0, 2.0)], [Interval(2.0, 3.0)]]) == 3.0
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (Path(__file__).parents[1] / "benchmarks").glob("[!_]*.py"))
+)
+def test_all_benchmarks_can_be_imported(name):
+    import_module(f"benchmarks.{name}")

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint, both variants, around modules that are resharded and inside of them."""
+"""torch.utils.checkpoint, both variants, around modules that are resharded and inside them."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_checkpoint_inside_recomputes_from_an_input_that_is_kept_in_parts(rank
         account, _ = compared(module, mesh, X)
         kept_in_parts(account, tensors=1, size=SIZE)
         assert module.calls == 2 * 4
-        resharded(module.mlp, mesh)  # and what is inside of the checkpoint as well
+        resharded(module.mlp, mesh)  # and what is inside the checkpoint as well
         compared(module, mesh, X)
 
     ranks(2, run)

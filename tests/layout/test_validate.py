@@ -1,4 +1,4 @@
-"""validate() finds every gap and every overlap that is no replica, and says exactly where."""
+"""validate() finds every gap and every overlap that is not a replica, and says exactly where."""
 
 import re
 import sys

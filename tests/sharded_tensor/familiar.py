@@ -96,7 +96,7 @@ def refused(kind, call):
 
 
 def same_refusals(found, **words):
-    """On all ranks the same texts, with these words."""
+    """On all ranks the same messages, with these words."""
     assert found == [found[0]] * len(found)
     for name, word in words.items():
         assert word in found[0][name]

@@ -39,7 +39,7 @@ def hooked(module, api=ours):
 
 
 def nested(*tables, api=ours):
-    """Three modules, one inside of the other."""
+    """Three modules, one inside the other."""
     first, second, third = tables or (None, None, None)
     return hooked(Part(first, Part(second, Part(third))), api)
 
