@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.exchange.buffers import Views
+from shardwise.exchange.buffers import ViewCache
 from shardwise.transports.message_location import STAGED, LocatedTensors
 from shardwise.transports.shared_memory import SharedMemoryRound
 
@@ -24,14 +24,14 @@ class Counted:
     def __init__(self) -> None:
         self.bytes = 0
         self._send = dist.ProcessGroup.send
-        self._opened, self._read, self._copied = SharedMemoryRound._opened, LocatedTensors.read, Views.copy_known
+        self._opened, self._read, self._copied = SharedMemoryRound._opened, LocatedTensors.read, ViewCache.copy_known
 
     def __enter__(self) -> Counted:
         with ExitStack() as stack:
             stack.enter_context(patch.object(dist.ProcessGroup, "send", lambda *args: self._count_sent(*args)))
             stack.enter_context(patch.object(SharedMemoryRound, "_opened", lambda *args: self._count_opened(*args)))
             stack.enter_context(patch.object(LocatedTensors, "read", lambda *args: self._count_read(*args)))
-            stack.enter_context(patch.object(Views, "copy_known", lambda *args: self._count_copied(*args)))
+            stack.enter_context(patch.object(ViewCache, "copy_known", lambda *args: self._count_copied(*args)))
             self._patches = stack.pop_all()
         return self
 
@@ -52,7 +52,7 @@ class Counted:
         self.bytes += int(sizes.sum())
         self._read(theirs, here, tensor, offset, sizes)
 
-    def _count_copied(self, views: Views, parcel: Any, where: Any, make: Any) -> None:
+    def _count_copied(self, views: ViewCache, parcel: Any, where: Any, make: Any) -> None:
         self._copied(views, parcel, where, make)
         ours, _ = views.known(parcel, where, make)
         self.bytes += sum(view.nbytes for view in ours)

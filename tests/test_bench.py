@@ -138,5 +138,6 @@ def test_ranks_that_take_turns_take_as_long_as_all_of_them():
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (Path(__file__).parents[1] / "benchmarks").glob("[!_]*.py"))
 )
-def test_all_benchmarks_can_be_imported(name):
+def test_all_benchmarks_can_be_imported(name, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
     import_module(f"benchmarks.{name}")
