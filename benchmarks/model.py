@@ -21,7 +21,7 @@ from benchmarks.memory import rise
 from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import Way, silence
-from shardwise.job.plan import ModelPlan, Tensor
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.remap import links
 from shardwise.testing import on_ranks
 
@@ -194,7 +194,7 @@ def _planned() -> ModelPlan:
 
     @cache  # as those of DTensors are
     def tensor(shape: tuple[int, ...], mesh: sw.Mesh, *placements: str) -> Tensor:
-        return Tensor(shape, torch.bfloat16, sw.Layout.on_mesh(shape, mesh, placements), "cpu")
+        return TensorInfo(shape, torch.bfloat16, sw.Layout.on_mesh(shape, mesh, placements), "cpu")
 
     sources = {name: tensor(shape, trainers, "S0") for name, shape in shapes.items()}
     targets = {name: tensor(shape, servers, "R", words[placement(name)]) for name, shape in shapes.items()}

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.containers.sharded import Own, ShardedTensor
+from shardwise.containers.sharded import OwnContainer, ShardedTensor
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
 from shardwise.torch_internals import (
@@ -34,7 +34,7 @@ TARGETS = (
 )
 
 
-class Kind(Protocol):
+class Container(Protocol):
     """How a sharded tensor lies, and how its container is taken apart and put together."""
 
     @property
@@ -52,7 +52,7 @@ class Kind(Protocol):
         """Where local tensors are, where it knows."""
         ...
 
-    def taken(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: Any) -> list[torch.Tensor]:
         """The tensors of the container that autograd sees."""
         ...
 
@@ -60,83 +60,83 @@ class Kind(Protocol):
         """The plain local tensors of those, apart from autograd."""
         ...
 
-    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> list[torch.Tensor]:
         """The inverse of `local`."""
         ...
 
-    def closed(self, tensors: Tensors) -> Any:
+    def assemble(self, tensors: Tensors) -> Any:
         """The inverse of `taken`; None on a rank that holds nothing."""
         ...
 
-    def gradient(self, arrived: object = None) -> Kind:
+    def gradient(self, arrived: object = None) -> Container:
         """How the gradient of such a tensor is to lie; `arrived` is the kind of the one that comes from the result."""
         ...
 
-    def gradient_of(self, grads: Tensors) -> Kind | None:
+    def gradient_of(self, grads: Tensors) -> Container | None:
         """How the gradients that came lie; None where only ranks that hold some of them know."""
         ...
 
 
 @dataclass(frozen=True)
 class Renumbered:
-    """A kind over ranks of this process's job, seen in a group over several jobs: owners are ranks of the group."""
+    """A container over ranks of this process's job, seen in a group over several jobs: owners are ranks of the group."""
 
-    kind: Kind
+    container: Container
     members: Members
 
     @cached_property
     def layout(self) -> Layout:
         """Over ranks of the group."""
-        return self.members.renumbered(self.kind.layout)
+        return self.members.renumbered(self.container.layout)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """Of its job."""
-        return self.kind.group
+        return self.container.group
 
     @property
     def device(self) -> torch.device | None:
         """As in its job."""
-        return self.kind.device
+        return self.container.device
 
-    def taken(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: Any) -> list[torch.Tensor]:
         """As in its job."""
-        return self.kind.taken(x)
+        return self.container.disassemble(x)
 
     def local(self, tensors: Tensors) -> list[torch.Tensor]:
         """As in its job."""
-        return self.kind.local(tensors)
+        return self.container.local(tensors)
 
-    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> list[torch.Tensor]:
         """As in its job."""
-        return self.kind.dressed(local)
+        return self.container.from_local(local)
 
-    def closed(self, tensors: Tensors) -> Any:
+    def assemble(self, tensors: Tensors) -> Any:
         """The container of its job."""
-        return self.kind.closed(tensors)
+        return self.container.assemble(tensors)
 
-    def gradient(self, arrived: object = None) -> Kind:
+    def gradient(self, arrived: object = None) -> Container:
         """As in its job; whole where the value was partial, since other jobs do not know what arrives here."""
-        return Renumbered(self.kind.gradient(), self.members)
+        return Renumbered(self.container.gradient(), self.members)
 
-    def gradient_of(self, grads: Tensors) -> Kind | None:
+    def gradient_of(self, grads: Tensors) -> Container | None:
         """As in its job."""
-        kind = self.kind.gradient_of(grads)
-        return kind and Renumbered(kind, self.members)
+        container = self.container.gradient_of(grads)
+        return container and Renumbered(container, self.members)
 
 
-def on_transport(kind: Kind, transport: GroupTransport | None) -> Kind:
-    """A kind with the owners of a transport; without a transport, with the ranks of this process's job."""
-    if kind.group is not None and transport is not None and kind.group is transport.group:
-        return kind
-    if not of_job(kind.group):
+def on_transport(container: Container, transport: GroupTransport | None) -> Container:
+    """A container with the owners of a transport; without a transport, with the ranks of this process's job."""
+    if container.group is not None and transport is not None and container.group is transport.group:
+        return container
+    if not of_job(container.group):
         raise RefusedValueError(
-            f"{kind.layout!r} belongs to a group whose owners are ranks of the group, and not of a job: "
+            f"{container.layout!r} belongs to a group whose owners are ranks of the group, and not of a job: "
             f"give that group as group="
         )
     if transport is None or not transport.members.joined:
-        return kind
-    found = Renumbered(kind, transport.members)
+        return container
+    found = Renumbered(container, transport.members)
     found.layout  # noqa: B018  # refused here, where errors are told to all
     return found
 
@@ -148,10 +148,10 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
 
 
-def kind_of(x: Any) -> Kind:
+def container_of(x: Any) -> Container:
     """How a sharded tensor lies."""
     if isinstance(x, ShardedTensor):
-        return x.kind
+        return x.container
     if is_chunked(x):
         whole_shape(x)  # refused by itself where that is not known
         what = f"a DTensor of {type(x._local_tensor).__name__}" if is_dtensor(x) else f"a {type(x).__name__}"
@@ -171,17 +171,17 @@ def kind_of(x: Any) -> Kind:
     )
 
 
-def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) -> Kind:
+def target_container(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
     """What was asked for, for a tensor of that shape."""
     if isinstance(to, str):
         to = parse(to)
     if isinstance(to, Layout):
-        return Own(to.validate(), group)
+        return OwnContainer(to.validate(), group)
     if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
         return on_mesh(*to, shape)
-    if hasattr(to, "kind_for"):
-        kind: Kind = to.kind_for(shape, group)
-        return kind
+    if hasattr(to, "container_for"):
+        container: Container = to.container_for(shape, group)
+        return container
     if is_spec(to):
         if not of_job(group):
             raise RefusedValueError(
@@ -190,7 +190,7 @@ def target_kind(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) 
             )
         return TorchShardedContainer.by(to, shape, group)
     if is_sharded(to) or is_chunked(to):
-        return kind_of(to)
+        return container_of(to)
     raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")
 
 
@@ -204,7 +204,7 @@ def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
     Layout('8x6/R@1')
     """
     if shape is not None or isinstance(x, Layout | str):
-        return target_kind(x, shape or (), None).layout
-    if is_spec(x) or hasattr(x, "kind_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
+        return target_container(x, shape or (), None).layout
+    if is_spec(x) or hasattr(x, "container_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
         raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
-    return x.layout if isinstance(x, ShardedTensor) else kind_of(x).layout
+    return x.layout if isinstance(x, ShardedTensor) else container_of(x).layout

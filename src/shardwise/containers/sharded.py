@@ -21,13 +21,13 @@ from shardwise.layout import Layout, local_boxes, parse
 from shardwise.transports.members import of_job, owner_here
 
 if TYPE_CHECKING:
-    from shardwise.containers.container import Kind
+    from shardwise.containers.container import Container
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnContainer:
     """How a ShardedTensor of ours lies: the kind that every layout can have."""
 
     layout: Layout
@@ -38,7 +38,7 @@ class Own:
         """Any."""
         return None
 
-    def taken(self, x: ShardedTensor) -> list[torch.Tensor]:
+    def disassemble(self, x: ShardedTensor) -> list[torch.Tensor]:
         """Its shards."""
         return list(x.shards)
 
@@ -46,23 +46,23 @@ class Own:
         """They are plain tensors."""
         return [t.detach() for t in tensors]
 
-    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> list[torch.Tensor]:
         """They are plain tensors."""
         return list(local)
 
-    def closed(self, tensors: Tensors) -> ShardedTensor | None:
+    def assemble(self, tensors: Tensors) -> ShardedTensor | None:
         """A ShardedTensor, on the ranks that the layout knows."""
         return ShardedTensor(tensors, self.layout, self.group) if owner_here(self.group) in self.layout else None
 
-    def gradient(self, arrived: object = None) -> Own:
+    def gradient(self, arrived: object = None) -> OwnContainer:
         """Whole where the value was partial: every term has the gradient of the value."""
         return replace(self, layout=self.layout.whole())
 
-    def gradient_of(self, grads: Tensors) -> Own:
+    def gradient_of(self, grads: Tensors) -> OwnContainer:
         """As they are to lie."""
         return self.gradient()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnContainer:
         """Itself: it is frozen, and a process group cannot be copied."""
         return self
 
@@ -85,7 +85,7 @@ class ShardedTensor(torch.Tensor):
     """
 
     _shards: tuple[torch.Tensor, ...]
-    _kind: Kind
+    _container: Container
     _owner: int  # that this process was when it was made
 
     def __new__(
@@ -98,13 +98,13 @@ class ShardedTensor(torch.Tensor):
         local = (shards,) if isinstance(shards, torch.Tensor) else tuple(shards)
         owner = owner_here(group)
         check_shards(local, layout, owner)
-        return cls._holding(local, Own(layout, group), owner)
+        return cls._holding(local, OwnContainer(layout, group), owner)
 
     @classmethod
-    def _holding(cls, local: tuple[torch.Tensor, ...], kind: Kind, owner: int) -> Self:
-        """One of that kind with these tensors of that owner."""
-        found = cls._wrapper(kind.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
-        found._shards, found._kind, found._owner = local, kind, owner
+    def _holding(cls, local: tuple[torch.Tensor, ...], container: Container, owner: int) -> Self:
+        """One of that container with these tensors of that owner."""
+        found = cls._wrapper(container.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
+        found._shards, found._container, found._owner = local, container, owner
         return found
 
     @classmethod
@@ -125,10 +125,10 @@ class ShardedTensor(torch.Tensor):
         return True
 
     @property
-    def kind(self) -> Kind:
+    def container(self) -> Container:
         """How it lies, with its group; refused where this process has become a rank with other cells since."""
         self._check_rank()
-        return self._kind
+        return self._container
 
     def _check_rank(self) -> None:
         """Process groups may have been made anew, with another rank for this process."""
@@ -142,12 +142,12 @@ class ShardedTensor(torch.Tensor):
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """Where every cell of the whole tensor lives."""
-        return self._kind.layout
+        return self._container.layout
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group whose ranks call together; None for the default group."""
-        return self._kind.group
+        return self._container.group
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -216,12 +216,16 @@ class ShardedTensor(torch.Tensor):
         found = [grad for grad in grads if grad is not None]
         if not found or len(found) < len(grads):
             return None
-        grad: ShardedTensor = self._kind.gradient().closed(found)
+        grad: ShardedTensor = self._container.gradient().assemble(found)
         return grad
 
     @grad.setter
     def grad(self, value: ShardedTensor | None) -> None:
-        given = [None] * len(self.shards) if value is None else self._alike(value, "grad", self._kind.gradient()).shards
+        given = (
+            [None] * len(self.shards)
+            if value is None
+            else self._alike(value, "grad", self._container.gradient()).shards
+        )
         for shard, grad in zip(self.shards, given, strict=True):
             shard.grad = grad
 
@@ -284,7 +288,7 @@ class ShardedTensor(torch.Tensor):
 
     def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
         """Copy the values of another ShardedTensor that lies in the same way; of any dtype and device."""
-        for mine, theirs in zip(self.shards, self._alike(other, "copy_", self._kind).shards, strict=True):
+        for mine, theirs in zip(self.shards, self._alike(other, "copy_", self._container).shards, strict=True):
             mine.copy_(theirs, non_blocking)
         return self
 
@@ -329,11 +333,11 @@ class ShardedTensor(torch.Tensor):
         """True where the other has that layout, and the same cells here: groups may give this process other numbers."""
         return other.layout == layout and local_boxes(*other._part()) == local_boxes(*self._part())
 
-    def _alike(self, other: Any, what: str, kind: Kind) -> ShardedTensor:
+    def _alike(self, other: Any, what: str, container: Container) -> ShardedTensor:
         """The other, if it lies in that way."""
         if not isinstance(other, ShardedTensor):
-            refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {kind.layout!r}")
-        if not self._fits(other, kind.layout):
+            refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {container.layout!r}")
+        if not self._fits(other, container.layout):
             raise UnsupportedError(
                 f"{what}: inplace copy can only happen between two ShardedTensor with same metadata! This one is "
                 f"{self!r}, and the other {other!r}: shardwise.reshard(other, out=x) moves between layouts"
@@ -341,7 +345,7 @@ class ShardedTensor(torch.Tensor):
         return other
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
-        return ShardedTensor._holding(tuple(change(shard) for shard in self.shards), self._kind, self._owner)
+        return ShardedTensor._holding(tuple(change(shard) for shard in self.shards), self._container, self._owner)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -386,7 +390,7 @@ class ShardedTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """What this rank writes."""
-        return chunks.write_items(fqn, self._kind.taken(self), *self._part())
+        return chunks.write_items(fqn, self._container.disassemble(self), *self._part())
 
     def __create_chunk_list__(self) -> list[Any]:
         """Which boxes this rank holds, to be read."""
@@ -394,7 +398,7 @@ class ShardedTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """The memory of one of those boxes."""
-        return chunks.tensor_shard(index, self._kind.taken(self), *self._part())
+        return chunks.tensor_shard(index, self._container.disassemble(self), *self._part())
 
     def _part(self) -> tuple[Layout, int]:
         """The layout, and which of its owners this is."""

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardwise.containers.container import Kind
+from shardwise.containers.container import Container
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import Transport, in_words
 from shardwise.layout import Layout
@@ -126,7 +126,7 @@ _transports = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupTr
 
 
 def transport_for(
-    group: dist.ProcessGroup | None, container: Kind | None, to: Any, *, failed: bool
+    group: dist.ProcessGroup | None, container: Container | None, to: Any, *, failed: bool
 ) -> GroupTransport | None:
     """The transport of a call. All ranks that call must come to the same, and one that passes None knows little:
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardwise.containers.container import is_sharded, kind_of, on_transport
+from shardwise.containers.container import container_of, is_sharded, on_transport
 from shardwise.containers.memory import check_memory
-from shardwise.containers.sharded import Own, ShardedTensor
+from shardwise.containers.sharded import OwnContainer, ShardedTensor
 from shardwise.errors import LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
@@ -27,7 +27,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Plain(Own):
+class PlainContainer(OwnContainer):
     """How a plain tensor lies: whole, on every rank that has it."""
 
     on: torch.device | None = None
@@ -37,11 +37,11 @@ class Plain(Own):
         """Where it is to be."""
         return self.on
 
-    def taken(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: Any) -> list[torch.Tensor]:
         """Itself."""
         return [x]
 
-    def closed(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def assemble(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The tensor; None on a rank that has none."""
         return tensors[0] if tensors else None
 
@@ -127,7 +127,7 @@ def memory_of(value: Any, *, apart: bool = True) -> Tensors:
         local, spec = local_of(value)
         tensors = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
     else:
-        tensors = list(kind_of(value).taken(value))
+        tensors = list(container_of(value).disassemble(value))
     return [tensor.detach() for tensor in tensors] if apart else tensors
 
 
@@ -172,10 +172,10 @@ def known_of(value: Any, transport: GroupTransport | None) -> Known | None:
         return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
     if not is_sharded(value):
         return Known(tuple(value.shape), value.dtype, None, value.device.type)
-    kind = on_transport(kind_of(value), transport)
-    tensors = kind.taken(value)
-    device = tensors[0].device if tensors else kind.device
-    return Known(kind.layout.shape, value.dtype, kind.layout, None if device is None else device.type)
+    container = on_transport(container_of(value), transport)
+    tensors = container.disassemble(value)
+    device = tensors[0].device if tensors else container.device
+    return Known(container.layout.shape, value.dtype, container.layout, None if device is None else device.type)
 
 
 def _known_chunks(

@@ -63,9 +63,9 @@ class ShardedTensorBase(plain.ShardedTensor, metaclass=TorchNamedTensor):
         """From shards of any ranks and the metadata of all. There is no process group to check the ranks against."""
         metadata = checked_metadata(sharded_tensor_metadata)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        kind = SpecContainer.by_metadata(metadata, spec, None)
+        container = SpecContainer.by_metadata(metadata, spec, None)
         own = tuple(ShardMetadata.of(shard.metadata) for shard in local_shards)
-        return replace(kind, own=own).holding([shard.tensor for shard in local_shards])
+        return replace(container, own=own).holding([shard.tensor for shard in local_shards])
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -74,7 +74,7 @@ class ShardedTensor(ShardedTensorBase):
     It is a `shardwise.ShardedTensor` that also knows its spec and metadata, with the methods that torch's has.
     """
 
-    _kind: SpecContainer
+    _container: SpecContainer
     _local_shards: list[Shard]
     _stand_in: torch.Tensor | None
 
@@ -95,23 +95,25 @@ class ShardedTensor(ShardedTensorBase):
             raise ValueError(f"Only torch.contiguous_format memory_format is currently supported, not {memory_format}")
         how: dict[str, Any] = {"requires_grad": requires_grad, "pin_memory": pin_memory}
         how["dtype"] = dtype or torch.get_default_dtype()
-        kind = SpecContainer.by(sharding_spec, _flatten_tensor_size(size), process_group, TensorProperties(**how))
-        check_owners(kind.layout, process_group)
-        return cls.holding(kind, [torch.empty(m.shard_sizes, device=device_of(m), **how) for m in kind.mine])
+        container = SpecContainer.by(sharding_spec, _flatten_tensor_size(size), process_group, TensorProperties(**how))
+        check_owners(container.layout, process_group)
+        return cls.holding(container, [torch.empty(m.shard_sizes, device=device_of(m), **how) for m in container.mine])
 
     @classmethod
-    def holding(cls, kind: SpecContainer, tensors: Tensors) -> Self:
-        """One of that kind with these tensors of this rank."""
+    def holding(cls, container: SpecContainer, tensors: Tensors) -> Self:
+        """One of that container with these tensors of this rank."""
         first = tensors[0] if tensors else None
-        dtype = kind.properties.dtype if first is None else first.dtype
-        return cls._wrapper(kind.layout.shape, dtype, None if first is None else first.device)._become(kind, tensors)
+        dtype = container.properties.dtype if first is None else first.dtype
+        return cls._wrapper(container.layout.shape, dtype, None if first is None else first.device)._become(
+            container, tensors
+        )
 
-    def _become(self, kind: SpecContainer, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
+    def _become(self, container: SpecContainer, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
         """Take over another container and its tensors."""
         known = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
-        self._kind, self._stand_in = kind.with_properties(**known).with_fields(everywhere=False), stand_in
-        self._owner = owner_here(kind.group)
-        self._local_shards = [Shard(tensor, m) for tensor, m in zip(tensors, kind.mine, strict=True)]
+        self._container, self._stand_in = container.with_properties(**known).with_fields(everywhere=False), stand_in
+        self._owner = owner_here(container.group)
+        self._local_shards = [Shard(tensor, m) for tensor, m in zip(tensors, container.mine, strict=True)]
         return self
 
     # --- made from local shards ---------------------------------------------------------------------------------------
@@ -123,13 +125,13 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Group = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        kind = together(
+        container = together(
             "init_from_local_shards",
             lambda: local_metadata(local_shards, global_size, process_group, init_rrefs),
             lambda by_rank: container_from(by_rank, process_group),
             group=process_group,
         )
-        return kind.holding([shard.tensor for shard in local_shards or ()])
+        return container.holding([shard.tensor for shard in local_shards or ()])
 
     @staticmethod
     def _init_from_local_tensor(
@@ -148,17 +150,17 @@ class ShardedTensor(ShardedTensorBase):
             raise ValueError("local_tensor is empty: a rank without a shard passes a tensor, too, for its dtype")
         properties = TensorProperties.create_from_tensor(tensors[0])
         refuse(init_rrefs, properties.layout)
-        kind = SpecContainer.by(sharding_spec, _flatten_tensor_size(global_size), process_group, properties)
-        check_owners(kind.layout, process_group)
+        container = SpecContainer.by(sharding_spec, _flatten_tensor_size(global_size), process_group, properties)
+        check_owners(container.layout, process_group)
         sizes = [list(tensor.size()) for tensor in tensors]
-        if kind.mine and sizes != [m.shard_sizes for m in kind.mine]:
+        if container.mine and sizes != [m.shard_sizes for m in container.mine]:
             raise ValueError(
                 f"the spec gives rank {owner_here(process_group)} shards of sizes "
-                f"{[m.shard_sizes for m in kind.mine]}, but it passed {sizes}"
+                f"{[m.shard_sizes for m in container.mine]}, but it passed {sizes}"
             )
-        for tensor, shard in zip(tensors, kind.mine, strict=False):
+        for tensor, shard in zip(tensors, container.mine, strict=False):
             check_local_tensor(tensor, shard, properties, owner_here(process_group))
-        return kind.holding(tensors if kind.mine else [])
+        return container.holding(tensors if container.mine else [])
 
     @staticmethod
     def init_from_local_shards_and_global_metadata(
@@ -172,25 +174,25 @@ class ShardedTensor(ShardedTensorBase):
         metadata, me = checked_metadata(sharded_tensor_metadata), owner_here(process_group)
         refuse(init_rrefs)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        kind = SpecContainer.by_metadata(metadata, spec, process_group)
-        check_owners(kind.layout, process_group)
-        if len(local_shards) != len(kind.mine):
+        container = SpecContainer.by_metadata(metadata, spec, process_group)
+        check_owners(container.layout, process_group)
+        if len(local_shards) != len(container.mine):
             raise RuntimeError(
                 f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata in "
-                f"sharded_tensor_metadata ({len(kind.mine)}) on rank ({me})"
+                f"sharded_tensor_metadata ({len(container.mine)}) on rank ({me})"
             )
-        tensors = in_order(local_shards, kind.mine, metadata.size)
-        for tensor, shard in zip(tensors, kind.mine, strict=True):
+        tensors = in_order(local_shards, container.mine, metadata.size)
+        for tensor, shard in zip(tensors, container.mine, strict=True):
             check_local_tensor(tensor, shard, metadata.tensor_properties, me)
-        return kind.holding(tensors)
+        return container.holding(tensors)
 
     _init_from_local_shards_and_global_metadata = init_from_local_shards_and_global_metadata  # type: ignore[assignment]
 
     @staticmethod
     def from_torch(other: ShardedLike) -> ShardedTensor:
         """torch's own ShardedTensor as one of ours. The tensors are shared."""
-        kind = SpecContainer.of(other)
-        return kind.holding(kind.taken(other))
+        container = SpecContainer.of(other)
+        return container.holding(container.disassemble(other))
 
     def to_torch(self) -> TorchShardedTensor:
         """The same as torch's own ShardedTensor. The tensors are shared."""
@@ -206,17 +208,17 @@ class ShardedTensor(ShardedTensorBase):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the tensor, known on every rank."""
-        return self._kind.properties.dtype
+        return self._container.properties.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Of the shards; on a rank that has none, the type of device that others have."""
-        return self.shards[0].device if self.shards else torch.device(self._kind.devices[0].type)
+        return self.shards[0].device if self.shards else torch.device(self._container.devices[0].type)
 
     @property
     def requires_grad(self) -> bool:
         """True where autograd follows it, known on every rank."""
-        return any(shard.requires_grad for shard in self.shards) or self._kind.properties.requires_grad
+        return any(shard.requires_grad for shard in self.shards) or self._container.properties.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -229,7 +231,7 @@ class ShardedTensor(ShardedTensorBase):
                 f"only tensors of floating point and complex dtype can require gradients, not {self.dtype}"
             )
         super().requires_grad_(requires_grad)
-        self._kind = self._kind.with_properties(requires_grad=requires_grad)
+        self._container = self._container.with_properties(requires_grad=requires_grad)
         return self
 
     @property
@@ -239,11 +241,11 @@ class ShardedTensor(ShardedTensorBase):
 
     def metadata(self) -> ShardedTensorMetadata:
         """The metadata of all shards."""
-        return self._kind.metadata
+        return self._container.metadata
 
     def sharding_spec(self) -> SpecLike:
         """The spec by which it is sharded."""
-        return self._kind.spec
+        return self._container.spec
 
     @property
     def _metadata(self) -> ShardedTensorMetadata:
@@ -253,7 +255,7 @@ class ShardedTensor(ShardedTensorBase):
     @_metadata.setter
     def _metadata(self, metadata: MetadataLike) -> None:
         container = SpecContainer.by_metadata(ShardedTensorMetadata.of(metadata), self.sharding_spec(), self.group)
-        self._take_over(replace(container, own=self._kind.own))
+        self._take_over(replace(container, own=self._container.own))
 
     @property
     def _sharding_spec(self) -> SpecLike:
@@ -262,16 +264,16 @@ class ShardedTensor(ShardedTensorBase):
 
     @_sharding_spec.setter
     def _sharding_spec(self, spec: SpecLike) -> None:
-        container = SpecContainer.by(spec, self.shape, self.group, self._kind.properties)
-        self._take_over(replace(self._kind, layout=container.layout, spec=spec))
+        container = SpecContainer.by(spec, self.shape, self.group, self._container.properties)
+        self._take_over(replace(self._container, layout=container.layout, spec=spec))
 
-    def _take_over(self, kind: SpecContainer) -> None:
+    def _take_over(self, container: SpecContainer) -> None:
         """Other metadata or another spec, if they say the same of where the cells are."""
-        if kind.layout != self.layout:
+        if container.layout != self.layout:
             raise ValueError(
-                f"the tensor lies as {self.layout}, but that says {kind.layout}: reshard(spec) moves it there"
+                f"the tensor lies as {self.layout}, but that says {container.layout}: reshard(spec) moves it there"
             )
-        self._become(kind, in_order(self._local_shards, kind.mine, self.shape), self._stand_in)
+        self._become(container, in_order(self._local_shards, container.mine, self.shape), self._stand_in)
 
     def remote_shards(self) -> dict[int, list[object]]:
         """Not supported, as in torch without `init_rrefs`: use `gather` or `reshard`."""
@@ -292,7 +294,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def is_pinned(self) -> bool:  # type: ignore[override]
         """True where the shards are in pinned memory."""
-        return self._kind.properties.pin_memory
+        return self._container.properties.pin_memory
 
     # --- what can be done with it ------------------------------------------------------------------------------------
 
@@ -301,14 +303,14 @@ class ShardedTensor(ShardedTensorBase):
 
         Where it fails, it stays as it was.
         """
-        target = SpecTarget(resharding_spec, self._kind.properties)
+        target = SpecTarget(resharding_spec, self._container.properties)
         call = start_call(Source.of(lambda: self), target, Options(), group=self.group)
         assert call is not None, "every rank of the group has a part in it"
         moved, stand_in = result_of(call.run())
         if resharding_spec == self.sharding_spec():  # all ranks ask for that, as is known now
             return self
-        kind = moved.kind.by_rank().with_properties(requires_grad=call.followed)
-        return self._become(kind, moved.shards, stand_in)
+        container = moved.container.by_rank().with_properties(requires_grad=call.followed)
+        return self._become(container, moved.shards, stand_in)
 
     def backward(self) -> None:  # type: ignore[override]
         """Take part in the backward pass on a rank that holds nothing since `reshard`: it has nothing to call it on.
@@ -354,7 +356,7 @@ class ShardedTensor(ShardedTensorBase):
             return self
         moved = self._each(lambda tensor: tensor.to(*args, **kwargs))
         if process_group is not None:
-            moved._kind = replace(moved._kind, group=process_group)
+            moved._container = replace(moved._container, group=process_group)
         return moved
 
     def cpu(
@@ -377,30 +379,32 @@ class ShardedTensor(ShardedTensorBase):
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
         """The same with other tensors. What they are is known on every rank, by one without elements."""
         like = change(self._probe())
-        kind = self._kind if self._all_on(like.device) else self._kind.on(like.device)
-        kind = kind.with_properties(dtype=like.dtype, requires_grad=like.requires_grad)
-        changed = kind.holding([change(tensor) for tensor in self.shards])
+        container = self._container if self._all_on(like.device) else self._container.on(like.device)
+        container = container.with_properties(dtype=like.dtype, requires_grad=like.requires_grad)
+        changed = container.holding([change(tensor) for tensor in self.shards])
         changed._owner = self._owner
         return changed
 
     def _probe(self) -> torch.Tensor:
         """A tensor like the shards, without elements."""
-        device = self.shards[0].device if self.shards else self._kind.devices[0]
+        device = self.shards[0].device if self.shards else self._container.devices[0]
         dims = [0] * self.ndim or [1]
-        return torch.empty(dims, dtype=self.dtype, device=device, requires_grad=self._kind.properties.requires_grad)
+        return torch.empty(
+            dims, dtype=self.dtype, device=device, requires_grad=self._container.properties.requires_grad
+        )
 
     def _all_on(self, device: torch.device) -> bool:
         """True where no placement has to change for shards on that kind of device."""
-        mine = self._kind.device or device
-        return same_device(mine, device) and all(other.type == device.type for other in self._kind.devices)
+        mine = self._container.device or device
+        return same_device(mine, device) and all(other.type == device.type for other in self._container.devices)
 
     @property
     def placed(self) -> bool:
         """False where it was made without a process group: then it holds shards of any ranks."""
-        return self._kind.own is None
+        return self._container.own is None
 
     @property
-    def kind(self) -> SpecContainer:
+    def container(self) -> SpecContainer:
         """How it lies, with its group; refused where the shards are not known to be those of this rank."""
         if not self.placed:
             raise LayoutError(
@@ -408,21 +412,21 @@ class ShardedTensor(ShardedTensorBase):
                 f"ShardedTensor._init_from_local_shards_and_global_metadata makes one that can"
             )
         self._check_rank()
-        return self._kind
+        return self._container
 
     def _part(self) -> tuple[Layout, int]:
         """Where no process group says which rank this is: what it holds, as the only owner."""
-        if self._kind.own is None:
+        if self._container.own is None:
             return super()._part()
         return Layout.boxes(self.layout.shape, [(0, box.lo, box.hi) for box in self._own_boxes()]), 0
 
     def _own_boxes(self) -> list[Box]:
-        corners = [(tuple(m.shard_offsets), m.shard_sizes) for m in self._kind.mine]
+        corners = [(tuple(m.shard_offsets), m.shard_sizes) for m in self._container.mine]
         return [Box(lo, tuple(map(add, lo, size))) for lo, size in corners]
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Where no process group says which rank this is: what it holds."""
-        if self._kind.own is None:
+        if self._container.own is None:
             return super().__repr__()
         boxes = ", ".join(map(str, self._own_boxes()))
         return f"ShardedTensor({self.layout.brief()}, {self.dtype}, this process holds {boxes})"
@@ -430,13 +434,13 @@ class ShardedTensor(ShardedTensorBase):
     def _deepcopied(self, memo: dict[int, object]) -> ShardedTensor:
         """Copied shards with metadata of their own, in the same group."""
         metadata, spec = deepcopy(self.metadata(), memo), deepcopy(self.sharding_spec(), memo)
-        kind = replace(self._kind, metadata=metadata, spec=spec, own=deepcopy(self._kind.own, memo))
-        return kind.holding([deepcopy(shard, memo) for shard in self.shards])
+        container = replace(self._container, metadata=metadata, spec=spec, own=deepcopy(self._container.own, memo))
+        return container.holding([deepcopy(shard, memo) for shard in self.shards])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled with its place in the group, if it has one: it can only be loaded there (see pickling.py)."""
-        if self._kind.own is not None:
-            return unplaced, (self.metadata(), self.sharding_spec(), self.shards, self._kind.own)
+        if self._container.own is not None:
+            return unplaced, (self.metadata(), self.sharding_spec(), self.shards, self._container.own)
         self._check_rank()
         return loaded, (self.metadata(), self.sharding_spec(), self.shards, place(self.group))
 

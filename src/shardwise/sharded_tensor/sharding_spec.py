@@ -53,7 +53,7 @@ class ShardingSpec(metaclass=TorchNamed):
 
         return shard_by_metadata(tensor, self, src_rank, process_group)
 
-    def kind_for(self, shape: Sequence[int], group: Group) -> SpecContainer:
+    def container_for(self, shape: Sequence[int], group: Group) -> SpecContainer:
         """The container of a tensor of that shape: so a spec can be a target of `shardwise.reshard`."""
         from shardwise.sharded_tensor.spec_container import SpecContainer  # which imports this
 

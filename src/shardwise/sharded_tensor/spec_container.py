@@ -109,7 +109,7 @@ class SpecContainer(TorchShardedContainer):
         shards = [inside(m, size) for m in sorted(self.metadata.shards_metadata, key=owner_of)]
         return replace(self, metadata=replace(self.metadata, shards_metadata=shards))
 
-    def closed(self, tensors: Tensors) -> ShardedTensor | None:
+    def assemble(self, tensors: Tensors) -> ShardedTensor | None:
         """A ShardedTensor; None on a rank that holds nothing, except where it is to be everywhere."""
         return self.holding(tensors) if tensors or self.everywhere else None
 
@@ -131,7 +131,7 @@ class SpecTarget:
     spec: SpecLike
     properties: TensorProperties
 
-    def kind_for(self, shape: Sequence[int], group: Group) -> SpecContainer:
+    def container_for(self, shape: Sequence[int], group: Group) -> SpecContainer:
         """The container of a result of that shape."""
         return replace(SpecContainer.by(self.spec, shape, group, self.properties), everywhere=True)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwise.containers.container import is_sharded, kind_of
+from shardwise.containers.container import container_of, is_sharded
 from shardwise.containers.sharded import ShardedTensor
 from shardwise.geometry import Box
 from shardwise.job.agree import together_or_alone
@@ -83,21 +83,21 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _shards(value: Any) -> list[Any]:
-    return list(kind_of(value).taken(value))
+    return list(container_of(value).disassemble(value))
 
 
 def _parts(value: Any) -> Iterator[Part]:
     """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
-    kind = kind_of(value)
-    me = owner_here(kind.group)
-    if kind.layout.op is not None:
-        raise ValueError(f"{kind.layout!r} is partial: its terms cannot be told as shards; reduce it first")
-    if me not in kind.layout:
+    container = container_of(value)
+    me = owner_here(container.group)
+    if container.layout.op is not None:
+        raise ValueError(f"{container.layout!r} is partial: its terms cannot be told as shards; reduce it first")
+    if me not in container.layout:
         return
-    tensors = _shards(value) if _holds_shards(value) else kind.local(_shards(value))
-    pieces = kind.layout.pieces(me)
+    tensors = _shards(value) if _holds_shards(value) else container.local(_shards(value))
+    pieces = container.layout.pieces(me)
     if len({piece.buffer for piece in pieces}) < len(pieces):
-        raise ValueError(f"{kind.layout!r} has several pieces in one tensor: only boxes can be nested")
+        raise ValueError(f"{container.layout!r} has several pieces in one tensor: only boxes can be nested")
     for piece in pieces:
         tensor = tensors[piece.buffer]
         if is_sharded(tensor):
@@ -120,7 +120,7 @@ def _told(value: Any, parts: list[Part]) -> Told:
     first = parts[0].tensor if parts else None
     device = "cpu" if first is None else first.device.type
     boxes = tuple((part.box.lo, part.box.hi) for part in parts)
-    return Told(kind_of(value).layout.shape, None if first is None else first.dtype, device, boxes)
+    return Told(container_of(value).layout.shape, None if first is None else first.dtype, device, boxes)
 
 
 class Flat(NamedTuple):

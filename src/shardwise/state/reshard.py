@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.containers.container import Kind
+from shardwise.containers.container import Container
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Asked, Cast, Casts, Change, check_change, check_changes
@@ -19,7 +19,7 @@ from shardwise.job.remap import Link
 from shardwise.job.session import check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, Said, is_tensor, memory_of, refuse_several_jobs, said, tensors_of
 from shardwise.job.subtensor import View
-from shardwise.state.targets import Targets, kinds_for
+from shardwise.state.targets import Targets, containers_for
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
 from shardwise.torch_internals.memory import storage_of
 from shardwise.transports import GroupTransport, TransportChoice
@@ -59,18 +59,18 @@ def reshard_state_dict(
     over = group_transport(group)
     flat, paths, sources = _described(state_dict, over)
 
-    def make() -> tuple[ModelPlan, dict[str, Kind]]:
+    def make() -> tuple[ModelPlan, dict[str, Container]]:
         check_progress(progress)
         over.check_choice(transport)
-        kinds = kinds_for(sources, to, mesh, over, group)
+        containers = containers_for(sources, to, mesh, over, group)
         check_overflow(overflow)
-        return _plan(over, sources, kinds, Casts.of(dtype, "dtype="), max_bytes, hosts), kinds
+        return _plan(over, sources, containers, Casts.of(dtype, "dtype="), max_bytes, hosts), containers
 
     same = {"verify": verify, "free": free, "max_bytes": max_bytes, "dtype": str(dtype), "overflow": overflow}
-    made, kinds = agree_on(over, OPERATION, make, same | {"transport": transport})
+    made, containers = agree_on(over, OPERATION, make, same | {"transport": transport})
     job = Job(over, made, OPERATION, transport, overflow=overflow)
     source = (FreedSide if free else LiveSide)(flat, made.sources)
-    target = FreshSide(made.targets, lambda n: kinds[n].device or torch.device(made.targets[n].device), over.me)
+    target = FreshSide(made.targets, lambda n: containers[n].device or torch.device(made.targets[n].device), over.me)
 
     def check() -> None:
         source.checked("state dict", made.sources, over.me)
@@ -80,7 +80,7 @@ def reshard_state_dict(
     first = over.me == over.owners[0]
     with over.budget(), torch.no_grad(), shown(progress, job.total, "reshard", here=first) as tell:
         job.run(source, target, check=check, verify=verify, progress=tell)
-    moved = {name: kinds[name].closed(kinds[name].dressed(target.memory(name))) for name in made.targets}
+    moved = {name: containers[name].assemble(containers[name].from_local(target.memory(name))) for name in made.targets}
     return unflatten_state_dict({name: moved.get(name, flat.get(name)) for name in paths}, paths)
 
 
@@ -115,21 +115,21 @@ def _others(flat: Mapping[str, Any], paths: FLATTEN_MAPPING) -> tuple[dict[str, 
 def _plan(
     transport: GroupTransport,
     sources: Mapping[str, TensorInfo],
-    kinds: Mapping[str, Kind],
+    containers: Mapping[str, Container],
     casts: Casts,
     max_bytes: int | None,
     hosts: Any,
 ) -> ModelPlan:
-    targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(kinds)
-    for name, kind in kinds.items():
+    targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(containers)
+    for name, container in containers.items():
         source = sources[name]
         check_owners(transport, f"{name!r}, as it is,", source.layout)
-        check_owners(transport, f"{name!r}, as it is to be,", kind.layout)
+        check_owners(transport, f"{name!r}, as it is to be,", container.layout)
         asked = casts.asked(name, source.dtype) or Asked(source.dtype, named=False)
         named |= {name} if asked.named else set()
         becomes = asked.dtype
         targets[name] = TensorInfo(
-            source.shape, becomes, kind.layout, (kind.device or torch.device(source.device)).type
+            source.shape, becomes, container.layout, (container.device or torch.device(source.device)).type
         )
     changes = [Change(name, name, sources[name].dtype, target.dtype) for name, target in targets.items()]
     check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))

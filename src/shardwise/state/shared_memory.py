@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.containers.container import target_kind
+from shardwise.containers.container import target_container
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.side import is_tensor, memory_of
@@ -40,13 +40,13 @@ def empty(
         raise LayoutError(f"{to!r} fits tensors of any shape: say of which, empty(to, shape)")
     if isinstance(to, Layout) and shape is not None and tuple(shape) != to.shape:
         raise LayoutError(f"{to!r} is no layout of a tensor of shape {tuple(shape)}")
-    kind = target_kind(to, shape or (), group)
+    container = target_container(to, shape or (), group)
     found, at = dtype or torch.get_default_dtype(), torch.device(device)
     if shared and at.type != "cpu":
         raise ExchangeError(f"shared=True: only tensors of the CPU can be in shared memory, not of {at}")
-    shapes = local_shapes(kind.layout, owner_here(kind.group))
+    shapes = local_shapes(container.layout, owner_here(container.group))
     local = [_shared(one, found) if shared else fresh(one, found, at) for one in shapes]
-    return kind.closed(kind.dressed(local))
+    return container.assemble(container.from_local(local))
 
 
 def share_(x: T) -> T:

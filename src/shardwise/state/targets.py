@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Container as Names
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.containers.container import Kind, is_sharded, on_transport, target_kind
+from shardwise.containers.container import Container, is_sharded, on_transport, target_container
 from shardwise.job.names import matched, missing
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import Plain, is_tensor
+from shardwise.job.side import PlainContainer, is_tensor
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
 from shardwise.torch_internals import is_mesh, is_placement
 from shardwise.torch_internals.memory import is_chunked
@@ -20,20 +21,20 @@ from shardwise.transports import GroupTransport
 Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
 
 
-def kinds_for(
+def containers_for(
     sources: Mapping[str, TensorInfo],
     to: Targets,
     mesh: Any,
     transport: GroupTransport,
     group: dist.ProcessGroup | None,
-) -> dict[str, Kind]:
+) -> dict[str, Container]:
     """How every tensor is to lie; those that stay as they are, are left out."""
-    asked, found = _asked(to, list(sources)), dict[str, Kind]()
+    asked, found = _asked(to, list(sources)), dict[str, Container]()
     for name, source in sources.items():
         try:
             target = asked(name)
             if target is not None:
-                found[name] = _kind(_on(mesh, target), source.shape, transport, group)
+                found[name] = _container(_on(mesh, target), source.shape, transport, group)
         except Exception as error:
             said = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the target of {name!r}: {said}") from error
@@ -50,14 +51,18 @@ def _on(mesh: Any, target: Any) -> Any:
     return mesh, [target] * mesh.ndim if everywhere else target
 
 
-def _kind(target: Any, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None) -> Kind:
+def _container(
+    target: Any, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None
+) -> Container:
     if isinstance(target, torch.Tensor) and not (is_sharded(target) or is_chunked(target)):
-        kind: Kind = Plain(Layout.replicated(target.shape, transport.owners), group, on=target.device)
+        container: Container = PlainContainer(
+            Layout.replicated(target.shape, transport.owners), group, on=target.device
+        )
     else:
-        kind = on_transport(target_kind(target, shape, group), transport)
-    if kind.layout.shape != shape:
-        raise ValueError(f"it has shape {shape}, but {kind.layout.shape} is asked for")
-    return kind
+        container = on_transport(target_container(target, shape, group), transport)
+    if container.layout.shape != shape:
+        raise ValueError(f"it has shape {shape}, but {container.layout.shape} is asked for")
+    return container
 
 
 def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
@@ -79,7 +84,7 @@ def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
 class _Rules:
     """Ordered rules: of those that fit a name, the first one holds."""
 
-    def __init__(self, rules: Any, names: Container[str]) -> None:
+    def __init__(self, rules: Any, names: Names[str]) -> None:
         if not isinstance(rules, list | tuple):
             raise TypeError(
                 f"to= must be a mapping, rules [(pattern, target), ...] or a function, not {rules!r}; "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.containers.container import Kind, is_sharded, kind_of, on_transport
+from shardwise.containers.container import Container, container_of, is_sharded, on_transport
 from shardwise.containers.memory import check_memory, check_written, shared
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Move, Terms
@@ -26,7 +26,7 @@ from shardwise.transports import GroupTransport, TransportChoice
 
 def output(
     out: Any,
-    target: Kind,
+    target: Container,
     transport: GroupTransport,
     dtype: torch.dtype,
     *,
@@ -55,15 +55,15 @@ def output(
     return given
 
 
-def _given(out: Any, target: Kind, transport: GroupTransport) -> list[torch.Tensor]:
+def _given(out: Any, target: Container, transport: GroupTransport) -> list[torch.Tensor]:
     if is_sharded(out):
-        kind = on_transport(kind_of(out), transport)
-        if kind.layout != target.layout:
-            raise ExchangeError(f"out= lies as {kind.layout!r}, but the target is {target.layout!r}")
-        taken = kind.taken(out)
+        container = on_transport(container_of(out), transport)
+        if container.layout != target.layout:
+            raise ExchangeError(f"out= lies as {container.layout!r}, but the target is {target.layout!r}")
+        taken = container.disassemble(out)
         for tensor in taken:
             _check_leaf(tensor)
-        tensors = kind.local(taken)
+        tensors = container.local(taken)
     else:
         tensors = list(out) if isinstance(out, list | tuple) else [out]
     for tensor in tensors:
@@ -105,7 +105,7 @@ def _check_out(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         raise ExchangeError("out= shares memory with the source or with itself: give tensors of their own")
 
 
-Target = Callable[[tuple[int, ...]], Kind]  # the target's container, for a tensor of that shape
+Target = Callable[[tuple[int, ...]], Container]  # the target's container, for a tensor of that shape
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ FACTS = tuple(Facts.__dataclass_fields__)
 class Source:
     """What a rank brings to a call: its container and tensors of the source. None is what it does not know."""
 
-    container: Kind | None = None
+    container: Container | None = None
     tensors: tuple[torch.Tensor, ...] = ()
     dtype: torch.dtype | None = None
     gradient: bool | None = None
@@ -158,15 +158,15 @@ class Source:
             x = make()
             if x is None:
                 return Source.by(None, (), None)
-            container = kind_of(x)
+            container = container_of(x)
             _ = container.layout  # here, where what it refuses is kept for all
-            source = Source.by(container, tuple(container.taken(x)), getattr(x, "dtype", None))
+            source = Source.by(container, tuple(container.disassemble(x)), getattr(x, "dtype", None))
             return replace(source, stand_in=getattr(x, "_stand_in", None))
         except Exception as error:  # the others have to hear of it first
             return Source(error=error)
 
     @staticmethod
-    def by(container: Kind | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Source:
+    def by(container: Container | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Source:
         """From the tensors of a container."""
         gradient = any(t.requires_grad for t in tensors) if tensors else None
         followed = gradient if torch.is_grad_enabled() else False
@@ -208,7 +208,7 @@ class Call:
     """One call: `start` where it is made, `run` or `submit` to carry it out; then it has all of the result."""
 
     facts: Facts
-    target: Kind
+    target: Container
     job: Job
     move: Move
     dtype: torch.dtype  # of the result

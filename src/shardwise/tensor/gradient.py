@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.containers.sharded import Own
+from shardwise.containers.sharded import OwnContainer
 from shardwise.tensor.call import Call, Source
 
 
@@ -16,7 +16,7 @@ def with_autograd(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
     A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
     """
-    outputs = call.target.dressed(call.move.target)
+    outputs = call.target.from_local(call.move.target)
     if not call.followed:
         return outputs, None
     inputs = call.source.tensors or (call.source.stand_in,)
@@ -43,7 +43,7 @@ class Reshard(torch.autograd.Function):
         dtype, mine = ctx.facts.dtype, grads if ctx.holds else ()
         becomes = ctx.options.dtype or dtype
         given = Source.by(ctx.target.gradient_of(mine), mine, becomes)
-        source = ctx.source or Own(ctx.facts.source)
+        source = ctx.source or OwnContainer(ctx.facts.source)
         # gradients that overflow are inf, as torch's own are: those who scale losses look for it
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
         # a rank that holds nothing of the source cannot know what arrives at the others

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from shardwise.containers.container import Kind, is_sharded, on_transport, target_kind
-from shardwise.containers.sharded import Own, ShardedTensor
+from shardwise.containers.container import Container, is_sharded, on_transport, target_container
+from shardwise.containers.sharded import OwnContainer, ShardedTensor
 from shardwise.errors import ExchangeError
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
 from shardwise.job.plan import SINGLE
@@ -66,8 +66,8 @@ def start_call(
         return None
     home = transport.group if transport.members.joined else group  # whose ranks the owners of a layout are
 
-    def target(shape: tuple[int, ...]) -> Kind:
-        return on_transport(target_kind(to, shape, home), transport)
+    def target(shape: tuple[int, ...]) -> Container:
+        return on_transport(target_container(to, shape, home), transport)
 
     return Call(transport, source.on(transport), target, options, out=out).start(alone=alone)
 
@@ -78,7 +78,7 @@ def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
     if out is not None:
         for tensor in call.move.target:  # autograd does not see what is received
             increment_version(tensor)
-    return (out if is_sharded(out) else call.target.closed(tensors)), stand_in
+    return (out if is_sharded(out) else call.target.assemble(tensors)), stand_in
 
 
 class Handle:
@@ -130,11 +130,11 @@ def gather(
     transport = group_transport(x.group)
     fits = isinstance(out, torch.Tensor) and out.dtype == (dtype or x.dtype)
 
-    def target(shape: tuple[int, ...]) -> Own:
+    def target(shape: tuple[int, ...]) -> OwnContainer:
         layout = Layout.replicated(shape, transport.owners if dst is None else [dst])
         if out is not None:
             check_whole(out, shape, dtype or x.dtype, here=transport.me in layout)
-        return Own(layout, x.group)
+        return OwnContainer(layout, x.group)
 
     source = Source.of(x.detach if apart else lambda: x)
     room = out if fits else None

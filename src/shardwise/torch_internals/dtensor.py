@@ -52,7 +52,7 @@ class DTensorContainer:
         """The device of its local tensors."""
         return torch.device(self.mesh.device_type)
 
-    def taken(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def disassemble(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A DTensor is itself what autograd sees."""
         return [x]
 
@@ -61,14 +61,14 @@ class DTensorContainer:
         with torch.no_grad():
             return [x.to_local().detach() for x in tensors if isinstance(x, DTensor) and self._here]
 
-    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> list[torch.Tensor]:
         """The DTensor with this local tensor. The shape is given: torch cannot know it where shards are uneven."""
         if not self._here:
             return []
         # as DTensor.from_local, which takes ten times as long
         return [DTensor(local[0], _spec(self, local[0].dtype), requires_grad=False)]  # type: ignore[no-untyped-call]
 
-    def closed(self, tensors: Tensors) -> torch.Tensor | None:
+    def assemble(self, tensors: Tensors) -> torch.Tensor | None:
         """The DTensor that the user gets: None outside the mesh."""
         return tensors[0] if tensors else None
 

@@ -71,7 +71,7 @@ class TorchShardedContainer:
         """The device of this rank's shards."""
         return device_of(self.mine[0]) if self.mine else None
 
-    def taken(self, x: ShardedLike) -> list[torch.Tensor]:
+    def disassemble(self, x: ShardedLike) -> list[torch.Tensor]:
         """The local shards, in the order of the metadata."""
         return in_order(x.local_shards(), self.mine, self.layout.shape)
 
@@ -79,11 +79,11 @@ class TorchShardedContainer:
         """They are plain tensors."""
         return [t.detach() for t in tensors]
 
-    def dressed(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> list[torch.Tensor]:
         """They are plain tensors."""
         return list(local)
 
-    def closed(self, tensors: Tensors) -> torch.Tensor | None:
+    def assemble(self, tensors: Tensors) -> torch.Tensor | None:
         """A ShardedTensor of torch; None on a rank that holds nothing."""
         return torchs_sharded(tensors, self.metadata, self.spec, self.group) if tensors else None
 
