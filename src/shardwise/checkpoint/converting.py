@@ -216,15 +216,15 @@ def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, st
         {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"},
     )
     ending = PurePath(path).suffix
-    said = format or endings.get(ending, "safetensors")
-    if said not in FORMATS:
+    describe_all = format or endings.get(ending, "safetensors")
+    if describe_all not in FORMATS:
         raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
-    if endings.get(ending) == said and name:
+    if endings.get(ending) == describe_all and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
-        return said, Folder(f"{scheme}{separator}{here}", durable=durable), name
-    return said, Folder(path, durable=durable), None
+        return describe_all, Folder(f"{scheme}{separator}{here}", durable=durable), name
+    return describe_all, Folder(path, durable=durable), None
 
 
 def _for_model(rules: Rules, source: Checkpoint) -> Rules:
@@ -337,18 +337,22 @@ def _check_apart(opened: Checkpoint, folder: Folder, name: str | None) -> None:
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
     """Tells this conversion from others: of other files or other values, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
-    said: list[Any] = [
+    describe_all: list[Any] = [
         format,
         opened.path,
         sorted(opened.metadata.items()),
         [(path, opened.files.stamp(path)) for path in files],
     ]
-    said += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
+    describe_all += [
+        (name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()
+    ]
     if format == "dcp":  # whose files have values; elsewhere they are written anew
-        said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in contents.values.items()]
-    said += sorted(contents.tied.items())
+        describe_all += [
+            (name, blake2b(saved(value), digest_size=8).digest()) for name, value in contents.values.items()
+        ]
+    describe_all += sorted(contents.tied.items())
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
-    return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
+    return blake2b(repr((describe_all, links)).encode(), digest_size=8).hexdigest()
 
 
 def _verify(

@@ -22,7 +22,15 @@ from shardwise.checkpoint.values import encoded, refuse_modules
 from shardwise.checkpoint.writing import Folder, write_tensor
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import Said, check_local, is_tensor, memory_of, refuse_several_jobs, said, tensors_of
+from shardwise.job.side import (
+    Descriptions,
+    check_local,
+    combine_descriptions,
+    describe_all,
+    is_tensor,
+    memory_of,
+    refuse_several_jobs,
+)
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
@@ -115,7 +123,7 @@ def _described(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorInfo], dict[str, str], list[str]]:
     """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
 
-    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Said, list[str], Ties]]:
+    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Descriptions, list[str], Ties]]:
         _check(format)
         flat, paths = flatten_state_dict(state_dict)
         refuse_modules(flat)
@@ -126,7 +134,7 @@ def _described(
         for name, value in others.items():
             encoded(value, name)  # refused now, not when all the rest is written
         mine = flat, paths, {} if callers.alone else marks(flat)
-        return mine, (said(flat, callers.transport), list(others), ties_of(flat, callers.transport))
+        return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
     (flat, paths, marked), told = callers.tell(say, {"format": format, "path": str(path)})
     with callers.refusals():
@@ -135,7 +143,7 @@ def _described(
     return flat, paths, tensors, ties, unlike(tensors, marked, callers.highest)
 
 
-def _all_tensors(callers: Callers, told: Mapping[int, tuple[Said, list[str], Ties]]) -> dict[str, TensorInfo]:
+def _all_tensors(callers: Callers, told: Mapping[int, tuple[Descriptions, list[str], Ties]]) -> dict[str, TensorInfo]:
     """The tensors of all ranks, which must have the same other values."""
     (first, (_, names, _)), *others = told.items()
     for rank, (_, other, _) in others:
@@ -144,7 +152,7 @@ def _all_tensors(callers: Callers, told: Mapping[int, tuple[Said, list[str], Tie
             raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
     given = {rank: one for rank, (one, *_) in told.items()}
     refuse_several_jobs(given, callers.transport)
-    tensors = tensors_of(given, "state dict")
+    tensors = combine_descriptions(given, "state dict")
     callers.check(tensors)
     _check_whole(tensors)
     return tensors
