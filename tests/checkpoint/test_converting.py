@@ -570,7 +570,7 @@ REFUSED = {
     "rules that fit nothing": (
         {"format": "sharded", "rules": {"mesh": {"tp": 2}, "rule": [{"name": "x", "placements": "R"}]}},
         LayoutError,
-        "none of 1 rules fits 'b'",
+        "none of 1 rules matches 'b'",
     ),
     "rules without a mesh": (
         {"format": "sharded", "rules": {"rule": [{"name": "*", "placements": "R"}]}},

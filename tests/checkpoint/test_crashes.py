@@ -353,7 +353,7 @@ def test_another_format_in_the_same_directory_is_refused(old, tmp_path):
 def test_a_value_that_cannot_be_stored_leaves_the_old_checkpoint(tmp_path, where):
     path = f"{where}{tmp_path}"
     checkpoint.save(state(1, 1), path)
-    with pytest.raises(sw.CheckpointError, match="'later' is object, which is not stored"):
+    with pytest.raises(sw.CheckpointError, match="'later' is object, which cannot be stored"):
         checkpoint.save({**state(2, 1), "later": object()}, path)
     is_checkpoint(path, 1)
     assert len(checkpoint.open(path).files.names()) == 2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.errors import CheckpointError
 from shardwise.state import Transposed
 
@@ -327,7 +327,7 @@ def again(path, out, **options):
 @pytest.mark.parametrize("place", ["here", "memory://whole"])
 @given(st.none() | st.binary(max_size=4), st.binary(max_size=4), st.integers(0, 4))
 def test_a_file_is_there_where_it_begins_so_and_has_that_size(tmp_path_factory, place, data, start, size):
-    folder = Folder(tmp_path_factory.mktemp(place) if place == "here" else place, durable=False)
+    folder = OutputFolder(tmp_path_factory.mktemp(place) if place == "here" else place, durable=False)
     if data is None:
         folder.remove("file")
     else:
@@ -528,7 +528,7 @@ def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path, kind
 
 
 def test_sources_that_are_not_all_there_write_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="there is nothing at"):
+    with pytest.raises(CheckpointError, match="no such file or directory:"):
         checkpoint.convert(tmp_path / "none", tmp_path / "out")
     hf = write_indexed(tmp_path / "hf", model(), 2)
     (hf / "model-00004-of-00006.safetensors").unlink()

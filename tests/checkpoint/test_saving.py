@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import writing
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it shards

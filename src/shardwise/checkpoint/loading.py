@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
-from shardwise.checkpoint.comparing import compared
+from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
 from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.meta_tensors import filled, replacements
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.streaming import Stream
-from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
-from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
@@ -195,7 +194,9 @@ def _once(
     first = dict[str, str]()
     again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
     for name, one in again.items() if check else ():
-        found = compared({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        found = (
+            compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        )
         if found:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
 from shardwise.checkpoint.callers import Callers
+from shardwise.checkpoint.comparing import differing_replicas, sample_sums
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Saver, claimed, names_token
-from shardwise.checkpoint.replicas import marks, unlike
+from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
 from shardwise.checkpoint.shares import written
-from shardwise.checkpoint.values import encoded, refuse_modules
-from shardwise.checkpoint.writing import Folder, write_tensor
+from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.job import check_local, memory_of
 from shardwise.job.plan import Tensor
@@ -58,7 +58,7 @@ def save(
     contents = Contents(layouts, others, paths, ties)
 
     def write() -> Any:
-        opened.append(_writer(format, Folder(path, durable=durable, run=token), callers, token, contents))
+        opened.append(_writer(format, OutputFolder(path, durable=durable, run=token), callers, token, contents))
         own = {name: tensor for name, tensor in tensors.items() if name not in ties}
         parts = [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
         return opened[0].write(callers.me, parts, contents)
@@ -76,7 +76,7 @@ def save(
 
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, contents)
-        token, claim = _claimed(callers, Folder(path, durable=durable, run=token_hex(8)), fits, stack)
+        token, claim = _claimed(callers, OutputFolder(path, durable=durable, run=token_hex(8)), fits, stack)
         try:
             told = callers.together(write, dict)
         except BaseException as error:
@@ -98,17 +98,19 @@ def save(
         warnings.warn(printable(_unlike(differing)), stacklevel=2)
 
 
-def _claimed(callers: Callers, folder: Folder, fits: Callable[[], None], stack: ExitStack) -> tuple[str, Claim]:
+def _claimed(
+    callers: Callers, folder: OutputFolder, fits: Callable[[], None], stack: ExitStack
+) -> tuple[str, WriteClaim]:
     """The token of this save, and the right to write there, which the first rank has for all until the stack ends.
 
     What the format cannot hold is refused before anything is written.
     """
-    claims = [] if callers.first else [Claim()]
+    claims = [] if callers.first else [WriteClaim()]
 
     def claim() -> str:
         fits()
         if callers.first:
-            claims.append(stack.enter_context(claimed(folder, folder.run)))
+            claims.append(stack.enter_context(claim_folder(folder, folder.run)))
         return folder.run
 
     return callers.together(claim, _first), claims[0]
@@ -136,8 +138,8 @@ def _heard(
                 raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {path}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
-            encoded(value, name)  # refused now, not when all the rest is written
-        marked.update({} if callers.alone else marks(flat))
+            encode(value, name)  # refused now, not when all the rest is written
+        marked.update({} if callers.alone else sample_sums(flat))
         return said(flat, callers.transport), list(others), ties_of(flat, callers.transport)
 
     def conclude(told: Mapping[int, tuple[Said, list[str], Ties]]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -154,7 +156,7 @@ def _heard(
         return tensors, tied({rank: ties for rank, (*_, ties) in told.items()})
 
     tensors, ties = callers.together(say, conclude, format=format, path=str(path))
-    return flat, paths, tensors, ties, unlike(tensors, marked, callers.highest)
+    return flat, paths, tensors, ties, differing_replicas(tensors, marked, callers.highest)
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:
@@ -190,21 +192,21 @@ def _check(format: str) -> None:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
 
 
-def _writer(format: str, folder: Folder, callers: Callers, token: str, contents: Contents) -> Saver:
+def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, contents: Contents) -> Saver:
     found = WRITERS[format](folder, callers.owners, token)
     if callers.first:
         found.check(contents)
     return found
 
 
-def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[Part]:
+def _parts(name: str, tensor: Tensor, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
     check_local(f"{name!r} of the state dict", memory, tensor, me)
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [Part(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
+    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
 
 
 @lru_cache(maxsize=4096)

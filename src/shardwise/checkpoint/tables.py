@@ -19,7 +19,7 @@ from shardwise.checkpoint.streams import Select
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
 
-DEEPEST = 32  # parts of a name that are branches of their own
+MAX_DEPTH = 32  # parts of a name that are branches of their own
 
 
 def summary(checkpoint: Checkpoint) -> str:
@@ -124,7 +124,7 @@ class Node:
     def at(self, name: str) -> Node:
         """The node of a name."""
         found = self
-        for part in name.split(".", DEEPEST):
+        for part in name.split(".", MAX_DEPTH):
             found = found.below.setdefault(part, Node())
         return found
 
