@@ -64,5 +64,5 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 def test_a_source_that_became_shorter_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="the source became shorter"):
+    with pytest.raises(CheckpointError, match="the source was truncated"):
         taken(tmp_path, (len(DATA) - 5, 10))

@@ -259,10 +259,10 @@ def test_missing_and_left_over_files_are_named(tmp_path):
     said = rules("model_{tp}.safetensors", tp=4)
     refused(tmp_path, said, "2 of the 4 files", "'model_1.safetensors' (nearest:", "'model_3.safetensors'")
     refused(tmp_path, rules("model_{rank}.safetensors", tp=2), "1 of the 2 files", "'model_1.safetensors'")
-    refused(tmp_path, rules(tp=3), "no files that count up", "model_0.safetensors, model_2.safetensors", "pattern")
+    refused(tmp_path, rules(tp=3), "no set of numbered files", "model_0.safetensors, model_2.safetensors", "pattern")
     write(tmp_path, [{"w": ROWS}] * 3)
     for pattern in ("model_{tp}.safetensors", "model_{rank}.safetensors"):
-        refused(tmp_path, rules(pattern, tp=2), "model_2.safetensors belongs to no rank of Mesh(tp=2)")
+        refused(tmp_path, rules(pattern, tp=2), "model_2.safetensors does not belong to a rank of Mesh(tp=2)")
 
 
 def test_patterns_that_lead_astray_are_refused(tmp_path):
@@ -301,9 +301,7 @@ def test_files_that_differ_where_rules_say_replicas_are_refused(tmp_path):
     rules = {"mesh": {"tp": 2}, "rule": [{"name": "oproj", "placements": "S1"}, {"name": "*", "placements": "R"}]}
     found = checkpoint.open(tmp_path, rules=rules)
     assert torch.equal(found["norm"].read(), torch.ones(8))
-    with pytest.raises(
-        CheckpointError, match=r"'o_proj' differs between .*0\.pt and .*1\.pt, .* replicas"
-    ):
+    with pytest.raises(CheckpointError, match=r"'o_proj' differs between .*0\.pt and .*1\.pt, .* replicas"):
         found["o_proj"].read()
     with pytest.raises(CheckpointError, match="is it split over an axis"):
         checkpoint.convert(found, tmp_path / "out.safetensors")

@@ -191,8 +191,8 @@ def refuse(where: object, module: str, name: str) -> NoReturn:
             "state_dict())"
         )
     raise CheckpointError(
-        f"{where} asks for {f'{module[:80]}.{name[:80]}'!r}, which is not allowed in a checkpoint: nothing of it was run. "
-        f"Remedy: {remedy}"
+        f"{where} asks for {f'{module[:80]}.{name[:80]}'!r}, which is not allowed in a checkpoint: nothing of it was "
+        f"run. Remedy: {remedy}"
     )
 
 

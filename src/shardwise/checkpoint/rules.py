@@ -24,7 +24,7 @@
     name = "*._extra_state"
     skip = true                 # left out of the checkpoint
 
-    [files]                     # for directories with a file per rank; by default they are found by the number in their names
+    [files]                     # the files of ranks; by default they are found by the number in their names
     pattern = "mp_rank_{tp:02d}_model_states.pt"            # axis names, or {rank}, as Python formats numbers
     prefix = "module."          # only tensors with this prefix; it is removed from their names
 

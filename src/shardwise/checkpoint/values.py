@@ -32,7 +32,7 @@ from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
 from shardwise.state.traverse import Key, Place
 
-JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject = dict[str, JsonValue]
 
 
@@ -134,7 +134,7 @@ def is_listed(value: object) -> bool:
 
 
 def _table_key(value: object) -> type:
-    """The type under which the table has a value; NoneType if it cannot be stored. numpy has a class for every dtype."""
+    """The key of a value in the table; NoneType if it cannot be stored. numpy has a class for every dtype."""
     if isinstance(value, np.ndarray | np.generic):
         known = value.dtype.kind in "biufc" and value.dtype.isnative
         return NoneType if not known else np.generic if isinstance(value, np.generic) else type(value)

@@ -101,7 +101,7 @@ def check_dotted(contents: Contents) -> None:
         plain = dotted(contents.path_of(name))
         if plain != name and plain in contents.tensors:
             raise CheckpointError(
-                f"{name!r} and another leaf are both called {plain!r}: rename one with rename=, or choose another format"
+                f"{name!r} and another leaf are both called {plain!r}: rename= one, or choose another format"
             )
 
 
