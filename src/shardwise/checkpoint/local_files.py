@@ -135,7 +135,7 @@ class LocalFiles(Files):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Without mapping the file: a checkpoint may have very many headers."""
-        file = self._descriptor(name)  # a reference, as other threads may drop theirs meanwhile
+        file = self._open.get(name) or self._descriptor(name)  # a reference: other threads may drop theirs meanwhile
         wanted = ByteRange(name, start, self._status[name].size if stop is None else stop)
         self.check(wanted)
         try:

@@ -332,7 +332,7 @@ def _rules(table: TomlTable, where: str) -> Rules:
         _check_keys(table, ("mesh", "rule", "files"))
         rules = _typed(table, "rule", list, [])
         if not rules:
-            raise LayoutError("there is no [[rule]]")
+            raise LayoutError("it has no [[rule]]")
     with _at(f"{where}, [files]"):
         files = _typed(table, "files", Mapping, {})
         _check_keys(files, ("pattern", "prefix"))

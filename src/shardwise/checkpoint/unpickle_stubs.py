@@ -18,6 +18,7 @@ import torch
 
 from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class, unknown_class
 from shardwise.quoting import brief
+from shardwise.torch_internals.serialization import REBUILD_MODULE, TENSOR_MODULE
 
 FACTORIES: dict[str | None, Callable[[], object] | None] = {  # of defaultdicts
     None: None,
@@ -398,12 +399,12 @@ KNOWN: Names = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch.storage", "UntypedStorage"): StorageType(torch.uint8),
     ("torch", "UntypedStorage"): StorageType(torch.uint8),
-    ("torch._utils", "_rebuild_tensor"): FunctionStub(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): FunctionStub(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): FunctionStub(_typed_tensor),
-    ("torch._utils", "_rebuild_parameter"): FunctionStub(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): FunctionStub(_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): FunctionStub(_tensor_of_type),
+    (REBUILD_MODULE, "_rebuild_tensor"): FunctionStub(_tensor),
+    (REBUILD_MODULE, "_rebuild_tensor_v2"): FunctionStub(_tensor),
+    (REBUILD_MODULE, "_rebuild_tensor_v3"): FunctionStub(_typed_tensor),
+    (REBUILD_MODULE, "_rebuild_parameter"): FunctionStub(_parameter),
+    (REBUILD_MODULE, "_rebuild_parameter_with_state"): FunctionStub(_parameter),
+    (TENSOR_MODULE, "_rebuild_from_type_v2"): FunctionStub(_tensor_of_type),
     ("torch", "Tensor"): NameStub("torch.Tensor"),
     ("torch.nn.parameter", "Parameter"): NameStub("torch.nn.Parameter"),
     ("torch", "device"): FunctionStub(_device),

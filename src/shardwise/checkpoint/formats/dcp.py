@@ -25,6 +25,7 @@ from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, get_element
+from shardwise.torch_internals.serialization import OLD_SHARD_MODULE
 
 METADATA, TIED = ".metadata", "shardwise_tied"
 ABSENT = object()
@@ -94,8 +95,8 @@ NAMES = {
             "_MEM_FORMAT_ENCODING": FunctionStub(NameStub),
         }.items()
     },
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): Properties,  # up to torch 2.2
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): FunctionStub(NameStub),
+    (OLD_SHARD_MODULE, "TensorProperties"): Properties,
+    (OLD_SHARD_MODULE, "MEM_FORMAT_ENCODING"): FunctionStub(NameStub),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageRecord,
     ("torch", "Size"): FunctionStub(sizes),
 }

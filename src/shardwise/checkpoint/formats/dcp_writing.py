@@ -22,10 +22,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 import torch
-from torch.distributed.checkpoint import metadata as torch_metadata
 
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
@@ -41,6 +40,10 @@ from shardwise.checkpoint.formats.writers import (
 from shardwise.checkpoint.values import CARRIED, encode
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
+from shardwise.torch_internals.serialization import storage_info
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import metadata as torch_metadata
 
 END, MAGIC = Struct("<Q16s"), b"shardwise items\n"
 OTHER_FORMATS = (
@@ -147,16 +150,16 @@ def _item_keys(parts: Sequence[TensorPart], values: Iterable[str]) -> list[ItemK
 
 
 def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metadata:
-    from shardwise.torch_internals.serialization import StorageInfo
+    from torch.distributed.checkpoint import metadata as torch_metadata  # slow to import
 
-    listed = dict[str, torch_metadata.STORAGE_TYPES]()
-    places = dict[torch_metadata.MetadataIndex, StorageInfo]()
+    listed = dict[str, object]()
+    places = dict[torch_metadata.MetadataIndex, object]()
     chunks = {name: list[torch_metadata.ChunkStorageMetadata]() for name in contents.tensors}
     again = defaultdict[str, list[str]](list)
     for name, one in contents.tied.items():
         again[one].append(name)
     for item in items:
-        lo, place = None if item.lo is None else torch.Size(item.lo), StorageInfo(item.file, item.start, item.size)
+        lo, place = None if item.lo is None else torch.Size(item.lo), storage_info(item.file, item.start, item.size)
         for name in (item.name, *again[item.name]):
             places[torch_metadata.MetadataIndex(name, lo)] = place
             if lo is not None:
@@ -169,7 +172,10 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
     nested = nesting(contents)
     version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
     made = torch_metadata.Metadata(
-        {**nested.skeletons, **listed}, dict(nested.paths), places, **({"version": version} if version else {})
+        cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **listed}),
+        dict(nested.paths),
+        places,
+        **({"version": version} if version else {}),
     )
     if contents.tied:
         made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes
@@ -181,7 +187,7 @@ class Nesting(NamedTuple):
 
     values: Mapping[str, object]
     paths: Mapping[str, DcpPath]
-    skeletons: Mapping[str, torch_metadata.STORAGE_TYPES]
+    skeletons: Mapping[str, object]
 
 
 def nesting(contents: Contents) -> Nesting:
@@ -275,12 +281,9 @@ def _grouped(values: Mapping[str, object], paths: Paths, groups: set[OBJ_PATH]) 
     return stored
 
 
-def _skeletons(tensors: Paths) -> dict[str, tuple[OBJ_PATH, torch_metadata.STORAGE_TYPES]]:
+def _skeletons(tensors: Paths) -> dict[str, tuple[OBJ_PATH, object]]:
     """Dicts with int keys, without their tensors: by a name of their own, the path and the dict."""
-    roots, trees = (
-        {root for path in tensors.values() if (root := _outermost(path))},
-        dict[str, torch_metadata.STORAGE_TYPES](),
-    )
+    roots, trees = {root for path in tensors.values() if (root := _outermost(path))}, dict[str, object]()
     for path in tensors.values() if roots else ():
         for root in (path[:end] for end in range(1, len(path)) if path[:end] in roots):
             set_element(trees, (dotted(root), *path[len(root) :]), None)

@@ -72,7 +72,7 @@ class Archive(NamedTuple):
         return value
 
     def is_described_before(self, storage: ZipMember) -> bool:
-        """True if the members that describe a storage lie before it."""
+        """True if the members that describe a storage are before it."""
         describing = (self.members.get(f"{self.folder}{name}") for name in ("data.pkl", "byteorder"))
         return all(member is None or member.stop <= storage.header for member in describing)
 
@@ -349,7 +349,7 @@ class _OpaquePickler(PYTHON_PICKLER):  # type: ignore[misc]
 
 
 class _CountingStream(io.RawIOBase):
-    """A stream that begins here, and cannot seek: an archive may lie inside a file."""
+    """A stream that begins here, and cannot seek: an archive may be inside a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._at = file, 0
