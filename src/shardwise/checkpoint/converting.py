@@ -16,7 +16,7 @@ from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.cli_options import size_in_bytes
 from shardwise.checkpoint.comparing import check_jobs, check_losses, compare_streams, ordered
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import same_location
+from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
 from shardwise.checkpoint.formats.sharded import ShardedWriter
@@ -25,7 +25,7 @@ from shardwise.checkpoint.formats.torch_save import TorchSaveWriter
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClaim, Writer, claim_folder, token_of
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.rules import Rules, read_rules
+from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
 from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
@@ -51,8 +51,8 @@ LIMITED = {  # the formats that cannot hold all objects
 
 
 def convert(
-    source: Any,
-    out: Any,
+    source: PathLike | Checkpoint,
+    out: PathLike,
     *,
     format: str | None = None,
     rename: Rename = None,
@@ -61,8 +61,8 @@ def convert(
     cast: Cast = None,
     overflow: Overflow = "refuse",
     max_shard_size: int | str | None = None,
-    rules: Any = None,
-    source_rules: Any = None,
+    rules: RulesSource | None = None,
+    source_rules: RulesSource | None = None,
     max_bytes: int = 2**28,
     jobs: int = 1,
     verify: bool = True,
@@ -209,7 +209,7 @@ def _chunk(max_bytes: int, jobs: int) -> int:
     return min(CHUNK, max_bytes // jobs // 2)  # comparing takes two of them
 
 
-def _place(out: Any, format: str | None, durable: bool) -> tuple[str, OutputFolder, str | None]:
+def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, OutputFolder, str | None]:
     """The format, the directory, and the name of the file where it is to be one."""
     path, endings = (
         str(out),

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
+from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.meta_tensors import filled, replacements
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.sharing import load_once
 from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
@@ -37,7 +39,7 @@ Read = Literal["each", "once"]
 
 
 def load(
-    path: Any,
+    path: PathLike | Checkpoint,
     into: dict[Any, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -47,7 +49,7 @@ def load(
     overflow: Overflow = "refuse",
     strict: bool = True,
     read: Read | None = None,
-    rules: Any = None,
+    rules: RulesSource | None = None,
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:

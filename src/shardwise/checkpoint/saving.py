@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import differing_replicas, sample_sums
+from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
 from shardwise.checkpoint.shares import written
@@ -36,7 +37,7 @@ WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": 
 
 def save(
     state_dict: Mapping[Any, Any],
-    path: Any,
+    path: PathLike,
     *,
     format: str = "safetensors",
     group: dist.ProcessGroup | None = None,
@@ -122,7 +123,7 @@ def _first(told: Mapping[int, T]) -> T:
 
 
 def _heard(
-    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
+    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: PathLike
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], dict[str, str], list[str]]:
     """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
     flat, paths, marked = dict[str, Any](), dict[str, Any](), dict[str, int]()

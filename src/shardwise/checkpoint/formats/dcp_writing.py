@@ -171,12 +171,8 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
         listed[name] = torch_metadata.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
     nested = nesting(contents)
     version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
-    made = torch_metadata.Metadata(
-        cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **listed}),
-        dict(nested.paths),
-        places,
-        **({"version": version} if version else {}),
-    )
+    described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **listed})
+    made = torch_metadata.Metadata(described, dict(nested.paths), places, **({"version": version} if version else {}))
     if contents.tied:
         made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes
     return made
