@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
-from shardwise.checkpoint.comparing import compared
+from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
+from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.meta_tensors import filled, replacements
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.sharing import Prepared, load_once
 from shardwise.checkpoint.streaming import Stream
-from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
-from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
@@ -36,7 +37,7 @@ Read = Literal["each", "once"]
 
 
 def load(
-    path: Any,
+    path: PathLike | Checkpoint,
     into: dict[Any, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -46,7 +47,7 @@ def load(
     overflow: Overflow = "refuse",
     strict: bool = True,
     read: Read | None = None,
-    rules: Any = None,
+    rules: RulesSource | None = None,
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
@@ -193,7 +194,9 @@ def _once(
     first = dict[str, str]()
     again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
     for name, one in again.items() if check else ():
-        found = compared({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        found = (
+            compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        )
         if found:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
