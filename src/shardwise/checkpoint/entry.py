@@ -303,14 +303,8 @@ def _read_batch(batch: Sequence[Reading]) -> None:
 
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     """Copy into tensors what belongs at these places of them."""
-    here, there = placed(entry.within(target.boxes), target)
-    read_into([Reading(entry, entry.cuts(here), [cut.of(tensors) for cut in there])])
-
-
-def placed(source: Places, target: Places) -> tuple[Places, list[Window]]:
-    """The same cells on both sides."""
-    row, there = target.within(source.boxes)
-    return source.inside(row, there.boxes), there.windows()
+    here, there = entry.within(target.boxes).common(target)
+    read_into([Reading(entry, entry.cuts(here), [window.of(tensors) for window in there.windows()])])
 
 
 def _outer(cut: Window, itemsize: int) -> int:

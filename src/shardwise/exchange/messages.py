@@ -89,31 +89,33 @@ def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reduci
     sent = copies.take((copies.source == owner) & copies.remote)
     received = copies.take((copies.target == owner) & copies.remote)
     kept = copies.take(~copies.remote)
-    sends = [_peer_cells(peer, boxes, source) for peer, boxes in _by_peer(sent, sent.target)]
-    receives = [
-        _peer_cells(peer, boxes, None if reducing else target) for peer, boxes in _by_peer(received, received.source)
-    ]
+    sends = _peer_cells(sent.boxes, sent.target, source)
+    receives = _peer_cells(received.boxes, received.source, None if reducing else target)
     if reducing:
-        return Stage(tuple(sends), tuple(receives), (), _reductions(received, kept, source, target))
-    return Stage(tuple(sends), tuple(receives), _local(kept.boxes, source, target), ())
+        return Stage(sends, receives, (), _reductions(received, kept, source, target))
+    return Stage(sends, receives, _local(kept.boxes, source, target), ())
 
 
-def _by_peer(copies: Copies, peer: Ints) -> list[tuple[int, Boxes]]:
+def _peer_cells(boxes: Boxes, peer: Ints, places: Places | None) -> tuple[PeerCells, ...]:
+    """Boxes by the peer of each: in a message of its own, and where they lie here (nowhere yet where they are terms)."""
     order = np.argsort(peer, kind="stable")
-    edges = [*np.flatnonzero(heads(peer[order])).tolist(), len(order)]
-    return [(int(peer[order[start]]), copies.boxes.take(order[start:stop])) for start, stop in pairwise(edges)]
-
-
-def _peer_cells(peer: int, boxes: Boxes, places: Places | None) -> PeerCells:
-    """The cells of boxes in a message, and where they lie here (nowhere yet where they are terms)."""
-    cells = int(boxes.volumes().sum())
+    peer, boxes = peer[order], boxes.take(order)
+    volumes, starts = boxes.volumes(), np.flatnonzero(heads(peer))
+    totals = np.add.reduceat(volumes, starts).tolist() if len(starts) else []
+    peers = peer[starts].tolist()
     if places is None:
-        return PeerCells(peer, cells, (), None)
+        return tuple(PeerCells(one, total, (), None) for one, total in zip(peers, totals, strict=True))
     number, parts = places.within(boxes)
-    buffer = Places.packed(boxes).inside(number, parts.boxes)
-    pairs = tuple(map(Pair, parts.windows(), buffer.windows()))
-    whole = pairs[0].here if len(pairs) == 1 and pairs[0].here.contiguous else None
-    return PeerCells(peer, cells, pairs, whole)
+    packed = Places.packed(boxes)
+    message = replace(packed, offset=running(volumes, peer)).inside(number, parts.boxes)
+    pairs = list(map(Pair, parts.windows(), message.windows()))
+    edges = [*np.searchsorted(number, starts).tolist(), len(pairs)]
+    found = list[PeerCells]()
+    for one, total, (first, last) in zip(peers, totals, pairwise(edges), strict=True):
+        here = pairs[first].here if last - first == 1 else None
+        whole = here if here is not None and here.contiguous else None
+        found.append(PeerCells(one, total, tuple(pairs[first:last]), whole))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -131,14 +133,13 @@ def across(
     boxes = copies.boxes.take(chosen)
     there = places_of(plan.source if step == 0 else plan.target, peer, theirs)
     if not ours:
-        return _peer_cells(peer, boxes, there).pairs
+        return tuple(pair for cells in _peer_cells(boxes, ints([peer] * boxes.count), there) for pair in cells.pairs)
     return _local(boxes, there, places_of(plan.target, owner, ours))
 
 
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
-    _, read = source.within(boxes)
-    number, written = target.within(read.boxes)
-    return tuple(map(Pair, read.inside(number, written.boxes).windows(), written.windows()))
+    read, written = source.within(boxes)[1].common(target)
+    return tuple(map(Pair, read.windows(), written.windows()))
 
 
 def _reductions(received: Copies, kept: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
