@@ -88,19 +88,13 @@ def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, host
     return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
 
 
-@lru_cache(maxsize=4096)
-def _single(source: TensorInfo, target: TensorInfo, limit: int | None, hosts: Any) -> ModelPlan:
-    link = Link(SINGLE, SINGLE, Subtensor.whole(source.shape), Subtensor.whole(target.shape))
-    named = dict(hosts) if isinstance(hosts, tuple) else hosts
-    entry = PlannedLink.of(link, source, target, limit, named)
-    return ModelPlan((entry,), {SINGLE: source}, {SINGLE: target}, limit)
-
-
 def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> ModelPlan:
-    """The plan of one tensor. Kept by value: the same moves come back step after step."""
-    if source.shape != target.shape or isinstance(hosts, list | set):  # which `plan` refuses, in words
-        plan(source.layout, target.layout, hosts=hosts)
-    return _single(source, target, max_bytes, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
+    """The plan of one tensor."""
+    if source.shape != target.shape:
+        plan(source.layout, target.layout)  # which refuses it, in words
+    link = Link(SINGLE, SINGLE, Subtensor.whole(source.shape), Subtensor.whole(target.shape))
+    entry = PlannedLink.of(link, source, target, max_bytes, hosts)
+    return ModelPlan((entry,), {SINGLE: source}, {SINGLE: target}, max_bytes)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.casts import ONLY_PLAIN, PLAIN, check_cast, check_dtype
 from shardwise.job.job import Job
-from shardwise.job.plan import TensorInfo, single
+from shardwise.job.plan import ModelPlan, TensorInfo, single
 from shardwise.job.session import SerialQueue, check_owners
-from shardwise.layout import local_shapes
+from shardwise.layout import Layout, local_shapes
 from shardwise.planning import Plan
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -132,11 +132,12 @@ class Facts:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: Any  # its Layout
+    source: Layout
     device: str  # the kind of device: messages travel there
     gradient: bool  # followed by autograd
 
 
+MOST_PLANS = 4096  # that are kept for a transport
 FACTS = tuple(Facts.__dataclass_fields__)
 
 
@@ -202,6 +203,33 @@ class Source:
         for tensor in tensors:
             check_memory(tensor, "the source")
         return [t.resolve_conj().resolve_neg() for t in tensors]
+
+
+class Plans:
+    """The plans of calls on a transport, kept by what they are of: the same moves come back step after step."""
+
+    def __init__(self, transport: GroupTransport) -> None:
+        self._transport, self._plans = transport, dict[object, ModelPlan]()
+
+    def of(self, facts: Facts, target: Layout, options: Options) -> ModelPlan:
+        """Checked and planned when it comes for the first time."""
+        key = facts, target, tuple((type(value), str(value)) for value in options.fields().values())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(facts, target, options)
+        return plan
+
+    def _plan(self, facts: Facts, target: Layout, options: Options) -> ModelPlan:
+        self._transport.check_choice(options.transport)
+        check_overflow(options.overflow)
+        check_dtype(options.dtype)
+        for side, layout in ("source", facts.source), ("target", target):
+            check_owners(self._transport, f"the {side}", layout)
+        ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
+        theirs = TensorInfo(target.shape, options.dtype or facts.dtype, target, facts.device)
+        return single(ours, theirs, options.max_bytes, options.hosts)
 
 
 class Call:
@@ -290,15 +318,8 @@ class Call:
     def _prepare(self, facts: Facts) -> None:
         """Plan it, and check it as far as one rank can; there is memory for the result then."""
         options, transport, target = self.options, self.transport, self._target(facts.shape)
-        transport.check_choice(options.transport)
-        check_overflow(options.overflow)
-        check_dtype(options.dtype)
         becomes = options.dtype or facts.dtype
-        for side, layout in ("source", facts.source), ("target", target.layout):
-            check_owners(transport, f"the {side}", layout)
-        ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
-        theirs = TensorInfo(target.layout.shape, becomes, target.layout, facts.device)
-        plan = single(ours, theirs, options.max_bytes, options.hosts)
+        plan = transport.attached(Plans, lambda: Plans(transport)).of(facts, target.layout, options)
         self.job = Job(transport, plan, self.operation, options.transport, overflow=options.overflow, shown=str)
         source = self.source.local(facts, transport.me)
         self.job.refuse_losses(lambda _: source)
