@@ -261,7 +261,7 @@ class Exchange:
     def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> list[torch.Tensor]:
         """The tensors that a peer could read a message from.
 
-        Not where it is terms, is cast on the way, or lies where messages do not: on a GPU that the transport cannot reach.
+        Not where it is terms, is cast on the way, or lies on a device that the transport cannot reach.
         """
         found = list[torch.Tensor]()
         for part in message.parts:

@@ -97,7 +97,7 @@ def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reduci
 
 
 def _peer_cells(boxes: Boxes, peer: Ints, places: Places | None) -> tuple[PeerCells, ...]:
-    """Boxes by the peer of each: in a message of its own, and where they lie here (nowhere yet where they are terms)."""
+    """The boxes for each peer: in a message of its own, and where they lie here (nowhere yet where they are terms)."""
     order = np.argsort(peer, kind="stable")
     peer, boxes = peer[order], boxes.take(order)
     volumes, starts = boxes.volumes(), np.flatnonzero(heads(peer))

@@ -1,4 +1,4 @@
-"""What a layout gives one owner: boxes, the shapes of its buffers, and where cells lie in them, whatever their strides."""
+"""What a layout gives one owner: boxes, shapes of buffers, and where its cells lie in them, whatever their strides."""
 
 from __future__ import annotations
 

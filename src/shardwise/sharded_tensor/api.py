@@ -319,7 +319,7 @@ class ShardedTensor(ShardedTensorBase):
         """
         if self._stand_in is None:
             raise ExchangeError(
-                "this rank has nothing to take part in: it holds shards, on which backward is start_call, or autograd did "
+                "this rank has nothing to take part in: it holds shards, on which backward is called, or autograd did "
                 "not follow the last reshard"
             )
         torch.autograd.backward(self._stand_in, torch.empty_like(self._stand_in))
