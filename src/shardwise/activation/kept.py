@@ -16,7 +16,7 @@ import torch
 from shardwise.activation.account import Account
 from shardwise.activation.digest import difference
 from shardwise.errors import ExchangeError
-from shardwise.exchange.transport import PeerBuffer, Swap
+from shardwise.exchange.collectives import PeerBuffer, PostedMessages
 from shardwise.torch_internals.autograd import after_backward, backward_task
 from shardwise.transports import GroupTransport
 
@@ -31,9 +31,9 @@ class Posted(NamedTuple):
 
     mine: torch.Tensor
     heads: dict[int, torch.Tensor]
-    said: Swap
+    said: PostedMessages
     room: torch.Tensor
-    parts: Swap
+    parts: PostedMessages
 
 
 class Home:
@@ -55,7 +55,7 @@ class Home:
     @staticmethod
     def of(transport: GroupTransport) -> Home:
         """That of a transport."""
-        return transport.attached(Home, lambda: Home(transport))
+        return transport.resource(Home, lambda: Home(transport))
 
     def keep(self, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account) -> Kept:
         """Keep this rank's part of these bytes. `site` is the same in every forward pass."""
@@ -187,17 +187,19 @@ class Kept:
         """Send this rank's part to all others, and get theirs, without waiting."""
         assert self._part is not None, "not under way"
         transport, place = self.home.transport, self.home.place(self.site)
-        room = torch.empty(self.bytes, dtype=torch.uint8, device=transport.serves(self.device))
+        room = torch.empty(self.bytes, dtype=torch.uint8, device=transport.message_device(self.device))
         part = room[self._mine].copy_(self._part)
         spans = {owner: span for owner, span in self.home.spans(self.bytes) if owner != transport.me}
         mine = torch.tensor([self.digest, self.bytes])
         heads = {owner: torch.empty_like(mine) for owner in spans}
         told = [(owner, head.view(torch.uint8)) for owner, head in heads.items()]
-        said = transport.swap(told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", place))
+        said = transport.post_messages(
+            told, [(owner, mine.view(torch.uint8)) for owner in spans], self.home.tag("said", place)
+        )
         # parts of another size never meet: their tags differ, and what was said before tells why
         receives: list[PeerBuffer] = [(owner, room[span]) for owner, span in spans.items() if span.start < span.stop]
         sends: list[PeerBuffer] = [(owner, part) for owner in spans if part.numel()]
-        parts = transport.swap(receives, sends, self.home.tag("part", place, self.bytes))
+        parts = transport.post_messages(receives, sends, self.home.tag("part", place, self.bytes))
         self._posted, self._part = Posted(mine, heads, said, room, parts), None
         self.account.gathered(self.bytes - part.numel())
         return self._posted
@@ -242,7 +244,7 @@ class Kept:
             self.home.leave(posted, self.guess)
 
 
-def _finish(swap: Swap) -> None:
+def _finish(swap: PostedMessages) -> None:
     for _ in swap.arrivals():
         pass
 

@@ -34,7 +34,7 @@ class SerialQueue:
     @staticmethod
     def of(transport: Transport) -> SerialQueue:
         """The queue of a transport."""
-        return transport.attached(SerialQueue, lambda: SerialQueue(transport))
+        return transport.resource(SerialQueue, lambda: SerialQueue(transport))
 
     @property
     def idle(self) -> bool:
