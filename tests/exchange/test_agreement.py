@@ -218,7 +218,7 @@ def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
     assert all(int(run.split("-")[1]) - int(run.split("-")[0]) > 1 for run in listed.split(", ") if "-" in run)
 
 
-# --- on a transport -------------------------------------------------------------------------------------------------------
+# --- on a transport --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["all_to_all", "all_reduce"])

@@ -1,4 +1,4 @@
-"""Exchanges through the in-memory transport: every plan brings the values that numpy says, whatever lies how in memory."""
+"""Exchanges through the in-memory transport: every plan brings the values that numpy has, however they lie in memory."""
 
 import numpy as np
 import pytest

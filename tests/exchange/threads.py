@@ -21,7 +21,7 @@ def outcomes(transports, work):
 
 
 def together(transports, work):
-    """For every transport what `work(transport)` gives. If one raises, nobody waits for it, and the first error is raised."""
+    """For every transport what `work(transport)` gives. If one raises, nobody waits for it; that error is raised."""
     errors = []
 
     def watched(transport):

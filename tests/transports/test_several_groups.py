@@ -1,4 +1,4 @@
-"""Several groups of the same processes: each has a transport of its own, and none ever takes what belongs to another."""
+"""Several groups of the same processes: each has its own transport, and none ever takes what belongs to another."""
 
 import time
 

@@ -46,7 +46,7 @@ def bits(tensor):
 
 
 def local(layout, rank, dtype, form, number):
-    """Random bits for this rank's shards; numbers where they are reduced, which transports must do in the same order."""
+    """Random bits for this rank's shards; numbers if they are reduced, which transports must do in the same order."""
     shapes = layout.local_shapes(rank) if rank in layout else ()
     random, found = np.random.default_rng([number, rank if layout.op else 0]), list[torch.Tensor]()
     whole = random.standard_normal(layout.shape)
