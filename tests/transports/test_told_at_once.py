@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 import numpy as np
+import numpy.ma  # numpy imports it at first use, which takes a descriptor
 import pytest
 import torch
 import torch.distributed as dist
