@@ -11,25 +11,31 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange.buffers import ViewCache
-from shardwise.transports.message_location import STAGED, LocatedTensors
-from shardwise.transports.shared_memory import SharedMemoryRound
+from shardwise.transports.message_location import IN_SEGMENT, LocatedTensors
+from shardwise.transports.shared_memory import SharedMemoryTransport
 
 
 class Counted:
     """Bytes that this rank sends in messages of its group, or reads of what others of its host have.
 
-    These are what letters name: packed messages; runs in the memory of another process; views of shared memory.
+    These are: packed messages; runs in the memory of another process; views of shared memory.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self._send = dist.ProcessGroup.send
-        self._opened, self._read, self._copied = SharedMemoryRound._opened, LocatedTensors.read, ViewCache.copy_known
+        self._opened, self._read, self._copied = (
+            SharedMemoryTransport.open_message,
+            LocatedTensors.read,
+            ViewCache.copy_known,
+        )
 
     def __enter__(self) -> Counted:
         with ExitStack() as stack:
             stack.enter_context(patch.object(dist.ProcessGroup, "send", lambda *args: self._count_sent(*args)))
-            stack.enter_context(patch.object(SharedMemoryRound, "_opened", lambda *args: self._count_opened(*args)))
+            stack.enter_context(
+                patch.object(SharedMemoryTransport, "open_message", lambda *args: self._count_opened(*args))
+            )
             stack.enter_context(patch.object(LocatedTensors, "read", lambda *args: self._count_read(*args)))
             stack.enter_context(patch.object(ViewCache, "copy_known", lambda *args: self._count_copied(*args)))
             self._patches = stack.pop_all()
@@ -42,9 +48,9 @@ class Counted:
         self.bytes += sum(tensor.nbytes for tensor in tensors)
         return self._send(group, tensors, *args)
 
-    def _count_opened(self, turn: SharedMemoryRound, one: Any, packet: Any) -> Any:
-        found = self._opened(turn, one, packet)
-        if np.frombuffer(packet.payload, np.int64)[0] == STAGED:
+    def _count_opened(self, transport: SharedMemoryTransport, one: Any, packet: Any, tag: int) -> Any:
+        found = self._opened(transport, one, packet, tag)
+        if np.frombuffer(packet.payload, np.int64)[0] == IN_SEGMENT:
             self.bytes += found.nbytes
         return found
 

@@ -74,7 +74,7 @@ def test_what_this_machine_cannot_do_is_refused(ranks, size, why):
 
 
 def test_a_size_that_is_none_is_refused_by_the_command():
-    assert "is no size" in str(invoke("--size", "large").exception)
+    assert "is not a size" in str(invoke("--size", "large").exception)
 
 
 def test_more_ranks_need_more_memory():

@@ -221,10 +221,10 @@ def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
 # --- on a transport --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["slots", "reduced"])
+@pytest.fixture(params=["all_to_all", "all_reduce"])
 def transports(request, monkeypatch):
     """Transports of four ranks, once as they are and once as in a group that is too large for slots."""
-    if request.param == "reduced":
+    if request.param == "all_reduce":
         monkeypatch.setattr("shardwise.exchange.exchange.MOST_SLOTS", 2)
     return in_memory_transports(OWNERS, timeout=PATIENCE)
 

@@ -18,8 +18,8 @@ TURN = (0, 0)
 def exchange(*, source="cpu", target="cpu"):
     """That of owner 0, over a transport that reaches memory of the CPU only; and what it is given to send."""
     transport, sends = transports_of(MADE)[0], []
-    transport.serves = lambda _: torch.device("cpu")
-    transport.turn = lambda _, given, *__, **___: sends.extend(given)
+    transport.message_device = lambda _: torch.device("cpu")
+    transport.post_round = lambda _, given, *__, **___: sends.extend(given)
     here, there = (
         torch.empty(shape, dtype=torch.int64, device=d) for shape, d in (((256, 64), source), ((512, 64), target))
     )
@@ -36,7 +36,7 @@ def test_only_tensors_where_messages_lie_are_offered_to_be_read(device, offered)
 class Peer:
     """Tensors of owner 1 that can be read; and to where they were."""
 
-    key, attached, strides = b"where they are", True, [(64, 1)]
+    key, mapped, strides = b"where they are", False, [(64, 1)]
 
     def read(self, here, tensor, offset, sizes):
         self.here, self.bytes = here, int(sizes.sum())
@@ -57,7 +57,7 @@ def reduced_far(made, *, target="far", dtype=torch.int64):
     _lib, values = far.set_up(), {}
 
     def work(transport):
-        transport.serves = lambda _: torch.device("cpu")
+        transport.message_device = lambda _: torch.device("cpu")
         shape = made.target.local_shapes(transport.me)[0]
         room = torch.empty(shape, dtype=dtype)
         source = [far.Far(torch.full(made.source.shape, transport.me + 1, dtype=dtype))]

@@ -139,10 +139,10 @@ def test_the_bytes_on_the_transport_are_those_of_the_plans(some, inline):
         exchanges = moved(some, transports)
     for transport, exchange in zip(transports, exchanges, strict=True):
         small = sum(parcel.bytes for round_ in exchange.schedule.rounds for parcel in round_.small_sends)
-        found = small + sum(message.numel() for _, message in sent[transport.me])
+        found = small + sum(one.bytes for one in sent[transport.me])
         assert found == sum(made.sent.get(transport.me, 0) for made, *_ in some)
         assert exchange.inline >= max((p.bytes for p in exchange.schedule.rounds[0].small_sends), default=0)
-    total = sum(message.numel() for messages in sent.values() for _, message in messages)
+    total = sum(one.bytes for sends in sent.values() for one in sends)
     total += sum(parcel.bytes for exchange in exchanges for parcel in exchange.schedule.rounds[0].small_sends)
     assert total == sum(made.bytes_moved for made, *_ in some)
 

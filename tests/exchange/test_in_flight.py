@@ -97,16 +97,16 @@ class TaggedWire(InMemoryTransport):
         super().__init__(like.me, like.owners, like._queues, PATIENCE)
         self.tagged, self.posts, self.abandoned = True, posts, []
 
-    def swap(self, receives, sends, tag):
+    def post_messages(self, receives, sends, tag):
         for peer, message in sends:
             self.posts.setdefault((self.me, peer, tag), Queue()).put(message.clone())
-        return TaggedSwap(self, receives, tag)
+        return TaggedMessages(self, receives, tag)
 
     def abandon(self, posted):
         self.abandoned.append(posted)
 
 
-class TaggedSwap:
+class TaggedMessages:
     def __init__(self, transport, receives, tag):
         self.transport, self.receives, self.tag = transport, receives, tag
 

@@ -71,10 +71,10 @@ def test_messages_that_lie_in_one_piece_are_sent_from_and_received_into_place():
     np.testing.assert_array_equal(after[2][0].numpy(), numbered((512, 64)))
     assert [transport.staging.bytes for transport in transports] == [0, 0, 0]
     for owner in (0, 1):
-        ((peer, message),) = calls[owner][0]
-        assert (peer, message.data_ptr()) == (2, before[owner][0].data_ptr())
+        (send,) = calls[owner][0]
+        assert (send.peer, send.outof.data_ptr()) == (2, before[owner][0].data_ptr())
     start, half = after[2][0].data_ptr(), 512 * 64 * 8 // 2
-    assert {peer: room.data_ptr() - start for peer, room in calls[2][1]} == {0: 0, 1: half}
+    assert {one.peer: one.into.data_ptr() - start for one in calls[2][1]} == {0: 0, 1: half}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -29,8 +29,9 @@ def together(transports, work):
             return work(transport)
         except BaseException as error:
             errors.append(error)
-            for peer in transport.owners:
-                transport._queues[transport.me, peer].put(None)
+            for (source, *_), queue in list(transport._queues.items()):
+                if source == transport.me:
+                    queue.put(None)
             raise
 
     found = outcomes(transports, watched)
@@ -45,16 +46,15 @@ def transports_of(*plans):
 
 
 def counted(transport):
-    """The messages that a transport is given to send and to fill from now on, as two lists."""
-    sent, received, swap = [], [], transport.swap
+    """The sends and receives of all rounds of a transport from now on, as two lists."""
+    sent, received, post_round = [], [], transport.post_round
 
-    def counting(receives, sends, tag):
-        messages = list(sends)
-        sent.extend(messages)
+    def counting(receives, sends, *args, **options):
+        sent.extend(sends)
         received.extend(receives)
-        return swap(receives, messages, tag)
+        return post_round(receives, sends, *args, **options)
 
-    transport.swap = counting
+    transport.post_round = counting
     return sent, received
 
 

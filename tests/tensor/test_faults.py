@@ -169,7 +169,7 @@ def _die(when):
     if when == "before":
         os._exit(1)
     calls = {
-        "during": ("shardwise.transports.process_group", "swap"),
+        "during": ("shardwise.transports.process_group", "post_messages"),
         "after": ("shardwise.transports.process_group", "arrivals"),
     }
     module = __import__(calls[when][0], fromlist=["GroupTransport"])

@@ -17,7 +17,7 @@ def rank_of_a_job(rank, world, folder, seed):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    assert group_transport(None).near.all
+    assert group_transport(None).local_peers.all
     rows, columns = (sw.Layout.chunk((256, 512), dim, owners=world) for dim in (0, 1))
     for turn in range(20):
         whole = torch.arange(256.0 * 512).reshape(256, 512) + 1000 * seed + turn

@@ -11,11 +11,10 @@ from ranks import ranks  # noqa: F401
 from wired import both, new_group, raised, use
 
 import shardwise as sw
-import shardwise.transports.local_peers
-import shardwise.transports.process_memory
 import shardwise.transports.shared_memory as sharing
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
+from shardwise.transports import process_memory
 
 PATIENCE = 50  # seconds, of the group
 SOON = PATIENCE / 2  # long before that, however busy the machine is
@@ -34,12 +33,12 @@ def interrupt(*_, **__):
 
 MOMENTS = {  # when a rank is killed, and in which way messages go; what it does then
     "in pack": ("staged", lambda then: setattr(ViewCache, "pack", then)),
-    "between letters": (
+    "between locations": (
         "staged",
-        lambda then: setattr(sharing.SharedMemoryTransport, "_send", _second(sharing.LETTER, then)),
+        lambda then: setattr(sharing.SharedMemoryTransport, "_send", _second(sharing.LOCATION, then)),
     ),
-    "before it reads": ("staged", lambda then: setattr(sharing.SharedMemoryRound, "_opened", then)),
-    "while it reads": ("read", lambda then: setattr(shardwise.transports.process_memory, "read", then)),
+    "before it reads": ("staged", lambda then: setattr(sharing.SharedMemoryTransport, "open_message", then)),
+    "while it reads": ("read", lambda then: setattr(process_memory, "read", then)),
     "while it copies": ("shared", lambda then: setattr(ViewCache, "copy_known", then)),
     "before it says so": ("staged", lambda then: setattr(sharing.SharedMemoryRound, "finish", then)),
     "between having said so": (
@@ -48,7 +47,7 @@ MOMENTS = {  # when a rank is killed, and in which way messages go; what it does
     ),
     "in the agreement": (
         "small",
-        lambda then: setattr(sharing.SharedMemoryTransport, "_send", _second(sharing.SLOTS, then)),
+        lambda then: setattr(sharing.SharedMemoryTransport, "_send", _second(sharing.ROW, then)),
     ),
 }
 
@@ -172,7 +171,7 @@ def test_a_child_of_a_killed_rank_does_not_keep_it_alive(ranks, tmp_path):  # no
 def test_an_interrupt_while_ranks_meet_leaves_a_transport_that_says_so(ranks):  # noqa: F811
     def run(rank):
         if rank == 1:
-            shardwise.transports.local_peers.allowed = interrupt
+            process_memory.MemoryProbe.is_readable = interrupt
         calls = [raised(lambda: sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2")) for _ in range(2)]
         return [(kind, text) for kind, text, _ in calls], max(took for *_, took in calls)
 
@@ -182,7 +181,7 @@ def test_an_interrupt_while_ranks_meet_leaves_a_transport_that_says_so(ranks):  
         assert calls[1][0] == "ExchangeError"
         assert "destroy the process group and make a new one" in calls[1][1]
         assert took < SOON
-    assert "broke on rank 1 (KeyboardInterrupt while it met the others)" in reports[1][0][1][1]
+    assert "broke on rank 1 (KeyboardInterrupt during the rendezvous)" in reports[1][0][1][1]
 
 
 def test_one_that_does_not_call_is_waited_for_as_long_as_the_group_says(ranks, tmp_path):  # noqa: F811

@@ -215,7 +215,7 @@ def test_a_rank_of_a_mesh_may_leave_once_it_is_done(ranks, tmp_path):  # noqa: F
             return None
         on_mesh(mesh)()
         if rank == 2:  # its messages come to rank 0 long after those of rank 1
-            post = GroupTransport._posted
+            post = GroupTransport._post
 
             def slow(transport, receives, sends, tag):
                 listed = list(sends)
@@ -225,7 +225,7 @@ def test_a_rank_of_a_mesh_may_leave_once_it_is_done(ranks, tmp_path):  # noqa: F
                     time.sleep(1.5)
                 return works + post(transport, [], rest, tag)
 
-            GroupTransport._posted = slow
+            GroupTransport._post = slow
         found = raised(on_mesh(mesh))
         if rank == 1:
             os._exit(0)

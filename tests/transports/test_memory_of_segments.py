@@ -60,7 +60,7 @@ def test_segments_and_staging_keep_the_promise_of_the_plan(ranks, move):  # noqa
             sw.release_staging()
             sw.reshard(part(VALUES, source, rank), target, max_bytes=most, transport="shared")
             transport = group_transport(None)
-            assert transport.packed.bytes + transport.staging.bytes <= promised <= (most or 2**62)
+            assert transport.shared_staging.bytes + transport.staging.bytes <= promised <= (most or 2**62)
         return True
 
     assert all(ranks(3, run))
@@ -91,7 +91,7 @@ def test_staging_that_grows_does_not_leave_what_it_was_behind(ranks):  # noqa: F
             rows, columns = both((3 * size, 1024), 3)
             sw.reshard(sw.empty(rows), columns)
         dist.barrier()
-        return in_memory(), group_transport(None).packed.bytes
+        return in_memory(), group_transport(None).shared_staging.bytes
 
     for seen, packed in ranks(3, run):
         assert packed < seen < 2.1 * packed  # what this rank sent, and what it got

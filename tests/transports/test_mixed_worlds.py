@@ -12,7 +12,8 @@ from wired import both, expect, part, raised, use
 import shardwise as sw
 from shardwise.job.session import group_transport
 from shardwise.transports.local_peers import LocalPeers
-from shardwise.transports.unix_packets import GoneError, Post
+from shardwise.transports.this_process import ThisProcess
+from shardwise.transports.unix_packets import PacketSocket, PeerEndedError
 
 ROWS, COLUMNS = both((96, 400), 4)
 VALUES = np.arange(96.0 * 400).reshape(96, 400)
@@ -34,11 +35,11 @@ WORLDS = {  # the hosts of ranks, None where one cannot meet others: which of th
 def on_host(name):
     """This rank is on a host of that name; without one the system gives it no sockets to meet others by."""
 
-    def denied():
+    def denied(_):
         raise PermissionError
 
     if name is None:
-        Post.here = denied
+        ThisProcess.packets = property(denied)
     else:
         socket.gethostname = lambda: name
 
@@ -68,7 +69,7 @@ def test_hosts_are_found_and_both_transports_carry_one_exchange(ranks, world):  
         refused.append(raised(lambda: sw.reshard_state_dict(state, {"w": COLUMNS}, transport="shared"))[:2])
         refused.append(raised(lambda: sw.Resharder(state, {"w": sw.empty(COLUMNS)}, transport="shared"))[:2])
         expect(sw.reshard(x, COLUMNS, transport="group"), VALUES, COLUMNS, rank)
-        return sorted(group_transport(None).near.addresses), refused
+        return sorted(group_transport(None).local_peers.addresses), refused
 
     reports = ranks(4, run)
     assert [found for found, _ in reports] == near
@@ -81,10 +82,10 @@ def test_hosts_are_found_and_both_transports_carry_one_exchange(ranks, world):  
 
 def test_one_that_goes_while_it_is_met_is_no_neighbour(monkeypatch):
     def gone(_, address):
-        raise GoneError(address)
+        raise PeerEndedError(address)
 
-    monkeypatch.setattr(Post, "connect", gone)
-    near = LocalPeers.met(0, [0, 1], lambda told: [told, told])
+    monkeypatch.setattr(PacketSocket, "connect", gone)
+    near = LocalPeers.find(0, [0, 1], lambda value: [value, value])
     assert (near.addresses, near.all) == ({}, False)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from wired import COLUMNS, ROWS, VALUES, WAYS, expect, mapped, part, use, works
 
 import shardwise as sw
-from shardwise.transports.segments import shared
+from shardwise.transports.this_process import this_process
 
 SHAPES = [(64, 96), (128, 40), (7, 9), (33,), (2, 3, 64)]
 
@@ -191,7 +191,11 @@ def test_a_sharded_model_is_shared_and_trained_on(ranks):  # noqa: F811
             fully_shard(layer, mesh=mesh)
         use("staged")
         sw.share_(model)
-        places = [shared.place(one.to_local()) is not None for one in model.parameters() if one.to_local().numel()]
+        places = [
+            this_process.shared_tensors.place(one.to_local()) is not None
+            for one in model.parameters()
+            if one.to_local().numel()
+        ]
         found = sw.reshard_state_dict(model.state_dict(), [("*", (mesh, "R"))], transport="shared")
         for name, tensor in found.items():
             torch.testing.assert_close(tensor.to_local(), reference[name], rtol=0, atol=0)

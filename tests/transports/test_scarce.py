@@ -1,4 +1,4 @@
-"""Where shared memory or descriptors cannot be had: messages take another way, or the remedy is named."""
+"""Where shared memory or descriptors cannot be allocated: messages take another way, or the remedy is named."""
 
 import ctypes
 import errno
@@ -40,11 +40,14 @@ def limited():
 SCARCE = {
     "denied": (
         lambda: setattr(os, "memfd_create", denied),
-        "the system gives no shared memory: Operation not permitted",
+        "the system refuses shared memory: Operation not permitted",
     ),
-    "full": (lambda: setattr(os, "posix_fallocate", full), "bytes of shared memory cannot be had: No space left"),
-    "not sealed": (lambda: setattr(fcntl, "fcntl", denied), "bytes of shared memory cannot be had: Operation not perm"),
-    "limited": (limited, "bytes of shared memory cannot be had: File too large"),
+    "full": (lambda: setattr(os, "posix_fallocate", full), "bytes of shared memory cannot be allocated: No space left"),
+    "not sealed": (
+        lambda: setattr(fcntl, "fcntl", denied),
+        "of shared memory cannot be allocated: Operation not perm",
+    ),
+    "limited": (limited, "bytes of shared memory cannot be allocated: File too large"),
     "not mapped": (
         lambda: setattr(segments, "_libc", Full()),
         "bytes of shared memory cannot be mapped: Cannot allocate",
@@ -79,7 +82,7 @@ def test_a_rank_without_shared_memory_sends_over_the_group(ranks, case):  # noqa
     without, scarce = ranks(2, run)
     assert without == []
     assert {level for level, _ in scarce} == {"WARNING"}
-    assert all(words in text and "messages of rank 1 take the way over the process group" in text for _, text in scarce)
+    assert all(words in text and "messages of rank 1 go over the process group" in text for _, text in scarce)
 
 
 def test_memory_that_comes_back_is_used_again(ranks):  # noqa: F811
@@ -102,7 +105,7 @@ def test_memory_that_comes_back_is_used_again(ranks):  # noqa: F811
 def test_tensors_that_cannot_be_shared_are_refused(monkeypatch, call):
     monkeypatch.setattr(os, "memfd_create", denied)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([4096, 4096, 9, 0, 0, 9, 9, 9, 0, 255]))
-    with pytest.raises(SharedMemoryError, match=r"the system gives no shared memory|36 bytes do not fit into /dev/shm"):
+    with pytest.raises(SharedMemoryError, match=r"the system refuses shared memory|36 bytes do not fit into /dev/shm"):
         call()
 
 

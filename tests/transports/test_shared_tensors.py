@@ -48,7 +48,7 @@ def test_a_rank_that_has_nothing_to_share_may_say_so():
 
 def test_more_than_the_machine_has_is_refused_before_anybody_is_killed_for_it():
     with pytest.raises(
-        ExchangeError, match=r"4000000000000 bytes of shared memory cannot be had: \d+ bytes .* are left"
+        ExchangeError, match=r"4000000000000 bytes of shared memory cannot be allocated: \d+ bytes .* are left"
     ):
         sw.empty("1000000x1000000/S0@1", shared=True)
 
@@ -60,7 +60,7 @@ def test_storages_may_be_collected_at_any_time():
 
 COLLECTED = """
 import faulthandler, gc, torch, shardwise as sw
-from shardwise.transports import segments
+from shardwise.transports.this_process import this_process
 
 class Ring: pass
 
@@ -72,5 +72,5 @@ for turn in range(300):
     ring.made = sw.empty("4/S0@1", shared=True)
 del ring
 gc.collect()
-print(len(segments.shared._segments), "left")
+print(len(this_process.shared_tensors._segments), "left")
 """

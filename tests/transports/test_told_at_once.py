@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 
 import numpy as np
+import numpy.ma  # numpy imports it at first use, which takes a descriptor
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from wired import both, expect, part, raised, use
 import shardwise as sw
 import shardwise.exchange.exchange as running
 from shardwise.exchange import ViewCache
+from shardwise.exchange.collectives import wait_for
 from shardwise.job.session import group_transport
-from shardwise.transports.unix_packets import Post
+from shardwise.transports.this_process import this_process
+from shardwise.transports.unix_packets import PacketSocket
 
 PATIENCE = 50  # seconds of the group: nobody may wait for that long
 AT_ONCE = PATIENCE / 2
@@ -150,7 +153,7 @@ def test_a_stranger_who_floods_an_address_does_not_keep_ranks_from_meeting(ranks
         listen = socket.socket.listen
         socket.socket.listen = lambda door, _: listen(door, 8)
         addresses = [None, None]
-        dist.all_gather_object(addresses, Post.here().address)
+        dist.all_gather_object(addresses, this_process.packets.address)
         strangers = []
         if rank == 0:
             while True:
@@ -162,7 +165,7 @@ def test_a_stranger_who_floods_an_address_does_not_keep_ranks_from_meeting(ranks
         dist.barrier()
         rows, columns = both((96, 400), 2)
         expect(sw.reshard(part(VALUES, rows, rank), columns, transport="shared"), VALUES, columns, rank)
-        return len(strangers), group_transport(None).near.all
+        return len(strangers), group_transport(None).local_peers.all
 
     (flood, met), (_, also) = ranks(2, run, patience=PATIENCE)
     assert flood > 1
@@ -171,16 +174,16 @@ def test_a_stranger_who_floods_an_address_does_not_keep_ranks_from_meeting(ranks
 
 
 def test_connections_that_say_nothing_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr("shardwise.transports.unix_packets.MOST_SILENT", 3)
-    post, strangers = Post(), []
+    monkeypatch.setattr("shardwise.transports.unix_packets.MAX_ANONYMOUS", 3)
+    post, strangers = PacketSocket(), []
     try:
         for _ in range(8):
             strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             strangers[-1].connect("\0" + post.address)
-            post._turn(lambda: False, 0.1)
-        assert len(post._in) <= 3
+            post._poll_once(lambda: False, 0.1)
+        assert len(post._incoming) <= 3
     finally:
-        post.leave()
+        post.close()
         for stranger in strangers:
             stranger.close()
 
@@ -195,7 +198,7 @@ def test_all_waits_of_a_call_share_one_timeout(ranks):  # noqa: F811
             with transport.budget():
                 assert transport.left <= 1.0  # what is inside belongs to the call
             if rank == 0:
-                kind, _, took = raised(lambda: transport._all(transport.swap([(1, torch.zeros(4))], [], 7)))
+                kind, _, took = raised(lambda: wait_for(transport.post_messages([(1, torch.zeros(4))], [], 7)))
         assert transport.left == 100.0
         return (kind, took) if rank == 0 else time.sleep(2.5)
 

@@ -16,7 +16,7 @@ import torch
 from shardwise.activation.account import Account
 from shardwise.activation.digest import difference
 from shardwise.errors import ExchangeError
-from shardwise.exchange.transport import PeerBuffer, Swap
+from shardwise.exchange.collectives import PeerBuffer, PostedMessages
 from shardwise.torch_internals.autograd import after_backward, backward_task
 from shardwise.transports import GroupTransport
 
@@ -31,9 +31,9 @@ class PostedGather(NamedTuple):
 
     header: torch.Tensor  # this rank's
     headers: dict[int, torch.Tensor]  # of the others
-    header_swap: Swap
+    header_swap: PostedMessages
     whole: torch.Tensor
-    part_swap: Swap
+    part_swap: PostedMessages
 
 
 class ActivationStore:
@@ -55,7 +55,7 @@ class ActivationStore:
     @staticmethod
     def of(transport: GroupTransport) -> ActivationStore:
         """The store of a transport."""
-        return transport.attached(ActivationStore, lambda: ActivationStore(transport))
+        return transport.resource(ActivationStore, lambda: ActivationStore(transport))
 
     def shard(self, whole: torch.Tensor, digest: int, site: Site, label: str, account: Account) -> ShardedActivation:
         """Keep this rank's part of these bytes. `site` is the same in every forward pass."""
@@ -194,12 +194,12 @@ class ShardedActivation:
         """Send this rank's part to all others, and receive theirs, without waiting."""
         assert self._part is not None, "not under way"
         transport, gather = self.store.transport, self.store.next_gather(self.site)
-        whole = torch.empty(self.bytes, dtype=torch.uint8, device=transport.serves(self.device))
+        whole = torch.empty(self.bytes, dtype=torch.uint8, device=transport.message_device(self.device))
         part = whole[self._mine].copy_(self._part)
         spans = {owner: span for owner, span in self.store.spans(self.bytes) if owner != transport.me}
         header = torch.tensor([self.digest, self.bytes])
         headers = {owner: torch.empty_like(header) for owner in spans}
-        header_swap = transport.swap(
+        header_swap = transport.post_messages(
             [(owner, other.view(torch.uint8)) for owner, other in headers.items()],
             [(owner, header.view(torch.uint8)) for owner in spans],
             self.store.tag("header", gather),
@@ -207,7 +207,7 @@ class ShardedActivation:
         # parts of different sizes never meet: their tags differ, and the headers tell why
         receives: list[PeerBuffer] = [(owner, whole[span]) for owner, span in spans.items() if span.start < span.stop]
         sends: list[PeerBuffer] = [(owner, part) for owner in spans if part.numel()]
-        part_swap = transport.swap(receives, sends, self.store.tag("part", gather, self.bytes))
+        part_swap = transport.post_messages(receives, sends, self.store.tag("part", gather, self.bytes))
         self._posted, self._part = PostedGather(header, headers, header_swap, whole, part_swap), None
         self.account.gathered(self.bytes - part.numel())
         return self._posted
@@ -252,7 +252,7 @@ class ShardedActivation:
             self.store.abandon(posted, self.guess)
 
 
-def _finish(swap: Swap) -> None:
+def _finish(swap: PostedMessages) -> None:
     for _ in swap.arrivals():
         pass
 

@@ -40,7 +40,11 @@ class Callers:
 
     def highest(self, numbers: torch.Tensor) -> torch.Tensor:
         """The highest of what all have, number by number."""
-        return numbers if self.transport is None else self.transport.reduced(numbers, "max")()
+        return (
+            numbers
+            if self.transport is None
+            else self.transport.all_reduce(numbers, "max", next(self.transport.numbers))()
+        )
 
     def check(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Refuse tensors of which others than the callers hold a part."""

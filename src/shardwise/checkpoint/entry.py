@@ -18,6 +18,7 @@ import torch
 from shardwise.checkpoint.files import ByteRange, Files, elements, worth_it
 from shardwise.checkpoint.local_files import RECHECK_SECONDS, LocalFiles
 from shardwise.errors import CheckpointError, LayoutError
+from shardwise.exchange.buffers import copy_all
 from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
 from shardwise.geometry import Box, Boxes, Ints, Places, Window, gaps, join, tiles
@@ -296,8 +297,7 @@ def _read_batch(batch: Sequence[Reading]) -> None:
             look(views)
         here += views
         there += tensors
-    if here:
-        torch._foreach_copy_(there, here)
+    copy_all(there, here)
     files.check_unchanged(names)
 
 

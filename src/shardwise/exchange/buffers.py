@@ -118,19 +118,19 @@ class ViewCache:
     def pack(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy our cells into the message."""
         ours, cells = self._of(message, buffer, tensors)
-        _copy(cells, ours)
+        copy_all(cells, ours)
 
     def unpack(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy the cells of the message to where they belong. (Terms belong nowhere yet.)"""
         ours, cells = self._of(message, buffer, tensors)
-        _copy(ours, cells)
+        copy_all(ours, cells)
 
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
         """Copy what stays with its owner, between tensors. `key` tells the turns apart."""
         if key not in self._local:
             views = [(pair.here.of(source), pair.there.of(target)) for pair, source, target in pairs]
             self._local[key] = [there for _, there in views], [here for here, _ in views]
-        _copy(*self._local[key])
+        copy_all(*self._local[key])
 
     def spare(self, size: int) -> torch.Tensor:
         """Room for a message that is unpacked at once."""
@@ -159,13 +159,13 @@ class ViewCache:
 
     def copy_known(self, message: Message, where: Hashable, make: Callable[[], Sides]) -> None:
         """Copy between views that are made once: to ours, from theirs."""
-        _copy(*self.known(message, where, make))
+        copy_all(*self.known(message, where, make))
 
     def _of(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
         return self.known(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """All of them in one call: what a call costs is more than what a small copy does."""
     if targets:
         torch._foreach_copy_(targets, sources)

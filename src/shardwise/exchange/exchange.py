@@ -75,7 +75,7 @@ class Exchange:
         self.views, self.direct = views or ViewCache(), direct
         if views is not None:
             transport.views.add(views)
-        self.device = transport.serves(device or torch.device("cpu"))
+        self.device = transport.message_device(device or torch.device("cpu"))
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
         self.inline = inline_bytes(len(transport.owners))
@@ -97,17 +97,16 @@ class Exchange:
         `alone` says that no other exchange of this transport is under way. Then, where all have agreed on these terms
         before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
         """
-        # others may have started since: a part of an exchange must not come between their collective calls
-        apart = self.number if self.nested else None
+        # other exchanges may have started since: a part of one must not come between their collective calls
+        in_order = not self.nested
         with self._unbroken():  # also an interrupt: some may have heard from us, and others not
             if self._many:
-                self._agreement = self.transport.reduced(
-                    torch.from_numpy(weigh(self.header[None])[0]), "max", apart=apart
-                )
+                weights = torch.from_numpy(weigh(self.header[None])[0])
+                self._agreement = self.transport.all_reduce(weights, "max", self.number, in_order=in_order)
             else:
-                self._agreement = self.transport.slots(*self._slots(), apart=apart)
+                self._agreement = self.transport.all_to_all(*self._slots(), self.number, in_order=in_order)
         first = self.schedule.rounds[0]
-        most = self.transport.ahead(self.device, direct=self.direct)
+        most = self.transport.early_limit(self.device, direct=self.direct)
         if alone and first.bytes <= most and self.header.tobytes() in self.transport.agreed:
             with self._unbroken():
                 self._ahead = self._post(first, hidden=not self.fresh)
@@ -124,7 +123,7 @@ class Exchange:
         with self._unbroken(but=ShardwiseError):
             slots = self._agreed()
         if slots is None:
-            return self.transport.tell(None if self.terms.unknown else dict(self.terms.fields))
+            return self.transport.all_gather(None if self.terms.unknown else dict(self.terms.fields))
         with self._unbroken():
             self.writing = True
             for move in self.moves:
@@ -184,7 +183,7 @@ class Exchange:
         if self._ahead is not None:  # what was posted will not be met, but may not be reused either
             self.transport.abandon(self._ahead)
         if verdict is Verdict.REFUSE:
-            raise refusal(self.transport.tell(self.terms.told()), self.transport.owners) from self.terms.error
+            raise refusal(self.transport.all_gather(self.terms.told()), self.transport.owners) from self.terms.error
         return None
 
     def _remember(self) -> None:
@@ -256,7 +255,7 @@ class Exchange:
             )
             for number, message in enumerate(round_.sends)
         ]
-        return self.transport.turn(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
+        return self.transport.post_round(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
 
     def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> list[torch.Tensor]:
         """The tensors that a peer could read a message from.

@@ -1,4 +1,4 @@
-"""Cells straight from the tensors of a peer into ours, where these can be read from here: nobody packs."""
+"""Copies cells straight from the tensors of a peer into those of this owner, where it can read them: nobody packs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardwise.geometry import Ints, Window, ints
 if TYPE_CHECKING:
     from shardwise.exchange.exchange import Move
 
-SHORT = 1024  # bytes that a run has on average, if it is worth to be read by itself
+SHORT = 1024  # bytes of an average run; shorter ones are read into a message, and unpacked
 Stage = tuple[int, int]
 Cells = tuple[
     int, MessagePart, tuple[Pair, ...]
-]  # the number of a peer's first tensor of a part, and cells there and here
+]  # a part, the number of the peer's first tensor of it, cells there and here
 
 
 class Runs(NamedTuple):
-    """Ranges of bytes: where they belong, and the tensors of a peer and the offsets in them that they come from.
+    """Ranges of bytes to read: their place here, and the numbers of a peer's tensors and the offsets there.
 
-    They belong to addresses here, or into a message of our own, from these bytes on.
+    A place here is an address; or, if `packed`, an offset in a message that is unpacked afterwards.
     """
 
     here: Ints
@@ -40,13 +40,13 @@ class Runs(NamedTuple):
 def fetch(
     key: Stage, parcel: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, views: ViewCache
 ) -> None:
-    """Copy what the message would have had. `key` is that of the stage."""
+    """Copy what the message would have held. `key` is that of the stage."""
 
     def cells(*, packed: bool) -> Iterator[Cells]:
         return _cells(key, parcel, theirs, moves, owner, packed=packed)
 
-    if not theirs.attached:
-        views.copy_known(parcel, theirs.key, lambda: _views(cells(packed=False), theirs.mapped(), moves))
+    if theirs.mapped:
+        views.copy_known(parcel, theirs.key, lambda: _views(cells(packed=False), theirs.bytes_of_each(), moves))
         return
     runs = views.known(parcel, theirs.key, lambda: _runs(cells, parcel, moves))
     if not runs.packed:
@@ -86,24 +86,24 @@ def _typed(data: torch.Tensor, dtype: torch.dtype, cut: Window) -> torch.Tensor:
 
 
 def _runs(cells: Callable[..., Iterator[Cells]], parcel: Message, moves: Sequence[Move]) -> Runs:
-    """Into our tensors, where they are memory of the same dtype and runs are not too short; else into a message."""
+    """Straight into the targets, if they are CPU memory of the same dtype and runs are long; else into a message."""
     targets = [(part.dtype, tensor) for part in parcel.parts for tensor in moves[part.move].target]
     if all(tensor.dtype == dtype and tensor.device.type == "cpu" for dtype, tensor in targets):
-        found = list(cells(packed=False))
-        count = sum(prod(pair.here.shape[: _outer(pair)]) for *_, pairs in found for pair in pairs)
+        parts = list(cells(packed=False))
+        count = sum(prod(pair.here.shape[: _outer(pair)]) for *_, pairs in parts for pair in pairs)
         if parcel.bytes >= SHORT * count:
-            return _listed(
+            return _concatenate(
                 (_ranges(moves[part.move].target[ours.tensor].data_ptr(), first, part, Pair(theirs, ours))
-                for first, part, pairs in found
+                for first, part, pairs in parts
                 for theirs, ours in pairs),
                 packed=False,
             )  # fmt: skip
-    listed = (_ranges(part.start, first, part, pair) for first, part, pairs in cells(packed=True) for pair in pairs)
-    return _listed(listed, packed=True)
+    ranges = (_ranges(part.start, first, part, pair) for first, part, pairs in cells(packed=True) for pair in pairs)
+    return _concatenate(ranges, packed=True)
 
 
 def _outer(pair: Pair) -> int:
-    """How many of the first dims tell runs apart: along the others, cells follow each other on both sides."""
+    """The number of leading dims that separate runs: along the others, cells are contiguous on both sides."""
     (_, shape, there, _), (_, _, here, _) = pair
     cells, dim = 1, len(shape)
     while dim and (shape[dim - 1] == 1 or there[dim - 1] == here[dim - 1] == cells):
@@ -113,13 +113,13 @@ def _outer(pair: Pair) -> int:
 
 
 def _ranges(base: int, first: int, part: MessagePart, pair: Pair) -> tuple[Ints, Ints, Ints, Ints]:
-    """The runs of a pair, whose cells begin at the byte `base` here."""
+    """The runs of a pair of places, which begins at byte `base` here."""
     size, dims, (there, here) = part.dtype.itemsize, _outer(pair), pair
     ours, theirs = size * here.elements(dims), size * there.elements(dims)
     length = size * prod(there.shape[dims:])
     return base + ours, np.full(len(ours), first + there.tensor), theirs, np.full(len(ours), length)
 
 
-def _listed(ranges: Iterable[tuple[Ints, Ints, Ints, Ints]], *, packed: bool) -> Runs:
+def _concatenate(ranges: Iterable[tuple[Ints, Ints, Ints, Ints]], *, packed: bool) -> Runs:
     here, tensor, offset, sizes = (ints(np.concatenate(column)) for column in zip(*ranges, strict=True))
     return Runs(here, tensor, offset, sizes, packed)

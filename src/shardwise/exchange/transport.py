@@ -1,27 +1,30 @@
-"""What an exchange needs of a transport. Transports themselves are in `shardwise.transports`."""
+"""What an exchange needs of a transport. The transports themselves are in `shardwise.transports`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwise.exchange import collectives
 from shardwise.exchange.buffers import Staging, ViewCache
+from shardwise.exchange.collectives import PeerBuffer, PostedMessages, ReduceOp
 from shardwise.geometry import Ints, Strides
 
-AHEAD = 2**22  # bytes of messages that it pays to send before all have agreed, although they need staging
+EARLY_BYTES = 2**22  # of a round that is worth posting before all have agreed, although it needs staging
+CPU = torch.device("cpu")
 T = TypeVar("T")
-PeerBuffer = tuple[int, torch.Tensor]  # a peer, and the bytes for it or the room for its bytes
 
 
 class Receive(NamedTuple):
-    """Bytes to come from a peer; `into` is where they belong, where they lie there as in the message."""
+    """Bytes to come from a peer. `into` is their final place, if they lie there as in the message."""
 
     peer: int
     bytes: int
@@ -29,10 +32,10 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Bytes for a peer; `outof` is where they lie already, where that is as in the message; else `pack` writes them.
+    """Bytes for a peer. `outof` is where they lie, if they lie there as in the message; otherwise `pack` writes them.
 
-    `tensors` are those that the cells lie in, where the peer could read them there itself, in runs of about `run`
-    bytes. `same` is the number of the first send of the turn with the same bytes.
+    `tensors` hold the cells, if the peer may read them there itself, in runs of about `run` bytes. `same` is the number
+    of the first send of the round with the same bytes.
     """
 
     peer: int
@@ -47,76 +50,61 @@ class Send(NamedTuple):
 class PeerTensors(Protocol):
     """Tensors of a peer that are read where they lie, instead of a message."""
 
-    key: bytes  # tells apart what lies elsewhere
-    attached: bool  # its memory is not mapped here, but can be read
+    key: bytes  # differs if they lie elsewhere
+    mapped: bool  # into this process; otherwise `read` copies from the memory of the peer
 
     @property
     def strides(self) -> Sequence[Strides]:
-        """Of each tensor."""
+        """The strides of each tensor."""
         ...
 
-    def mapped(self) -> list[torch.Tensor]:
-        """The bytes of each from its first element on, where they are mapped."""
+    def bytes_of_each(self) -> list[torch.Tensor]:
+        """The bytes of each tensor from its first element on. Only where they are mapped."""
         ...
 
     def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
-        """Copy ranges of bytes from offsets of its tensors to addresses here."""
+        """Copy ranges of bytes from offsets of its tensors to addresses of this process."""
         ...
 
 
 class PostedRound(Protocol):
-    """The messages of a turn under way."""
+    """The messages of a round in flight."""
 
     def arrivals(self) -> Iterator[tuple[int, torch.Tensor | PeerTensors | None]]:
-        """The number of each receive once it is there, and its bytes; None where they are where they belong."""
+        """The number of each receive once it has arrived, and its bytes; None if they are in their final place."""
         ...
 
     def finish(self) -> None:
-        """What came is read no more; when this returns, others have read what was sent."""
+        """This owner has read what it received. Returns when the peers have read what it sent."""
         ...
 
 
-class Swap(Protocol):
-    """Messages under way."""
+class Transport(Protocol):
+    """Moves bytes between owners. Everybody makes the same calls in the same order.
 
-    def arrivals(self) -> Iterator[int]:
-        """The numbers of the receives, each once it is filled; when it ends, all sends are done too."""
+    A new transport derives from `Endpoint`, which has all of this but `message_device`, `post_messages` and `fail`.
+    """
+
+    me: int
+    owners: tuple[int, ...]  # everybody takes part in every exchange
+    rows: dict[int, int]  # the number of each owner in `owners`
+    name: str  # tells transports with common owners apart
+    tagged: bool  # a message can only meet one with the same tag
+    numbers: Iterator[int]  # of exchanges: the same for everybody
+    agreed: set[bytes]  # terms that all have agreed on before
+    staging: Staging
+    views: WeakSet[ViewCache]  # of exchanges that are repeated
+
+    def message_device(self, device: torch.device) -> torch.device:
+        """Where messages of tensors on this device lie: there, or on a device that the transport can reach."""
         ...
 
+    def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
+        """Post the receives, then the sends as the iterator yields them. Both sides know all sizes beforehand."""
+        ...
 
-class Endpoint:
-    """One rank's end of a transport: who is on it, and what exchanges leave for later ones."""
-
-    def __init__(self, me: int, owners: Sequence[int]) -> None:
-        self.number(me, owners)
-        self.numbers: Iterator[int] = count()  # of its exchanges, the same for everybody
-        self.agreed = set[bytes]()  # the terms that all have agreed on before
-        self.staging = Staging()
-        self.views = WeakSet[ViewCache]()  # of exchanges that are repeated
-        self._attached = dict[type[Any], Any]()
-
-    def attached(self, kind: type[T], make: Callable[[], T]) -> T:
-        """The one object of this type that belongs to the transport, made when it is first asked for."""
-        if kind not in self._attached:
-            self._attached[kind] = make()
-        found: T = self._attached[kind]
-        return found
-
-    def budget(self) -> AbstractContextManager[None]:
-        """All waits inside share one timeout. This transport has none."""
-        return nullcontext()
-
-    def number(self, me: int, owners: Sequence[int]) -> None:
-        """Everybody on this transport, and so everybody who takes part in its exchanges."""
-        self.me, self.owners = me, tuple(owners)
-        self.rows = {owner: row for row, owner in enumerate(self.owners)}
-
-    def ahead(self: Transport, device: torch.device, *, direct: bool) -> int:
-        """None where messages cannot be told apart."""
-        return AHEAD if self.tagged else -1
-
-    def turn(
-        self: Transport,
+    def post_round(
+        self,
         receives: Sequence[Receive],
         sends: Sequence[Send],
         tag: int,
@@ -125,7 +113,128 @@ class Endpoint:
         *,
         direct: bool = True,
     ) -> PostedRound:
-        """Post the messages of a turn, those that have no place of their own by way of staging."""
+        """Post the messages of a round of an exchange. They lie on `device`, which is a `message_device`.
+
+        `direct` allows other ways than messages: shared memory.
+        """
+        ...
+
+    def early_limit(self, device: torch.device, *, direct: bool) -> int:
+        """Post a round of up to so many bytes before all have agreed: it is possible, and pays. -1 if it is not."""
+        ...
+
+    def all_to_all(
+        self, rows: npt.NDArray[np.uint8], sizes: Sequence[int], number: int, *, in_order: bool = True
+    ) -> Callable[[], Sequence[memoryview]]:
+        """Send row i to `owners[i]`; the function that is returned waits for the rows of the others.
+
+        Only `sizes[i]` bytes of row i need to arrive. `number` is that of the exchange. `in_order`: all owners make
+        this call in the same order as their other collective calls; otherwise the number is used as a tag.
+        """
+        ...
+
+    def all_reduce(
+        self, numbers: torch.Tensor, op: ReduceOp, number: int, *, in_order: bool = True
+    ) -> Callable[[], torch.Tensor]:
+        """Start to reduce everybody's numbers (int64), element by element. As in `all_to_all`."""
+        ...
+
+    def all_gather(self, value: T) -> list[T]:
+        """Everybody's values, in the order of the owners. Slow: for small and rare things."""
+        ...
+
+    def resource(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The one object of this type that belongs to the transport, made at first use. It lives as long."""
+        ...
+
+    def budget(self) -> AbstractContextManager[None]:
+        """All waits inside share one timeout: a call never takes longer than that, however often it waits."""
+        ...
+
+    def abandon(self, posted: PostedRound) -> None:
+        """Nobody will wait for this round: keep its memory, and use other staging from now on."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """An exchange broke in the middle: later ones must never meet its messages."""
+        ...
+
+    def release(self) -> int:
+        """Give back all memory that is kept for later exchanges; the number of bytes of staging."""
+        ...
+
+
+class Endpoint:
+    """One owner's end of a transport: what all transports have in common, made of `post_messages`."""
+
+    name: str
+    tagged: bool
+
+    def __init__(self, me: int, owners: Sequence[int]) -> None:
+        self.assign_owners(me, owners)
+        self.numbers: Iterator[int] = count()
+        self.agreed = set[bytes]()
+        self.staging = Staging()
+        self.views = WeakSet[ViewCache]()
+        self._resources = dict[type[object], object]()
+
+    def assign_owners(self, me: int, owners: Sequence[int]) -> None:
+        """Set who is on this transport."""
+        self.me, self.owners = me, tuple(owners)
+        self.rows = {owner: row for row, owner in enumerate(self.owners)}
+
+    def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
+        """Every transport has its own."""
+        raise NotImplementedError
+
+    def collective_tag(self, kind: str, number: int | None = None) -> int:
+        """The tag of messages outside rounds: they meet only those of the same owners and kind."""
+        return crc32(f"{self.name} {kind} {number}".encode()) >> 1
+
+    def resource(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The one object of this type that belongs to the transport, made at first use."""
+        if kind not in self._resources:
+            self._resources[kind] = make()
+        kept = self._resources[kind]
+        assert isinstance(kept, kind), "made by another function"
+        return kept
+
+    def budget(self) -> AbstractContextManager[None]:
+        """By default a transport has no timeout."""
+        return nullcontext()
+
+    def early_limit(self, device: torch.device, *, direct: bool) -> int:
+        """Nothing where messages cannot be told apart."""
+        return EARLY_BYTES if self.tagged else -1
+
+    def all_to_all(
+        self, rows: npt.NDArray[np.uint8], sizes: Sequence[int], number: int, *, in_order: bool = True
+    ) -> Callable[[], Sequence[memoryview]]:
+        """Whole rows, by messages."""
+        wait = collectives.all_to_all(self, torch.from_numpy(rows), self.collective_tag("all_to_all", number))
+        return lambda: [memoryview(row) for row in wait().numpy()]
+
+    def all_reduce(
+        self, numbers: torch.Tensor, op: ReduceOp, number: int, *, in_order: bool = True
+    ) -> Callable[[], torch.Tensor]:
+        """By messages."""
+        return lambda: collectives.all_reduce(self, numbers, op, self.collective_tag("all_reduce", number))
+
+    def all_gather(self, value: T) -> list[T]:
+        """By messages."""
+        return collectives.all_gather(self, value, self.collective_tag("all_gather"), CPU)
+
+    def post_round(
+        self,
+        receives: Sequence[Receive],
+        sends: Sequence[Send],
+        tag: int,
+        device: torch.device,
+        align: int,
+        *,
+        direct: bool = True,
+    ) -> PostedRound:
+        """Post the messages of a round; those that cannot stay in place go through staging."""
         sizes = [one.bytes for one in receives if one.into is None] + [one.bytes for one in sends if one.outof is None]
         staged = iter(self.staging.take(sizes, device, align=align))
         rooms = [next(staged) if one.into is None else one.into for one in receives]
@@ -137,103 +246,31 @@ class Endpoint:
                     one.pack(room)
                 yield one.peer, room
 
-        taken = [(one.peer, room) for one, room in zip(receives, rooms, strict=True)]
-        return Staged(self.swap(taken, messages(), tag), receives, rooms)
+        buffers = [(one.peer, room) for one, room in zip(receives, rooms, strict=True)]
+        return MessageRound(self.post_messages(buffers, messages(), tag), receives, rooms)
+
+    def abandon(self, posted: PostedRound) -> None:
+        """By default nothing is posted early."""
+
+    def release(self) -> int:
+        """Give back staging and the views of repeated exchanges; the number of bytes of staging."""
+        kept = self.staging.bytes
+        self.staging.release()
+        for views in list(self.views):
+            views.release()
+        return kept
 
 
-class Staged:
-    """A turn by messages."""
+class MessageRound:
+    """A round by messages."""
 
-    def __init__(self, swap: Swap, receives: Sequence[Receive], rooms: Sequence[torch.Tensor]) -> None:
-        self._swap, self._receives, self._rooms = swap, receives, rooms
+    def __init__(self, messages: PostedMessages, receives: Sequence[Receive], rooms: Sequence[torch.Tensor]) -> None:
+        self._messages, self._receives, self._rooms = messages, receives, rooms
 
     def arrivals(self) -> Iterator[tuple[int, torch.Tensor | None]]:
-        """As they come."""
-        for at in self._swap.arrivals():
+        """In the order of arrival."""
+        for at in self._messages.arrivals():
             yield at, self._rooms[at] if self._receives[at].into is None else None
 
     def finish(self) -> None:
-        """All was sent when the last had come."""
-
-
-class Transport(Protocol):
-    """Moves bytes between owners. Everybody makes the same calls in the same order."""
-
-    me: int
-    owners: tuple[int, ...]
-    rows: dict[int, int]
-    numbers: Iterator[int]
-    agreed: set[bytes]
-    staging: Staging
-    views: WeakSet[ViewCache]
-    name: str  # tells transports with common owners apart
-    tagged: bool  # messages with different tags never meet
-
-    def attached(self, kind: type[T], make: Callable[[], T]) -> T:
-        """The one object of this type that belongs to the transport, made when it is first asked for."""
-        ...
-
-    def budget(self) -> AbstractContextManager[None]:
-        """All waits inside share one timeout: a call never takes longer than that, however many waits it has."""
-        ...
-
-    def serves(self, device: torch.device) -> torch.device:
-        """Where the bytes of tensors on this device are to lie: the same device, or one that the transport can reach."""
-        ...
-
-    def slots(
-        self, mine: npt.NDArray[np.uint8], sizes: Sequence[int], *, apart: int | None = None
-    ) -> Callable[[], Sequence[memoryview]]:
-        """Start to swap rows of bytes: row i goes to `owners[i]`; what is returned waits for the rows of the others.
-
-        `sizes` says how many bytes of each row matter: others need not come. `apart`, a number that all know, is given
-        where this may happen between other calls of the owners.
-        """
-        ...
-
-    def reduced(
-        self, numbers: torch.Tensor, op: Literal["max", "sum"], *, apart: int | None = None
-    ) -> Callable[[], torch.Tensor]:
-        """Start to reduce everybody's numbers (int64), element by element. `apart` as in `slots`."""
-        ...
-
-    def swap(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> Swap:
-        """Post the receives, then the sends as they come. Both sides know all sizes beforehand."""
-        ...
-
-    def ahead(self, device: torch.device, *, direct: bool) -> int:
-        """The bytes of a turn up to which it may be posted before all have agreed, and pays. As in `turn`."""
-        ...
-
-    def turn(
-        self,
-        receives: Sequence[Receive],
-        sends: Sequence[Send],
-        tag: int,
-        device: torch.device,
-        align: int,
-        *,
-        direct: bool = True,
-    ) -> PostedRound:
-        """Post the messages of a turn of an exchange, which lie on a device that the transport serves.
-
-        `direct` allows for other ways than messages of the group.
-        """
-        ...
-
-    def tell(self, value: Any) -> list[Any]:
-        """Everybody's values, in the order of the owners. Slow, for small things that happen seldom."""
-        ...
-
-    def abandon(self, posted: Any) -> None:
-        """Messages that nobody will wait for: keep their memory, and stage elsewhere from now on."""
-        ...
-
-    def fail(self, reason: str) -> None:
-        """An exchange broke in the middle: later ones must never meet what it left behind."""
-        ...
-
-
-def combined(a: torch.Tensor, b: torch.Tensor, op: str) -> torch.Tensor:
-    """Two rows of numbers as one."""
-    return torch.maximum(a, b) if op == "max" else a + b
+        """All was sent when the last message had arrived."""

@@ -110,7 +110,7 @@ def tell_all(
 
     def tell() -> list[bytes]:
         exchange.finish()
-        return transport.tell(text)
+        return transport.all_gather(text)
 
     texts = SerialQueue.of(transport).run(tell)
     assert mine_and_told is not None, "or all have raised"

@@ -43,7 +43,7 @@ class SerialQueue:
     @staticmethod
     def of(transport: Transport) -> SerialQueue:
         """The queue of a transport."""
-        return transport.attached(SerialQueue, lambda: SerialQueue(transport))
+        return transport.resource(SerialQueue, lambda: SerialQueue(transport))
 
     @property
     def idle(self) -> bool:
@@ -181,7 +181,7 @@ def _transport(group: Any, owners: Sequence[int] | None = None) -> GroupTranspor
         same = next((one for one in known.values() if one.ranks == transport.ranks), None)
         known[key] = same or transport
         if same is None:
-            transport.meet()
+            transport.rendezvous()
     return known[key]
 
 
@@ -205,7 +205,7 @@ def release_staging() -> int:
 
 def check_owners(transport: GroupTransport, side: str, layout: Layout) -> None:
     """Refuse owners that do not call."""
-    missing = transport.lacks(layout)
+    missing = transport.missing_owners(layout)
     if missing:
         raise RefusedValueError(
             f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(transport.owners)}: "

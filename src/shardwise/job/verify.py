@@ -126,7 +126,11 @@ def verify(
         _both(move, transport.me, dtype, key)
         for move, dtype in zip(_comparable(transport, moves, within), dtypes, strict=True)
     ]
-    totals = transport.reduced(torch.stack(parts).reshape(-1), "sum", apart=number)().reshape(-1, 2, LANES).tolist()
+    totals = (
+        transport.all_reduce(torch.stack(parts).reshape(-1), "sum", number, in_order=False)()
+        .reshape(-1, 2, LANES)
+        .tolist()
+    )
     wrong = [(label, *both) for label, both in zip(labels, totals, strict=True) if both[0] != both[1]]
     if wrong:
         (_, sent, arrived), listed = wrong[0], ", ".join(label for label, *_ in wrong[:8])
@@ -168,13 +172,13 @@ def reduced_values(transport: Transport, partials: Sequence[PartialTensor], with
 def _key(transport: Transport, number: int) -> str:
     """A key for this comparison alone, to which every rank adds: sums that were made to be equal are not."""
     mine = torch.tensor([randbits(62), randbits(62)])
-    return str(transport.reduced(mine, "sum", apart=number)().tolist())
+    return str(transport.all_reduce(mine, "sum", number, in_order=False)().tolist())
 
 
 def worst_of_all(transport: Transport, lost: Sequence[Lost], number: int) -> list[Lost]:
     """The largest losses of any rank, the same on all: ranks may have counted the same values."""
     found = [(one.loss.count, *_bits(one.loss.largest)) for one in lost]
-    most = transport.reduced(torch.tensor(found, dtype=torch.int64), "max", apart=number)().tolist()
+    most = transport.all_reduce(torch.tensor(found, dtype=torch.int64), "max", number, in_order=False)().tolist()
     worst = [replace(one, loss=Loss(count, _number(bits))) for one, (count, bits) in zip(lost, most, strict=True)]
     return [one for one in worst if one.loss.count]
 

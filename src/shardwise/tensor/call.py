@@ -319,7 +319,7 @@ class Call:
         """Plan it, and check it as far as one rank can; there is memory for the result then."""
         options, transport, target = self.options, self.transport, self._target(facts.shape)
         becomes = options.dtype or facts.dtype
-        plan = transport.attached(Plans, lambda: Plans(transport)).of(facts, target.layout, options)
+        plan = transport.resource(Plans, lambda: Plans(transport)).of(facts, target.layout, options)
         self.job = Job(transport, plan, self.operation, options.transport, overflow=options.overflow, shown=str)
         source = self.source.local(facts, transport.me)
         self.job.refuse_losses(lambda _: source)

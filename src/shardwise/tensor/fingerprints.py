@@ -51,7 +51,7 @@ def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) 
     if layout.op is not None:
         partial = PartialTensor(layout, local, dtype, local[0].device if local else torch.device(fields["device"]))
         layout, (local, *_) = spread(layout), reduced_values(transport, [partial], exchange)
-    total = transport.reduced(_once(layout, local, transport.me), "sum", apart=exchange.number)()
+    total = transport.all_reduce(_once(layout, local, transport.me), "sum", exchange.number, in_order=False)()
     head = f"shardwise values 1 {fields['shape']} {dtype} ".encode()
     return blake2b(head + total.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 

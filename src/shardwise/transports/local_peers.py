@@ -1,4 +1,4 @@
-"""Which owners of a transport are processes of this host, and can be reached without the network: found once for a transport."""
+"""Which owners of a transport are processes of this host and can be reached without the network."""
 
 from __future__ import annotations
 
@@ -6,103 +6,117 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
-from shardwise.transports.process_memory import allowed, trial
-from shardwise.transports.unix_packets import PATIENCE, GoneError, Post
+from shardwise.transports.process_memory import MemoryProbe
+from shardwise.transports.this_process import this_process
+from shardwise.transports.unix_packets import PATIENCE, PeerEndedError
 
-SHORT = 0.2  # seconds to wait for those who may have been turned away
+SHORT = 0.2  # seconds to wait for peers that this process may have refused
+T = TypeVar("T")
+HostId = tuple[str, str, int, int]  # host name, boot, network namespace, user
 
 
-class Card(NamedTuple):
-    """What a process tells others: its host, its address there, and a place of its memory to see whether they can."""
+class AllGather(Protocol):
+    """Everybody's values, in the order of the owners."""
 
-    host: tuple[Any, ...]
+    def __call__(self, value: T, /) -> list[T]: ...
+
+
+class PeerCard(NamedTuple):
+    """What a process tells all others of a transport, so that those of its host can reach it."""
+
+    host: HostId
     address: str
-    trial: tuple[int, bytes]
-    meeting: str  # another one for every transport: groups of the same processes are told apart by it
+    probe: MemoryProbe
+    nonce: str  # differs between transports: groups of the same processes are told apart by it
 
 
 class LocalPeers(NamedTuple):
-    """Owners on this host, by number: their addresses; the process of each whose memory can be read from here.
+    """The owners on this host, by number: their addresses, and the process of each whose memory this one can read.
 
-    `readers` are those who can read the memory of this process, which need not be the same ones. `transport` is a number
-    that only packets of this transport have. `all` says that everybody on the transport is on one host; `hosts` are the owners of
-    each, as everybody knows them.
+    `readers` can read the memory of this process; these may be others. `transport` is the number that packets of this
+    transport carry. `all`: everybody is on one host. `hosts`: the owners of each host, the same for all.
     """
 
-    transport: int
-    addresses: dict[int, str]
-    processes: dict[int, int]
-    readers: frozenset[int]
-    all: bool
-    hosts: list[list[int]]
+    transport: int = 0
+    addresses: Mapping[int, str] = {}
+    processes: Mapping[int, int] = {}
+    readers: frozenset[int] = frozenset()
+    all: bool = False
+    hosts: Sequence[Sequence[int]] = ()
 
     @staticmethod
-    def met(me: int, owners: Sequence[int], tell: Callable[[Any], list[Any]]) -> LocalPeers:
-        """Everybody calls. Two are neighbours where both reach and hear each other: both know what is told."""
+    def find(me: int, owners: Sequence[int], all_gather: AllGather) -> LocalPeers:
+        """Everybody calls. Two owners are local peers if each connects to the other; both know the result."""
         mine = _card()
-        with nullcontext() if mine is None else Post.here().attending():
-            cards = dict(zip(owners, tell(mine), strict=True))
-            near = [o for o, card in cards.items() if o != me and mine and card and card.host == mine.host]
-            reached = {owner: pid for owner in near if (pid := _reached(cards[owner].address)) is not None}
-            calling = [owner for owner, others in zip(owners, tell(sorted(reached)), strict=True) if me in others]
-            heard = _heard({owner: cards[owner].address for owner in calling if owner in reached})
-            readable = {owner: reached[owner] for owner in heard if allowed(reached[owner], *cards[owner].trial)}
-            told = dict(zip(owners, tell((heard, sorted(readable))), strict=True))
-        found = [owner for owner in heard if me in told[owner][0]]
-        listed = str([card and card.meeting for card in cards.values()])
+        with nullcontext() if mine is None else this_process.packets.accept_in_background():
+            cards = dict(zip(owners, all_gather(mine), strict=True))
+            near = {o: card for o, card in cards.items() if o != me and mine and card and card.host == mine.host}
+            pids = {owner: pid for owner, card in near.items() if (pid := _connect(card.address)) is not None}
+            callers = [owner for owner, others in zip(owners, all_gather(sorted(pids)), strict=True) if me in others]
+            peers = _accepted({owner: near[owner].address for owner in callers if owner in pids})
+            readable = {owner: pids[owner] for owner in peers if near[owner].probe.is_readable(pids[owner])}
+            reports = dict(zip(owners, all_gather((peers, sorted(readable))), strict=True))
+        peers = [owner for owner in peers if me in reports[owner][0]]
         return LocalPeers(
-            int.from_bytes(blake2b(listed.encode(), digest_size=7).digest()),
-            {owner: cards[owner].address for owner in found},
-            {owner: readable[owner] for owner in found if owner in readable},
-            frozenset(owner for owner in found if me in told[owner][1]),
-            all(len(others) == len(owners) - 1 for others, _ in told.values()),
+            _number(cards.values()),
+            {owner: near[owner].address for owner in peers},
+            {owner: readable[owner] for owner in peers if owner in readable},
+            frozenset(owner for owner in peers if me in reports[owner][1]),
+            all(len(others) == len(owners) - 1 for others, _ in reports.values()),
             _hosts(cards),
         )
 
 
-def _reached(address: str) -> int | None:
-    """The process at an address of this host, where it can be written to."""
+def _connect(address: str) -> int | None:
+    """The process at an address of this host; None if it cannot be reached."""
     try:
-        return Post.here().connect(address)
-    except (OSError, GoneError):
+        return this_process.packets.connect(address)
+    except (OSError, PeerEndedError):
         return None
 
 
-def _heard(calling: Mapping[int, str]) -> list[int]:
-    """Those of these owners who have come in. All are at the door, but some may have been turned away."""
-    if not calling:
+def _accepted(callers: Mapping[int, str]) -> list[int]:
+    """The owners among these whose connection was accepted here. All have connected, but some may have been refused."""
+    if not callers:
         return []
-    begun = time.monotonic()
-    while not all(map(Post.here().hears, calling.values())):
-        if time.monotonic() - begun > (SHORT if Post.here().turned_away else PATIENCE):
+    packets, start = this_process.packets, time.monotonic()
+    while not all(map(packets.has_hello_from, callers.values())):
+        if time.monotonic() - start > (SHORT if packets.refused_a_peer else PATIENCE):
             break
         time.sleep(1e-3)
-    return [owner for owner, address in calling.items() if Post.here().hears(address)]
+    return [owner for owner, address in callers.items() if packets.has_hello_from(address)]
 
 
-def _hosts(cards: Mapping[int, Card | None]) -> list[list[int]]:
-    """One that told nothing of itself is alone."""
-    found = dict[Any, list[int]]()
+def _number(cards: Iterable[PeerCard | None]) -> int:
+    """A number for the transport of these processes, the same on all of them."""
+    nonces = str([card and card.nonce for card in cards])
+    return int.from_bytes(blake2b(nonces.encode(), digest_size=7).digest())
+
+
+def _hosts(cards: Mapping[int, PeerCard | None]) -> list[list[int]]:
+    """An owner without a card is alone."""
+    hosts = dict[HostId | int, list[int]]()
     for owner, card in cards.items():
-        found.setdefault(owner if card is None else card.host, []).append(owner)
-    return list(found.values())
+        hosts.setdefault(owner if card is None else card.host, []).append(owner)
+    return list(hosts.values())
 
 
-def _card() -> Card | None:
-    """None where this process cannot meet others of its host."""
+def _card() -> PeerCard | None:
+    """None if this process cannot have a socket for others of its host."""
     try:
-        return Card(_host(), Post.here().address, trial(), secrets.token_hex(8))
+        address = this_process.packets.address
+        return PeerCard(_host(), address, MemoryProbe.of_this_process(), secrets.token_hex(8))
     except OSError:
         return None
 
 
-def _host() -> tuple[Any, ...]:
-    """Equal where processes can meet: one running system, one network namespace (addresses are its), one user."""
+def _host() -> HostId:
+    """Equal for processes that can reach each other: one running system, network namespace (of addresses) and user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return socket.gethostname(), boot, os.stat("/proc/self/ns/net").st_ino, os.getuid()

@@ -1,4 +1,4 @@
-"""What letters say: where the bytes of a message lie, packed or as the tensors that they are of."""
+"""Where the bytes of a message lie: what a sender writes to a receiver of its host, instead of the bytes themselves."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import numpy as np
 import torch
 
 from shardwise.geometry import Ints, Strides
-from shardwise.transports.segments import Place, Segment
+from shardwise.transports.segments import SegmentPlace, SharedSegment
 
-STAGED, TENSORS, BY_GROUP = range(3)  # kinds of letters, which their first word says
+IN_SEGMENT, IN_TENSORS, IN_GROUP_MESSAGE = range(3)  # kinds of locations: the first word of the payload
 
 
 class MessageLocation(NamedTuple):
-    """Its words, and the segments that it names."""
+    """The payload of a packet, and the segments that it names, which have to be sent first."""
 
-    text: bytes
-    segments: Sequence[Segment] = ()
-
-
-def staged(segment: Segment, start: int) -> MessageLocation:
-    """The message lies in a segment, from this byte on."""
-    return MessageLocation(_words(STAGED, segment.number, segment.size, start), [segment])
+    payload: bytes
+    segments: Sequence[SharedSegment] = ()
 
 
-def by_group() -> MessageLocation:
+def in_segment(segment: SharedSegment, start: int) -> MessageLocation:
+    """The message is packed in a segment, from this byte on."""
+    return MessageLocation(_words(IN_SEGMENT, segment.number, segment.size, start), [segment])
+
+
+def in_group_message() -> MessageLocation:
     """The message comes over the process group."""
-    return MessageLocation(_words(BY_GROUP))
+    return MessageLocation(_words(IN_GROUP_MESSAGE))
 
 
-def of_tensors(tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> MessageLocation:
+def in_tensors(tensors: Sequence[torch.Tensor], places: Sequence[SegmentPlace]) -> MessageLocation:
     """The cells are in these tensors, which lie at these places; or, without places, in the memory of this process."""
-    words = [TENSORS, not places, len(tensors)]
+    words = [IN_TENSORS, bool(places), len(tensors)]
     for at, tensor in enumerate(tensors):
         if places:
             words += (places[at].segment.number, places[at].segment.size, places[at].start)
@@ -48,42 +48,40 @@ def _words(*words: int) -> bytes:
 
 
 class LocatedTensors:
-    """Tensors of another process."""
+    """Tensors of a peer that are read in place. `segment` maps one of its segments, `read` copies from its memory."""
 
     def __init__(
-        self,
-        key: bytes,
-        segment: Callable[[int, int], torch.Tensor],
-        read: Callable[[Ints, Ints, Ints], None],
+        self, payload: bytes, segment: Callable[[int, int], torch.Tensor], read: Callable[[Ints, Ints, Ints], None]
     ) -> None:
-        self.key, self._segment, self._read = key, segment, read
-        self._words = np.frombuffer(key, np.int64)
-        self.attached = bool(self._words[1])
-        self._parsed: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
+        self.key, self._segment, self._read = payload, segment, read
+        self._words = np.frombuffer(payload, np.int64)
+        self.mapped = bool(self._words[1])
+        self._fields: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
 
     def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
-        if self._parsed is None:
+        """Strides, bytes and starts of each. Only at first use: a repeated exchange keeps its views by the payload."""
+        if self._fields is None:
             words, at = self._words.tolist(), 3
             strides, data, starts = list[Strides](), list[torch.Tensor](), list[int]()
             for _ in range(words[2]):
                 number, size, start, dims = words[at : at + 4]
                 strides.append(tuple(words[at + 4 : at + 4 + dims]))
                 starts.append(start)
-                if not self.attached:
+                if self.mapped:
                     data.append(self._segment(number, size)[start:])
                 at += 4 + dims
-            self._parsed = strides, data, np.array(starts, np.int64)
-        return self._parsed
+            self._fields = strides, data, np.array(starts, np.int64)
+        return self._fields
 
     @property
     def strides(self) -> Sequence[Strides]:
-        """Of each."""
+        """The strides of each tensor."""
         return self._parse()[0]
 
-    def mapped(self) -> list[torch.Tensor]:
-        """Their bytes from the first element on."""
+    def bytes_of_each(self) -> list[torch.Tensor]:
+        """The bytes of each tensor from its first element on. Only where they are mapped."""
         return self._parse()[1]
 
     def read(self, here: Ints, tensor: Ints, offset: Ints, sizes: Ints) -> None:
-        """Copy ranges of bytes from offsets of tensors to addresses here."""
+        """Copy ranges of bytes from offsets of tensors to addresses of this process."""
         self._read(here, self._parse()[2][tensor] + offset, sizes)

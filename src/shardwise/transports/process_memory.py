@@ -1,10 +1,11 @@
-"""Straight from the memory of another process of this user into ours, where the kernel allows it: one copy."""
+"""Reads the memory of another process of the same user, where the kernel allows it: one copy (process_vm_readv)."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import secrets
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,39 +13,47 @@ import torch
 from shardwise.errors import ExchangeError
 from shardwise.geometry import Ints, ints
 
-AT_ONCE = 1024  # ranges that one call takes
-LARGEST = 2**30  # bytes of a range, and about as many in a call
+MAX_RANGES = 1024  # of one call
+MAX_BYTES = 2**30  # of a range, and about as many of a call
 
-_token = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)  # what others read to see that they can
-
-
-def trial() -> tuple[int, bytes]:
-    """An address of this process, and what is there."""
-    return _token.data_ptr(), _token.numpy().tobytes()
+_token = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
 
 
-def allowed(pid: int, address: int, there: bytes) -> bool:
-    """True where that can be read from here."""
-    room = torch.zeros(len(there), dtype=torch.uint8)
-    try:
-        read(pid, ints([room.data_ptr()]), ints([address]), ints([len(there)]))
-    except (ExchangeError, AttributeError):  # the system may not have it
-        return False
-    return room.numpy().tobytes() == there
+class MemoryProbe(NamedTuple):
+    """An address of a process and the bytes there: a peer that can read them can read the process's memory."""
+
+    address: int
+    content: bytes
+
+    @staticmethod
+    def of_this_process() -> MemoryProbe:
+        """A random token, the same for all groups."""
+        return MemoryProbe(_token.data_ptr(), _token.numpy().tobytes())
+
+    def is_readable(self, pid: int) -> bool:
+        """True if this process can read the probe in the memory of process `pid`."""
+        room = torch.zeros(len(self.content), dtype=torch.uint8)
+        try:
+            read(pid, ints([room.data_ptr()]), ints([self.address]), ints([len(self.content)]))
+        except (ExchangeError, AttributeError):  # the system may not have the call
+            return False
+        return room.numpy().tobytes() == self.content
 
 
 def read(pid: int, here: Ints, there: Ints, sizes: Ints) -> None:
-    """Copy ranges of bytes from addresses of a process to addresses of ours."""
-    if sizes.max(initial=0) > LARGEST:
+    """Copy ranges of bytes from addresses of process `pid` to addresses of this process."""
+    if sizes.max(initial=0) > MAX_BYTES:
         here, there, sizes = _split(here, there, sizes)
     ours, theirs = np.stack([here, sizes], axis=1), np.stack([there, sizes], axis=1)
     ends, start = np.cumsum(sizes), 0
     while start < len(sizes):
         done = int(ends[start] - sizes[start])
-        stop = min(start + AT_ONCE, max(int(ends.searchsorted(done + LARGEST, "right")), start + 1))
-        got = _call(pid, ours[start:stop], theirs[start:stop])
-        if got != ends[stop - 1] - done:
-            why = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {ends[stop - 1] - done} bytes were read"
+        stop = min(start + MAX_RANGES, max(int(ends.searchsorted(done + MAX_BYTES, "right")), start + 1))
+        count = _call(pid, ours[start:stop], theirs[start:stop])
+        if count != ends[stop - 1] - done:
+            why = (
+                os.strerror(ctypes.get_errno()) if count < 0 else f"{count} of {ends[stop - 1] - done} bytes were read"
+            )
             raise ExchangeError(f"the memory of process {pid} cannot be read: {why}")
         start = stop
 
@@ -56,10 +65,10 @@ def _call(pid: int, ours: Ints, theirs: Ints) -> int:
 
 
 def _split(here: Ints, there: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints]:
-    parts = -(-sizes // LARGEST)
+    parts = -(-sizes // MAX_BYTES)
     row = np.repeat(np.arange(len(sizes)), parts)
-    offset = LARGEST * (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts))
-    return here[row] + offset, there[row] + offset, np.minimum(sizes[row] - offset, LARGEST)
+    offset = MAX_BYTES * (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts))
+    return here[row] + offset, there[row] + offset, np.minimum(sizes[row] - offset, MAX_BYTES)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

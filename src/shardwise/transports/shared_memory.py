@@ -1,8 +1,8 @@
-"""The transport of ranks of one host, through shared memory; with ranks of other hosts by messages of their group.
+"""The transport of ranks of one host, through shared memory; to ranks of other hosts, by messages of their group.
 
-A sender packs into memory that others have mapped, and leaves a letter that says where; receivers read it there, and
-say so before it is packed into again. What lies in shared memory already, or can be read from the memory of the other
-process, is not packed at all: the letter says where the tensors are.
+A sender packs a message into a segment that the receiver has mapped, and sends its location. The receiver reads it
+there, and acknowledges it before the segment is packed again. Cells that lie in shared memory already, or that the
+receiver can read from the memory of the sender, are not packed at all: the location is that of the tensors.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +20,30 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange import in_words
+from shardwise.exchange.collectives import wait_for
 from shardwise.exchange.transport import PeerTensors, PostedRound, Receive, Send
 from shardwise.geometry import Ints
-from shardwise.transports import message_location as letters
-from shardwise.transports import process_memory as attach
+from shardwise.transports import message_location, process_memory
 from shardwise.transports.failure_notices import CauseError
 from shardwise.transports.local_peers import LocalPeers
 from shardwise.transports.message_location import LocatedTensors, MessageLocation
 from shardwise.transports.process_group import GroupMessages, GroupTransport
-from shardwise.transports.segments import Segment, SharedMemoryError, SharedStaging, hand, shared
-from shardwise.transports.unix_packets import FAILED, BrokenError, GoneError, Key, Packet, Post
+from shardwise.transports.segments import SharedMemoryError, SharedSegment, SharedStaging
+from shardwise.transports.this_process import this_process
+from shardwise.transports.unix_packets import (
+    FAILED,
+    Packet,
+    PacketKey,
+    PacketSocket,
+    Payload,
+    PeerEndedError,
+    TransportFailedError,
+)
 
-SLOTS, APART, LETTER, READ = range(1, 5)  # kinds of packets
-WORTH, RUN = 2**20, 2**16  # bytes from which on it pays to read from another process: of a message, of a run
+ROW, LOCATION, READ = range(
+    1, 4
+)  # kinds of packets: a row of an all-to-all, the location of a message, that it was read
+WORTH, RUN = 2**20, 2**16  # bytes of a message and of its runs from which on reading from the sender's memory pays
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -42,141 +51,140 @@ log = logging.getLogger("shardwise")
 
 
 class SharedMemoryTransport(GroupTransport):
-    """A process group whose ranks of one host talk through memory, once all of them have called `meet`."""
+    """A process group whose ranks of one host communicate through memory, after the rendezvous."""
 
     def __init__(self, group: dist.ProcessGroup, owners: Sequence[int] | None = None) -> None:
         super().__init__(group, owners)
-        self.near, self._spins = LocalPeers(0, {}, {}, frozenset(), all=False, hosts=[]), False
-        self.packed, self._over_group = SharedStaging(), False  # True once others of this host wait at the group for us
-        self._numbers = count()
+        self.local_peers, self._spin = LocalPeers(), False
+        self.shared_staging = SharedStaging()
+        self._used_group = False  # True once a rank of this host waits for a message of the group from this one
 
     @property
-    def _post(self) -> Post:
-        """Where there are neighbours; not every system lets processes have an address."""
-        return Post.here()
+    def _packets(self) -> PacketSocket:
+        """Only where there are local peers: not every system allows a socket."""
+        return this_process.packets
 
-    def meet(self) -> None:
-        """Find who is on this host. Everybody on the transport calls, before anything else."""
+    def rendezvous(self) -> None:
+        """Find the ranks of this host. Everybody on the transport calls, before anything else."""
         try:
             with self.budget():
-                super().meet()
-                self.near = LocalPeers.met(self.me, self.owners, self.tell)
-        except BaseException as error:  # also an interrupt: others may take this one for their neighbour
-            self.fail(f"{type(error).__name__} while it met the others")
+                super().rendezvous()
+                self.local_peers = LocalPeers.find(self.me, self.owners, self.all_gather)
+        except BaseException as error:  # also an interrupt: others may take this rank for their peer
+            self.fail(f"{type(error).__name__} during the rendezvous")
             raise
-        self._spins = len(self.near.addresses) < len(os.sched_getaffinity(0))
+        self._spin = len(self.local_peers.addresses) < len(os.sched_getaffinity(0))
 
-    def ahead(self, device: torch.device, *, direct: bool) -> int:
-        """All, where nothing goes by messages: what comes is not looked at before it is wanted."""
-        apart = self.near.all and direct and device.type == "cpu"
-        return sys.maxsize if apart else super().ahead(device, direct=direct)
+    def early_limit(self, device: torch.device, *, direct: bool) -> int:
+        """No limit if nothing goes by messages: a location is not looked at before it is needed."""
+        by_memory = self.local_peers.all and direct and device.type == "cpu"
+        return sys.maxsize if by_memory else super().early_limit(device, direct=direct)
 
     def release(self) -> int:
-        """With what is packed into."""
-        kept = self.packed.bytes
-        self.packed.give_back()
-        if self.near.addresses:
-            hand.tidy(self._post)
+        """Give back the shared staging too, and unmap segments that peers have freed."""
+        kept = self.shared_staging.bytes
+        self.shared_staging.give_back()
+        if self.local_peers.addresses:
+            this_process.peer_segments.tidy()
         return kept + super().release()
 
-    def check_choice(self, way: Any) -> None:
-        """All ways are open where everybody is on this host."""
-        if way != "shared" or not self.near.all:
-            super().check_choice(way)
+    def check_choice(self, choice: object) -> None:
+        """Every choice is possible if everybody is on this host."""
+        if choice != "shared" or not self.local_peers.all:
+            super().check_choice(choice)
 
-    def _not_shared(self) -> str:
-        together = "; ".join(map(in_words, self.near.hosts))
+    def _why_not_shared(self) -> str:
+        hosts = "; ".join(map(in_words, self.local_peers.hosts))
         return (
-            f"not all ranks can share memory, but only {together} among themselves: the others are on other hosts, in "
+            f"not all ranks can share memory, but only {hosts} among themselves: the others are on other hosts, in "
             f"other containers, or of other users"
         )
 
-    def _key(self, owner: int, kind: int, tag: int) -> Key:
-        """Of packets that come from an owner."""
-        return Key(self.near.addresses[owner], self.near.transport, kind, tag)
+    # --- packets -----------------------------------------------------------------------------------------------------
 
-    def _send(self, owner: int, kind: int, tag: int, payload: Any = b"", segments: Sequence[Segment] = ()) -> None:
-        """A packet, after the segments that it names."""
-        to, key = self.near.addresses[owner], Key("", self.near.transport, kind, tag)
+    def _key(self, owner: int, kind: int, tag: int) -> PacketKey:
+        """The key of packets that come from an owner."""
+        return PacketKey(self.local_peers.addresses[owner], self.local_peers.transport, kind, tag)
+
+    def _send(
+        self, owner: int, kind: int, tag: int, payload: Payload = b"", segments: Sequence[SharedSegment] = ()
+    ) -> None:
+        """Send a packet, after the segments that it names."""
+        address, transport = self.local_peers.addresses[owner], self.local_peers.transport
         try:
             for segment in segments:
-                hand.out(self._post, to, segment, seconds=self.left, transport=key.transport)
-            self._post.send(to, key, payload, seconds=self.left)
+                this_process.peer_segments.send(address, segment, seconds=self.left, transport=transport)
+            self._packets.send(address, PacketKey("", transport, kind, tag), payload, seconds=self.left)
         except TimeoutError as error:
             raise RuntimeError(f"nothing was taken by rank {owner} within {self.seconds:g} s") from error
-        except (GoneError, BrokenError, OSError) as error:
-            raise self._lost(error) from error
+        except (PeerEndedError, TransportFailedError, OSError) as error:
+            raise self._as_runtime_error(error) from error
 
-    def collect(self, keys: dict[int, Key], doing: str) -> Iterator[tuple[int, Packet]]:
-        """One packet for each of these numbers, as they come."""
-        came, left = list[tuple[int, Packet]](), dict(keys)
+    def collect(self, keys: Mapping[int, PacketKey], doing: str) -> Iterator[tuple[int, Packet]]:
+        """One packet for each of these numbers, in the order of arrival."""
+        arrived, missing = list[tuple[int, Packet]](), dict(keys)
 
         def ready() -> bool:
-            for number, key in list(left.items()):
-                packet = self._post.take(key)
+            for number, key in list(missing.items()):
+                packet = self._packets.take(key)
                 if packet is not None:
-                    came.append((number, packet))
-                    del left[number]
-            return bool(came)
+                    arrived.append((number, packet))
+                    del missing[number]
+            return bool(arrived)
 
-        while left or came:
-            with self._guarded(doing):
-                try:
-                    self._post.wait(
-                        ready,
-                        transport=self.near.transport,
-                        expected=lambda: [key.sender for key in left.values()],
-                        seconds=self.left,
-                        spin=self._spins,
-                    )
-                except TimeoutError as error:
-                    late = in_words(self._owners_at({key.sender for key in left.values()}))
-                    raise RuntimeError(f"nothing came within {self.seconds:g} s from {late}") from error
-                except (GoneError, BrokenError) as error:
-                    raise self._lost(error) from error
-            yield from came
-            came.clear()
+        while missing or arrived:
+            with self.guard(doing):
+                self._wait_for_packets(ready, lambda: [key.sender for key in missing.values()])
+            yield from arrived
+            arrived.clear()
+
+    def _wait_for_packets(self, ready: Callable[[], bool], senders: Callable[[], list[str]]) -> None:
+        transport, left, spin = self.local_peers.transport, self.left, self._spin
+        try:
+            self._packets.wait(ready, transport=transport, expected=senders, seconds=left, spin=spin)
+        except TimeoutError as error:
+            late = in_words(self._owners_at(senders()))
+            raise RuntimeError(f"nothing came within {self.seconds:g} s from {late}") from error
+        except (PeerEndedError, TransportFailedError) as error:
+            raise self._as_runtime_error(error) from error
 
     def _cause_of(self, error: RuntimeError) -> str | None:
-        """What was told by packets comes first: it was sent before connections were cut."""
-        told = self._post.failure(self.near.transport) if self.near.addresses else None
-        return told or super()._cause_of(error)
+        """A cause that came by packet is the first: it was sent before connections were closed."""
+        cause = self._packets.failure(self.local_peers.transport) if self.local_peers.addresses else None
+        return cause or super()._cause_of(error)
 
-    def _lost(self, error: Exception) -> RuntimeError:
-        """What may happen to other processes, as the errors that transports have."""
-        if isinstance(error, GoneError):
+    def _as_runtime_error(self, error: Exception) -> RuntimeError:
+        """Failures of other processes, as the errors that `guard` expects."""
+        if isinstance(error, PeerEndedError):
             return CauseError(f"{in_words(self._owners_at({error.address}))} has ended")
-        return CauseError(str(error)) if isinstance(error, BrokenError) else RuntimeError(str(error))
+        return CauseError(str(error)) if isinstance(error, TransportFailedError) else RuntimeError(str(error))
 
     def _owners_at(self, addresses: Collection[str]) -> list[int]:
-        return [owner for owner, address in self.near.addresses.items() if address in addresses]
+        return [owner for owner, address in self.local_peers.addresses.items() if address in addresses]
 
-    # --- agreement ---------------------------------------------------------------------------------------------------
-
-    def slots(
-        self, mine: npt.NDArray[np.uint8], sizes: Sequence[int], *, apart: int | None = None
+    def all_to_all(
+        self, rows: npt.NDArray[np.uint8], sizes: Sequence[int], number: int, *, in_order: bool = True
     ) -> Callable[[], Sequence[memoryview]]:
-        """A packet for everybody, where all are on this host."""
-        if not self.near.all:
-            return super().slots(mine, sizes, apart=apart)
-        kind, tag = (SLOTS, next(self._numbers)) if apart is None else (APART, apart)
-        rows = [memoryview(row)[:size] for row, size in zip(mine, sizes, strict=True)]
-        with self._guarded("starting to agree"):
-            for owner, row in zip(self.owners, rows, strict=True):
+        """A packet for every rank, if all are on this host."""
+        if not self.local_peers.all:
+            return super().all_to_all(rows, sizes, number, in_order=in_order)
+        views = [memoryview(row)[:size] for row, size in zip(rows, sizes, strict=True)]
+        with self.guard("starting to agree"):
+            for owner, row in zip(self.owners, views, strict=True):
                 if owner != self.me:
-                    self._send(owner, kind, tag, row)
+                    self._send(owner, ROW, number, row)
 
         def wait() -> list[memoryview]:
-            keys = {self.rows[owner]: self._key(owner, kind, tag) for owner in self.near.addresses}
-            for row, packet in self.collect(keys, self._meeting):
-                rows[row] = memoryview(packet.payload)
-            return rows
+            keys = {self.rows[owner]: self._key(owner, ROW, number) for owner in self.local_peers.addresses}
+            for row, packet in self.collect(keys, self._waiting_for_all):
+                views[row] = memoryview(packet.payload)
+            return views
 
         return wait
 
-    # --- turns -------------------------------------------------------------------------------------------------------
+    # --- rounds ------------------------------------------------------------------------------------------------------
 
-    def turn(
+    def post_round(
         self,
         receives: Sequence[Receive],
         sends: Sequence[Send],
@@ -186,164 +194,176 @@ class SharedMemoryTransport(GroupTransport):
         *,
         direct: bool = True,
     ) -> PostedRound:
-        """Letters to those on this host, messages to others."""
-        if device.type != "cpu" or not direct or not self.near.addresses:
-            return super().turn(receives, sends, tag, device, align)
-        hand.tidy(self._post)
-        far = [at for at, one in enumerate(receives) if one.peer not in self.near.addresses]
-        far_sends = [one for one in sends if one.peer not in self.near.addresses]
-        others = None
+        """Send locations to ranks of this host, messages to others."""
+        local = self.local_peers.addresses
+        if device.type != "cpu" or not direct or not local:
+            return super().post_round(receives, sends, tag, device, align)
+        this_process.peer_segments.tidy()
+        far = [at for at, one in enumerate(receives) if one.peer not in local]
+        far_sends, local_sends = (
+            [one for one in sends if (one.peer in local) == is_local] for is_local in (False, True)
+        )
+        far_round = None
         if far or far_sends:
-            others = super().turn([receives[at] for at in far], far_sends, tag, device, align)
-        near_sends = [one for one in sends if one.peer in self.near.addresses]
-        by_group, segment = self._letters(near_sends, tag, align)
-        near = {at: one for at, one in enumerate(receives) if one.peer in self.near.addresses}
-        return SharedMemoryRound(self, tag, near, [one.peer for one in near_sends], others, far, by_group, segment)
+            far_round = super().post_round([receives[at] for at in far], far_sends, tag, device, align)
+        group_messages, segment = self._send_locations(local_sends, tag, align)
+        local_receives = {at: one for at, one in enumerate(receives) if one.peer in local}
+        return SharedMemoryRound(
+            self, tag, local_receives, [one.peer for one in local_sends], far_round, far, group_messages, segment
+        )
 
-    def _letters(self, sends: Sequence[Send], tag: int, align: int) -> tuple[list[GroupMessages], Segment | None]:
-        """Say where everything is, once it is there; what does not fit into shared memory goes by messages.
+    def _send_locations(
+        self, sends: Sequence[Send], tag: int, align: int
+    ) -> tuple[list[GroupMessages], SharedSegment | None]:
+        """Pack what must be packed, and send the location of every message as soon as it is there.
 
-        Those, and the segment that others read.
+        Returns the messages that did not fit into shared memory and go over the group, and the segment with the others.
         """
         takers = Counter(one.same for one in sends)
-        unpacked = [self._unpacked(one, alone=takers[one.same] == 1) for one in sends]
-        starts, total = _starts([one for one, letter in zip(sends, unpacked, strict=True) if letter is None], align)
-        segment, data = self._room(total)
-        by_group, packed = list[GroupMessages](), set[int]()
-        with self._guarded("posting messages"):
-            for one, letter in zip(sends, unpacked, strict=True):
-                if letter is not None:
-                    self._send(one.peer, LETTER, tag, *letter)
+        locations = [self._location_in_place(one, alone=takers[one.same] == 1) for one in sends]
+        starts, total = _starts([one for one, place in zip(sends, locations, strict=True) if place is None], align)
+        segment, data = self._take_staging(total)
+        group_messages, packed = list[GroupMessages](), set[int]()
+        with self.guard("posting messages"):
+            for one, location in zip(sends, locations, strict=True):
+                if location is not None:
+                    self._send(one.peer, LOCATION, tag, *location)
                 elif segment is None:
-                    by_group.append(self._by_group(one, tag))
+                    group_messages.append(self._send_over_group(one, tag))
                 else:
                     start = starts[one.same]
                     if one.same not in packed:
                         one.pack(data[start : start + one.bytes])
                         packed.add(one.same)
-                    self._send(one.peer, LETTER, tag, *letters.staged(segment, start))
-        return by_group, segment
+                    self._send(one.peer, LOCATION, tag, *message_location.in_segment(segment, start))
+        return group_messages, segment
 
-    def _room(self, size: int) -> tuple[Segment | None, torch.Tensor]:
-        """To pack into; None where it cannot be had, or none is needed."""
+    def _take_staging(self, size: int) -> tuple[SharedSegment | None, torch.Tensor]:
+        """A segment to pack into; None if it cannot be allocated, or none is needed."""
         try:
             if size:
-                return self.packed.take(size)
+                return self.shared_staging.take(size)
         except SharedMemoryError as error:
-            # as text: who keeps what is logged must not keep what the error's frames have
-            log.warning("%s: messages of rank %s take the way over the process group", str(error), self.me)
+            # as a string: a handler that keeps log records must not keep the frames of the error
+            log.warning("%s: messages of rank %s go over the process group", str(error), self.me)
         return None, NOTHING
 
-    def _by_group(self, one: Send, tag: int) -> GroupMessages:
+    def _send_over_group(self, one: Send, tag: int) -> GroupMessages:
         room = torch.empty(one.bytes, dtype=torch.uint8)
         one.pack(room)
-        self._over_group = True
-        self._send(one.peer, LETTER, tag, *letters.by_group())
-        return self.swap([], [(one.peer, room)], tag)
+        self._used_group = True
+        self._send(one.peer, LOCATION, tag, *message_location.in_group_message())
+        return self.post_messages([], [(one.peer, room)], tag)
 
-    def _unpacked(self, one: Send, *, alone: bool) -> MessageLocation | None:
-        """A letter for what need not be packed; None where it must be.
+    def _location_in_place(self, one: Send, *, alone: bool) -> MessageLocation | None:
+        """The location of a message that need not be packed; None if it must be.
 
-        To read from another process takes longer than from shared memory: what several want is packed once for all.
+        Reading from another process takes longer than from shared memory: what several ranks want is packed once.
         """
-        place = None if one.outof is None else shared.place(one.outof)
+        place_of = this_process.shared_tensors.place
+        place = None if one.outof is None else place_of(one.outof)
         if place is not None and not one.tensors:
-            return letters.staged(*place)
+            return message_location.in_segment(*place)
         if not one.tensors:
             return None
-        places = [place for tensor in one.tensors if (place := shared.place(tensor)) is not None]
+        places = [place for tensor in one.tensors if (place := place_of(tensor)) is not None]
         if len(places) == len(one.tensors):
-            return letters.of_tensors(one.tensors, places)
-        worth = alone and one.peer in self.near.readers and one.bytes >= WORTH and one.run >= RUN
-        return letters.of_tensors(one.tensors, []) if worth else None
+            return message_location.in_tensors(one.tensors, places)
+        worth = alone and one.peer in self.local_peers.readers and one.bytes >= WORTH and one.run >= RUN
+        return message_location.in_tensors(one.tensors, []) if worth else None
 
-    def _read(self, peer: int, here: Ints, there: Ints, sizes: Ints) -> None:
-        """Ranges of bytes from addresses of a peer to addresses here."""
-        with self._guarded(f"reading from the memory of rank {peer}"):
-            attach.read(self.near.processes[peer], here, there, sizes)
+    def read_memory(self, peer: int, here: Ints, there: Ints, sizes: Ints) -> None:
+        """Copy ranges of bytes from addresses of a peer to addresses of this process."""
+        with self.guard(f"reading from the memory of rank {peer}"):
+            process_memory.read(self.local_peers.processes[peer], here, there, sizes)
 
-    def _tell_of(self, cause: str) -> None:
-        """Packets to those on this host; the others, and those who wait for messages of the group, by the group."""
-        self.packed.release()
-        for address in self.near.addresses.values():
-            self._post.try_to_send(address, Key("", self.near.transport, FAILED, 0), cause.encode()[:1000])
-        if self.near.addresses:  # what has come will not be taken
-            self._post.discard_all(lambda key: key.transport == self.near.transport)
-        if not self.near.all or self._over_group:
-            super()._tell_of(cause)
+    def open_message(self, one: Receive, packet: Packet, tag: int) -> torch.Tensor | PeerTensors:
+        """The bytes of a message of this host, or the tensors to read it from, by its location."""
+        kind, *words = np.frombuffer(packet.payload, np.int64)[:4].tolist()
+        segment = partial(this_process.peer_segments.mapping, self.local_peers.addresses[one.peer])
+        if kind == message_location.IN_TENSORS:
+            return LocatedTensors(packet.payload, segment, partial(self.read_memory, one.peer))
+        if kind == message_location.IN_GROUP_MESSAGE:
+            room = torch.empty(one.bytes, dtype=torch.uint8)
+            wait_for(self.post_messages([(one.peer, room)], [], tag))
+            return room
+        number, size, start = words
+        return segment(number, size)[start : start + one.bytes]
 
-    def abandon(self, posted: Any) -> None:
-        """Others may read what was packed for as long as they like."""
+    # --- failures ----------------------------------------------------------------------------------------------------
+
+    def _announce_failure(self, cause: str) -> None:
+        """By packet to ranks of this host; by the group to others, and to those that wait for its messages."""
+        self.shared_staging.release()
+        key = PacketKey("", self.local_peers.transport, FAILED, 0)
+        for address in self.local_peers.addresses.values():
+            self._packets.try_to_send(address, key, cause.encode()[:1000])
+        if self.local_peers.addresses:  # nobody will take what has arrived
+            self._packets.discard_all(lambda key: key.transport == self.local_peers.transport)
+        if not self.local_peers.all or self._used_group:
+            super()._announce_failure(cause)
+
+    def abandon(self, posted: PostedRound) -> None:
+        """Peers may read what was packed for any length of time."""
         super().abandon(posted)
-        self.packed.release()
+        self.shared_staging.release()
         if isinstance(posted, SharedMemoryRound):
-            posted.drop()
+            posted.abandon()
 
 
 class SharedMemoryRound:
-    """Letters under way, and messages with other hosts."""
+    """A round whose locations are sent to ranks of this host; `far_round` has the messages with other hosts.
+
+    The segment is kept until it is read: peers must not be told that it is freed before they have mapped it.
+    """
 
     def __init__(
         self,
         transport: SharedMemoryTransport,
         tag: int,
-        near: dict[int, Receive],
-        sent_to: Sequence[int],
-        others: PostedRound | None,
+        receives: Mapping[int, Receive],
+        readers: Sequence[int],
+        far_round: PostedRound | None,
         far: Sequence[int],
-        by_group: Sequence[GroupMessages],
-        segment: Segment | None,
+        group_messages: Sequence[GroupMessages],
+        segment: SharedSegment | None,
     ) -> None:
-        self._transport, self._tag, self._near, self._sent_to = transport, tag, near, sent_to
-        self._others, self._far, self._by_group = others, far, by_group
-        self._segment = segment  # until it is read: others must not hear that it is no more before they have opened it
+        self._transport, self._tag, self._receives, self._readers = transport, tag, receives, readers
+        self._far_round, self._far, self._group_messages, self._segment = far_round, far, group_messages, segment
 
     def arrivals(self) -> Iterator[tuple[int, torch.Tensor | PeerTensors | None]]:
-        """Letters as they come, then messages."""
-        transport = self._transport
-        keys = {at: transport._key(one.peer, LETTER, self._tag) for at, one in self._near.items()}
-        for at, packet in transport.collect(keys, f"waiting for {_peers(self._near.values())}"):
-            yield at, self._opened(self._near[at], packet)
-        for at, found in self._others.arrivals() if self._others else ():
-            yield self._far[at], found
-
-    def _opened(self, one: Receive, packet: Packet) -> torch.Tensor | PeerTensors:
-        transport, (kind, *said) = self._transport, np.frombuffer(packet.payload, np.int64)[:4].tolist()
-        segment = partial(hand.of, transport._post, transport.near.addresses[one.peer])
-        if kind == letters.TENSORS:
-            return LocatedTensors(packet.payload, segment, partial(transport._read, one.peer))
-        if kind == letters.BY_GROUP:
-            room = torch.empty(one.bytes, dtype=torch.uint8)
-            for _ in transport.swap([(one.peer, room)], [], self._tag).arrivals():
-                pass
-            return room
-        number, size, start = said
-        return segment(number, size)[start : start + one.bytes]
+        """Messages of this host in the order of arrival, then those of others."""
+        transport, tag = self._transport, self._tag
+        keys = {at: transport._key(one.peer, LOCATION, tag) for at, one in self._receives.items()}
+        peers = [one.peer for one in self._receives.values()]
+        for at, packet in transport.collect(keys, f"waiting for {_ranks(peers)}"):
+            yield at, transport.open_message(self._receives[at], packet, tag)
+        for at, message in self._far_round.arrivals() if self._far_round else ():
+            yield self._far[at], message
 
     def finish(self) -> None:
-        """Tell the senders, and hear from those who were sent to."""
-        transport = self._transport
-        with transport._guarded("saying that it has read its messages"):
-            for one in self._near.values():
-                transport._send(one.peer, READ, self._tag)
-        keys = {at: transport._key(peer, READ, self._tag) for at, peer in enumerate(self._sent_to)}
-        for _ in transport.collect(keys, f"waiting for its messages to be read by {_peers_of(self._sent_to)}"):
+        """Acknowledge what was read, and wait for the acknowledgements of peers."""
+        transport, tag = self._transport, self._tag
+        with transport.guard("acknowledging the messages that it has read"):
+            for one in self._receives.values():
+                transport._send(one.peer, READ, tag)
+        keys = {at: transport._key(peer, READ, tag) for at, peer in enumerate(self._readers)}
+        for _ in transport.collect(keys, f"waiting for its messages to be read by {_ranks(self._readers)}"):
             pass
         self._segment = None
-        transport.packed.read()
-        for swap in self._by_group:
-            for _ in swap.arrivals():
-                pass
-        if self._others is not None:
-            self._others.finish()
+        transport.shared_staging.mark_read()
+        for messages in self._group_messages:
+            wait_for(messages)
+        if self._far_round is not None:
+            self._far_round.finish()
 
-    def drop(self) -> None:
-        """Nobody will open the letters."""
+    def abandon(self) -> None:
+        """Nobody will read the messages."""
         self._segment = None
 
 
 def _starts(sends: Sequence[Send], align: int) -> tuple[dict[int, int], int]:
-    """Where in staging each message begins, those with the same bytes at the same place; and how long it is in all."""
+    """The offset of each message in staging, where equal messages share one; and the size of all."""
     starts, total = dict[int, int](), 0
     for one in sends:
         if one.same not in starts:
@@ -352,9 +372,5 @@ def _starts(sends: Sequence[Send], align: int) -> tuple[dict[int, int], int]:
     return starts, total
 
 
-def _peers(receives: Iterable[Receive]) -> str:
-    return _peers_of([one.peer for one in receives])
-
-
-def _peers_of(peers: Sequence[int]) -> str:
+def _ranks(peers: Sequence[int]) -> str:
     return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"

@@ -1,7 +1,8 @@
-"""Packets between the processes of one host, over unix sockets: small things, and descriptors of shared memory.
+"""Packets between the processes of one host, over unix sockets: small payloads, and descriptors of shared memory.
 
-Every process has one address, whatever groups it is in, and a connection to every process that it writes to. A process
-that ends is seen at once: its connections close. The kernel orders what is in a packet after what was written before.
+A process has one address, whatever groups it is in, and one connection to every process that it writes to. When a
+process ends, its peers see it at once: its connections close. A packet also orders memory: what the sender wrote to
+shared memory before the packet is visible to the receiver after it.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from typing import NamedTuple
 
 from shardwise.errors import ExchangeError
 
-HEADER = struct.Struct("<Qqii")  # of a packet: transport, tag, kind, and whether its payload lies in a file
-LARGE = 2**15  # bytes from which on a payload travels as a file: socket buffers are small
-MOST = LARGE + HEADER.size
-MOST_FILES = 2  # in a packet: a segment, and the file of a payload
-HELLO = -1  # the kind of the first packet of a connection: who writes
-FAILED = -2  # the kind of a packet that ends a transport: why
-FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # no room in its box, or for descriptors under way: others have to read first
-PATIENCE = 5.0  # seconds to wait at a full door: it is answered while ranks meet, unless somebody floods it
-MOST_PACKETS = 2**14  # to look through for the one that says why: a stranger may send without end
-MOST_SILENT = 256  # connections that have not said who they are: strangers, if they are so many
-SPIN = 50e-6  # seconds to look again and again before to sleep, where every rank has a core
+HEADER = struct.Struct("<Qqii")  # of a packet: transport, tag, kind, and whether the payload is in a file
+LARGE = 2**15  # bytes; a larger payload travels as a file, because socket buffers are small
+MAX_BYTES = LARGE + HEADER.size
+MAX_FILES = 2  # in a packet: a segment, and the file of a payload
+HELLO = -1  # the kind of the first packet of a connection: the sender's address
+FAILED = -2  # the kind of a packet that ends a transport: the cause
+FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # the peer's queue, or the limit of descriptors in flight: it must read first
+PATIENCE = 5.0  # seconds to wait for a full listener: peers accept during rendezvous, unless somebody floods them
+MAX_PACKETS = 2**14  # to read in search of a FAILED packet: a stranger may send without end
+MAX_ANONYMOUS = 256  # connections that have not sent HELLO; the oldest are closed beyond that
+SPIN = 50e-6  # seconds to poll without sleeping, where every rank has a core
 
 
-class Key(NamedTuple):
-    """What a packet is for: those with equal keys come in the order in which they were sent."""
+Payload = bytes | bytearray | memoryview
+
+
+class PacketKey(NamedTuple):
+    """What a packet is for. Packets with equal keys arrive in the order in which they were sent."""
 
     sender: str
     transport: int
@@ -44,90 +48,80 @@ class Key(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """What came: bytes, and descriptors, which are now this process's own; not `whole` where some could not be had."""
+    """A packet that arrived. Its descriptors belong to this process; `complete` is False where some were lost."""
 
     payload: bytes
     files: tuple[int, ...]
-    whole: bool = True
+    complete: bool = True
 
 
-class GoneError(Exception):
-    """A process that something was expected of has ended, or closed its address."""
+class PeerEndedError(Exception):
+    """A process that this one waits for has ended, or has closed its socket."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.address = address
 
 
-class BrokenError(Exception):
-    """Another end of the transport has told that it broke there."""
+class TransportFailedError(Exception):
+    """A peer reports that the transport failed there."""
 
 
-class Post:
-    """The address of this process. Made by `here`; threads may use it at a time."""
-
-    _here: Post | None = None
-    _making = Lock()
-
-    @staticmethod
-    def here() -> Post:
-        """That of this process: one that was forked has its own, and threads that come at a time get the same."""
-        with Post._making:
-            Post._here = Post._here or Post()
-        return Post._here
+class PacketSocket:
+    """The address of a process, and its connections. Threads may share it. (`this_process` holds the only one.)"""
 
     def __init__(self) -> None:
         self.address = f"shardwise-{os.getuid()}-{os.getpid()}-{secrets.token_hex(16)}"
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._door.bind("\0" + self.address)
-        self._door.listen(4096)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(4096)
         self._poll = select.poll()
-        self._poll.register(self._door, select.POLLIN)
-        self._out = dict[str, socket.socket]()
-        self._in = dict[int, tuple[socket.socket, str | None]]()  # by descriptor: with the address that said hello
-        self._queues = defaultdict[Key, deque[Packet]](deque)
-        self._gone, self._failed = set[str](), dict[int, str]()
-        self._news, self._boxes, self._reading = Condition(), Lock(), False
+        self._poll.register(self._listener, select.POLLIN)
+        self._outgoing = dict[str, socket.socket]()
+        self._incoming = dict[int, tuple[socket.socket, str | None]]()  # by descriptor, with its HELLO
+        self._queues = defaultdict[PacketKey, deque[Packet]](deque)
+        self._ended, self._failures = set[str](), dict[int, str]()
+        self._arrival, self._queues_lock, self._polling = Condition(), Lock(), False
         self._connecting = Lock()
-        self.turned_away = False  # True once somebody could not be let in: too many files are open
-        self._spare = _spare()  # a descriptor, to turn others away when there is no other
+        self.refused_a_peer = False  # True once a peer could not be accepted: too many open files
+        self._reserve = _reserve_descriptor()  # freed to refuse peers when no descriptor is left
 
     # --- connections -------------------------------------------------------------------------------------------------
 
     def connect(self, address: str) -> int:
-        """Be able to write there; the process id that has this address, as it is seen from here."""
-        with self._connecting:  # one that threads make twice is closed once, which looks like the end of this process
-            if address not in self._out:
-                self._out[address] = self._connected(address)
-                self.send(address, Key(self.address, 0, HELLO, 0), self.address.encode())
-            return _credentials(self._out[address])[0]
+        """Connect to an address, once; the process id behind it, in this process's namespace."""
+        with self._connecting:  # closing one of two connections would look like the end of this process
+            if address not in self._outgoing:
+                self._outgoing[address] = self._open_connection(address)
+                self.send(address, PacketKey(self.address, 0, HELLO, 0), self.address.encode())
+            return _credentials(self._outgoing[address])[0]
 
-    def _connected(self, address: str) -> socket.socket:
+    def _open_connection(self, address: str) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         end = time.monotonic() + PATIENCE
         while True:
             try:
                 sock.connect("\0" + address)
                 break
-            except BlockingIOError:  # many are at its door, as they may be at ours
+            except BlockingIOError:  # its backlog is full, and so may be ours
                 if time.monotonic() > end:
                     raise
-                self._turn(lambda: False, 1e-3)
+                self._poll_once(lambda: False, 1e-3)
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             raise PermissionError(errno.EPERM, "the address belongs to another user")
         return sock
 
     @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Answer the door meanwhile: those who are to be met come, and strangers may stand in their way."""
+    def accept_in_background(self) -> Iterator[None]:
+        """Accept connections in a thread meanwhile, so that no peer finds the backlog full."""
         done = Event()
 
-        def attend() -> None:
+        def accept() -> None:
             while not done.is_set():
-                self._turn(done.is_set, 0.02)
+                self._poll_once(done.is_set, 0.02)
 
-        thread = Thread(target=attend, name="shardwise door", daemon=True)
+        thread = Thread(target=accept, name="shardwise accept", daemon=True)
         thread.start()
         try:
             yield
@@ -135,39 +129,39 @@ class Post:
             done.set()
             thread.join()
 
-    def hears(self, address: str) -> bool:
-        """True where the process with that address has come in, and said so."""
-        return any(sender == address for _, sender in list(self._in.values()))
+    def has_hello_from(self, address: str) -> bool:
+        """True if the process with that address has connected to this one."""
+        return any(sender == address for _, sender in list(self._incoming.values()))
 
-    def leave(self) -> None:
-        """Of a forked process: what it has got is its parent's."""
-        for sock in (self._door, *self._out.values(), *(sock for sock, _ in self._in.values())):
+    def close(self) -> None:
+        """Close all sockets. (A forked child does: they are its parent's.)"""
+        for sock in (self._listener, *self._outgoing.values(), *(sock for sock, _ in self._incoming.values())):
             sock.close()
-        spare, self._spare = self._spare, None
-        close([] if spare is None else [spare])
+        spare, self._reserve = self._reserve, None
+        close_files([] if spare is None else [spare])
 
     # --- packets -----------------------------------------------------------------------------------------------------
 
     def send(
         self,
         to: str,
-        key: Key,
-        payload: bytes | bytearray | memoryview = b"",
+        key: PacketKey,
+        payload: Payload = b"",
         files: Sequence[int] = (),
         *,
         seconds: float = 60.0,
         transport: int | None = None,
     ) -> None:
-        """Leave a packet there. Where its box is full, this takes what has come here until it is not.
+        """Send a packet. While the peer's queue is full, read what arrives here: the peer may be waiting for that.
 
-        Or until somebody tells that the `transport` that it is sent for, that of the key unless given, has failed.
+        Raises if a peer reports that `transport` (by default the key's) has failed.
         """
         transport = key.transport if transport is None else transport
         end, large = time.monotonic() + seconds, len(payload) > LARGE
         if large:
             files = (*files, _file_of(payload))
         head = HEADER.pack(key.transport, key.tag, key.kind, large)
-        sock = self._out[to]
+        sock = self._outgoing[to]
         try:
             while True:
                 try:
@@ -176,39 +170,39 @@ class Post:
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
-                    self._check_unbroken(transport)
+                    self._check_not_failed(transport)
                     if time.monotonic() > end:
                         raise TimeoutError(f"nothing was taken within {seconds:g} s") from None
                     self._make_room(sock)
         except ConnectionError as error:
-            self.failure(transport)  # it may have told why, before it ended
-            self._check_unbroken(transport)
-            raise GoneError(to) from error
+            self.failure(transport)  # the peer may have sent the cause before it ended
+            self._check_not_failed(transport)
+            raise PeerEndedError(to) from error
         finally:
             if large:
                 os.close(files[-1])
 
-    def try_to_send(self, to: str, key: Key, payload: bytes) -> None:
-        """The same, where it does not matter whether it comes."""
-        with suppress(GoneError, BrokenError, OSError):
+    def try_to_send(self, to: str, key: PacketKey, payload: bytes) -> None:
+        """Send a packet if possible, and ignore failures."""
+        with suppress(PeerEndedError, TransportFailedError, OSError):
             self.send(to, key, payload, seconds=1.0)
 
     def _make_room(self, sock: socket.socket) -> None:
-        """Others may wait for room here, as this waits for room there."""
-        self._turn(lambda: False, 0.0)
+        """Read what has arrived, then wait up to 1 ms for room: the peer may be waiting for room here."""
+        self._poll_once(lambda: False, 0.0)
         writable = select.poll()
         writable.register(sock, select.POLLOUT)
         writable.poll(1)
 
-    def take(self, key: Key) -> Packet | None:
-        """The next packet of a key that has come; None where none has."""
+    def take(self, key: PacketKey) -> Packet | None:
+        """The next packet of a key; None if none has arrived."""
         packet = self._next(key)
-        if packet is not None and not packet.whole:
+        if packet is not None and not packet.complete:
             raise ExchangeError("this process has too many files open to receive shared memory: raise `ulimit -n`")
         return packet
 
-    def _next(self, key: Key) -> Packet | None:
-        with self._boxes:
+    def _next(self, key: PacketKey) -> Packet | None:
+        with self._queues_lock:
             queue = self._queues.get(key)
             if not queue:
                 return None
@@ -226,144 +220,134 @@ class Post:
         seconds: float,
         spin: bool,
     ) -> None:
-        """Until it is ready, which something `expected` of these addresses makes it. Others are not waited for."""
+        """Read packets until `ready()`. Raises if a process whose address is in `expected()` has ended."""
         end, begun = time.monotonic() + seconds, time.monotonic()
         while not ready():
             now = time.monotonic()
-            self._check_unbroken(transport)
-            gone = next((address for address in expected() if address in self._gone), None)
-            if gone is not None and not ready():
-                raise GoneError(gone)
+            self._check_not_failed(transport)
+            ended = next((address for address in expected() if address in self._ended), None)
+            if ended is not None and not ready():
+                raise PeerEndedError(ended)
             if now > end:
                 raise TimeoutError(f"nothing came within {seconds:g} s")
-            self._turn(ready, 0.0 if spin and now - begun < SPIN else end - now)
+            self._poll_once(ready, 0.0 if spin and now - begun < SPIN else end - now)
 
-    def discard(self, key: Key) -> None:
-        """What came and will not be taken."""
+    def discard(self, key: PacketKey) -> None:
+        """Drop packets that nobody will take."""
         while (packet := self._next(key)) is not None:
-            close(packet.files)
+            close_files(packet.files)
 
-    def discard_all(self, those: Callable[[Key], bool]) -> None:
-        """The same for all of such keys."""
-        for key in filter(those, list(self._queues)):
+    def discard_all(self, matches: Callable[[PacketKey], bool]) -> None:
+        """Drop the packets of all matching keys."""
+        for key in filter(matches, list(self._queues)):
             self.discard(key)
 
     def has_ended(self, address: str) -> bool:
-        """True where a process has, and nothing that it sent over transports is left to be taken."""
-        if address not in self._gone:
+        """True if a process has ended and none of its packets for transports is left in a queue."""
+        if address not in self._ended:
             return False
         return not any(key.sender == address and key.transport for key in list(self._queues))
 
     def failure(self, transport: int) -> str | None:
-        """Why a transport has failed elsewhere, if anybody has told so by now."""
-        for _ in range(MOST_PACKETS):
-            if transport in self._failed or not self._turn(lambda: False, 0.0):
+        """Why a transport failed on a peer, if a FAILED packet has arrived."""
+        for _ in range(MAX_PACKETS):
+            if transport in self._failures or not self._poll_once(lambda: False, 0.0):
                 break
-        return self._failed.get(transport)
+        return self._failures.get(transport)
 
-    def _check_unbroken(self, transport: int) -> None:
-        if transport in self._failed:
-            raise BrokenError(self._failed[transport])
+    def _check_not_failed(self, transport: int) -> None:
+        if transport in self._failures:
+            raise TransportFailedError(self._failures[transport])
 
-    def _turn(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Read what has come, or sleep until something does. One thread reads at a time; the others hear of it.
+    def _poll_once(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Read what has arrived, or sleep until something does. One thread reads at a time, and wakes the others.
 
-        True where this thread has read something.
+        True if this thread has read something.
         """
-        with self._news:
-            if self._reading and not ready():
-                self._news.wait(max(seconds, 1e-3))
-            if self._reading or ready():
+        with self._arrival:
+            if self._polling and not ready():
+                self._arrival.wait(max(seconds, 1e-3))
+            if self._polling or ready():
                 return False
-            self._reading = True
+            self._polling = True
         try:
             came = self._poll.poll(1000 * min(seconds, 3600))
             for descriptor, _ in came:
-                if descriptor == self._door.fileno():
+                if descriptor == self._listener.fileno():
                     self._accept()
                 else:
                     self._read(descriptor)
             return bool(came)
         finally:
-            with self._news:
-                self._reading = False
-                self._news.notify_all()
+            with self._arrival:
+                self._polling = False
+                self._arrival.notify_all()
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._door.accept()
-        except (BlockingIOError, ConnectionError):  # who came has left again
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # the peer has gone again
             return
         except OSError:  # too many files are open
-            self._turn_away()
+            self._refuse_peer()
             return
         if _credentials(sock)[1] != os.getuid():
             sock.close()
             return
         sock.setblocking(False)
-        self._in[sock.fileno()] = sock, None
+        self._incoming[sock.fileno()] = sock, None
         self._poll.register(sock, select.POLLIN)
-        silent = [descriptor for descriptor, (_, sender) in self._in.items() if sender is None]
-        if len(silent) > MOST_SILENT:
-            self._hang_up(silent[0])
+        anonymous = [descriptor for descriptor, (_, sender) in self._incoming.items() if sender is None]
+        if len(anonymous) > MAX_ANONYMOUS:
+            self._disconnect(anonymous[0])
 
-    def _turn_away(self) -> None:
-        """Let somebody in by the descriptor that is kept for this, and out again: nobody waits at the door for good."""
-        self.turned_away = True
-        if self._spare is None:
+    def _refuse_peer(self) -> None:
+        """Accept a peer with the reserved descriptor and close the connection, so that it does not wait for ever."""
+        self.refused_a_peer = True
+        if self._reserve is None:
             time.sleep(1e-3)
             return
-        close([self._spare])
+        close_files([self._reserve])
         with suppress(OSError):
-            self._door.accept()[0].close()
-        self._spare = _spare()
+            self._listener.accept()[0].close()
+        self._reserve = _reserve_descriptor()
 
     def _read(self, descriptor: int) -> None:
-        sock, sender = self._in[descriptor]
+        sock, sender = self._incoming[descriptor]
         try:
-            data, files, whole = _receive(sock)
-            transport, tag, kind, payload, files = _opened(data, files, whole)
+            data, files, complete = _receive(sock)
+            transport, tag, kind, payload, files = _parse_packet(data, files, complete)
         except BlockingIOError:
             return
-        except (OSError, ValueError):  # it has ended, or is none of us
-            self._hang_up(descriptor)
+        except (OSError, ValueError):  # the process has ended, or is a stranger
+            self._disconnect(descriptor)
             return
         if kind == HELLO and sender is None and not files:
-            self._in[descriptor] = sock, payload.decode(errors="replace")
+            self._incoming[descriptor] = sock, payload.decode(errors="replace")
         elif sender is None:
-            close(files)
-            self._hang_up(descriptor)
+            close_files(files)
+            self._disconnect(descriptor)
         elif kind == FAILED:
-            self._failed[transport] = payload.decode(errors="replace")
+            self._failures[transport] = payload.decode(errors="replace")
         else:
-            with self._boxes:
-                self._queues[Key(sender, transport, kind, tag)].append(Packet(payload, files, whole))
+            with self._queues_lock:
+                self._queues[PacketKey(sender, transport, kind, tag)].append(Packet(payload, files, complete))
 
-    def _hang_up(self, descriptor: int) -> None:
+    def _disconnect(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
-        sock, sender = self._in.pop(descriptor)
+        sock, sender = self._incoming.pop(descriptor)
         sock.close()
         if sender is not None:
-            self._gone.add(sender)
-
-
-def _forked() -> None:
-    Post._making = Lock()  # another thread of the parent may have had it
-    if Post._here is not None:
-        Post._here.leave()
-        Post._here = None
-
-
-os.register_at_fork(after_in_child=_forked)
+            self._ended.add(sender)
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
     """Process, user and group at the other end."""
-    found: tuple[int, int, int] = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return found
+    pid, user, group = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user, group
 
 
-def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], files: Sequence[int]) -> None:
+def _send(sock: socket.socket, parts: Sequence[Payload], files: Sequence[int]) -> None:
     if files:
         socket.send_fds(sock, list(parts), files)
     else:
@@ -371,29 +355,29 @@ def _send(sock: socket.socket, parts: Sequence[bytes | bytearray | memoryview], 
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...], bool]:
-    """Bytes and descriptors; False where the process could not take all of them."""
-    data, extra, flags, _ = sock.recvmsg(MOST, socket.CMSG_SPACE(4 * MOST_FILES), socket.MSG_CMSG_CLOEXEC)
+    """Bytes and descriptors; False if this process could not take all descriptors."""
+    data, extra, flags, _ = sock.recvmsg(MAX_BYTES, socket.CMSG_SPACE(4 * MAX_FILES), socket.MSG_CMSG_CLOEXEC)
     files = tuple(number for *_, raw in extra for (number,) in struct.iter_unpack("i", raw))
-    if flags & socket.MSG_CTRUNC and len(files) < MOST_FILES:  # else more came than any of us would send
-        close(files)
+    if flags & socket.MSG_CTRUNC and len(files) < MAX_FILES:  # otherwise it is a stranger: no packet has so many
+        close_files(files)
         return data, (), False
     return data, files, True
 
 
-def _opened(data: bytes, files: tuple[int, ...], whole: bool) -> tuple[int, int, int, bytes, tuple[int, ...]]:
-    """Transport, tag, kind, payload and descriptors of a packet; a ValueError for what is none."""
+def _parse_packet(data: bytes, files: tuple[int, ...], complete: bool) -> tuple[int, int, int, bytes, tuple[int, ...]]:
+    """Transport, tag, kind, payload and descriptors of a packet; a ValueError if it is not one."""
     if len(data) < HEADER.size:
-        close(files)
-        raise ValueError("nothing, or not from here")
+        close_files(files)
+        raise ValueError("end of the connection, or not a packet")
     transport, tag, kind, large = HEADER.unpack_from(data)
-    if not large or not whole:
+    if not large or not complete:
         return transport, tag, kind, data[HEADER.size :], files
     if not files:
-        raise ValueError("a payload without its file")
+        raise ValueError("the file of the payload is missing")
     return transport, tag, kind, _read_file(files[-1]), files[:-1]
 
 
-def _file_of(payload: bytes | bytearray | memoryview) -> int:
+def _file_of(payload: Payload) -> int:
     file = os.memfd_create("shardwise-packet")
     with open(file, "wb", closefd=False) as stream:
         stream.write(payload)
@@ -406,12 +390,13 @@ def _read_file(file: int) -> bytes:
         return stream.read()
 
 
-def _spare() -> int | None:
+def _reserve_descriptor() -> int | None:
     with suppress(OSError):
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     return None
 
 
-def close(files: Iterable[int]) -> None:
+def close_files(files: Iterable[int]) -> None:
+    """Close descriptors."""
     for file in files:
         os.close(file)

@@ -12,10 +12,11 @@ from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, part, raised, use, works
 
 import shardwise as sw
-import shardwise.transports.local_peers
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
-from shardwise.transports import process_memory as attach
+from shardwise.transports import process_memory
+from shardwise.transports.process_memory import MemoryProbe
+from shardwise.transports.shared_memory import SharedMemoryTransport
 
 me = os.getpid
 
@@ -25,54 +26,54 @@ def addresses(*tensors):
 
 
 @pytest.mark.parametrize("most", [2**30, 1000])
-@pytest.mark.parametrize("count", [0, 1, attach.AT_ONCE, 3 * attach.AT_ONCE + 5])
+@pytest.mark.parametrize("count", [0, 1, process_memory.MAX_RANGES, 3 * process_memory.MAX_RANGES + 5])
 def test_any_number_of_ranges_is_read(monkeypatch, count, most):
-    monkeypatch.setattr(attach, "LARGEST", most)  # above it they are read in parts
+    monkeypatch.setattr(process_memory, "MAX_BYTES", most)  # above it they are read in parts
     sizes = np.random.default_rng(count).integers(0, 50, count)
     sizes[::100] = 7000
     starts = np.cumsum(sizes) - sizes
     there, here = torch.randint(256, (int(sizes.sum()),), dtype=torch.uint8), torch.zeros(int(sizes.sum())).byte()
     back = starts[::-1].copy()
-    attach.read(me(), here.data_ptr() + back, there.data_ptr() + back, sizes[::-1].copy())
+    process_memory.read(me(), here.data_ptr() + back, there.data_ptr() + back, sizes[::-1].copy())
     np.testing.assert_array_equal(here.numpy(), there.numpy())
 
 
 def test_memory_that_is_not_there_is_an_error():
     room, one = torch.zeros(8), np.array([8])
     with pytest.raises(sw.ExchangeError, match="cannot be read: Bad address"):
-        attach.read(me(), addresses(room), np.array([4096]), one)
+        process_memory.read(me(), addresses(room), np.array([4096]), one)
     here, there = np.repeat(addresses(room), 2), np.array([room.data_ptr(), 4096])
     with pytest.raises(sw.ExchangeError, match="8 of 16 bytes were read"):
-        attach.read(me(), here, there, np.repeat(one, 2))
+        process_memory.read(me(), here, there, np.repeat(one, 2))
     gone = os.fork()
     if not gone:
         os._exit(0)
     os.waitpid(gone, 0)
     with pytest.raises(sw.ExchangeError, match=f"process {gone} cannot be read: No such process"):
-        attach.read(gone, addresses(room), addresses(room), one)
+        process_memory.read(gone, addresses(room), addresses(room), one)
 
 
 def test_it_is_tried_whether_memory_can_be_read(monkeypatch):
-    address, there = attach.trial()
-    assert attach.allowed(me(), address, there)
-    assert not attach.allowed(me(), address, b"something else!!")
-    assert not attach.allowed(me(), 4096, there)
-    assert not attach.allowed(0, address, there)
-    monkeypatch.setattr(attach, "_libc", object())
-    assert not attach.allowed(me(), address, there)  # a system that does not have it
+    probe = MemoryProbe.of_this_process()
+    assert probe.is_readable(me())
+    assert not probe._replace(content=b"something else!!").is_readable(me())
+    assert not probe._replace(address=4096).is_readable(me())
+    assert not probe.is_readable(0)
+    monkeypatch.setattr(process_memory, "_libc", object())
+    assert not probe.is_readable(me())  # a system that does not have it
 
 
 def test_a_rank_that_may_not_read_is_sent_messages(ranks):  # noqa: F811
     def run(rank):
         use("read")
         if rank == 1:  # as a child may not read its parent, which may read it
-            shardwise.transports.local_peers.allowed = lambda *_: False
-        reads, read = [], attach.read
+            MemoryProbe.is_readable = lambda *_: False
+        reads, read = [], process_memory.read
         works(rank)
-        attach.read = lambda *args: reads.append(1) or read(*args)
+        process_memory.read = lambda *args: reads.append(1) or read(*args)
         works(rank, transport="shared")
-        near = group_transport(None).near
-        return sorted(near.processes), sorted(near.readers), len(reads)
+        peers = group_transport(None).local_peers
+        return sorted(peers.processes), sorted(peers.readers), len(reads)
 
     assert ranks(2, run) == [([1], [], 1), ([], [0], 0)]
 
@@ -94,13 +95,9 @@ def test_memory_that_is_freed_in_the_middle_is_an_error_on_all_ranks(ranks):  # 
         works(rank)
         x = part(VALUES, ROWS, rank)
         if rank == 0:
-            pack = sw.transports.shared_memory.SharedMemoryTransport._unpacked
-            sw.transports.shared_memory.SharedMemoryTransport._unpacked = lambda *args, **how: _nowhere(
-                *pack(*args, **how)
-            )
+            locate = SharedMemoryTransport._location_in_place
+            SharedMemoryTransport._location_in_place = lambda *args, **how: _nowhere(*locate(*args, **how))
         return raised(lambda: sw.reshard(x, COLUMNS))
-
-    import shardwise.transports.shared_memory  # noqa: F401
 
     reports = ranks(2, run, patience=6, dying={9})
     assert [kind for kind, _, _ in reports] == ["ExchangeError"] * 2
@@ -108,9 +105,9 @@ def test_memory_that_is_freed_in_the_middle_is_an_error_on_all_ranks(ranks):  # 
     assert "Bad address" in reports[1][1]
 
 
-def _nowhere(letter, segments):
-    """The same letter, with an address where there is nothing."""
-    words = np.frombuffer(letter, np.int64).copy()
+def _nowhere(payload, segments):
+    """The same location, with an address where there is nothing."""
+    words = np.frombuffer(payload, np.int64).copy()
     words[5] = 4096
     return words.tobytes(), segments
 

@@ -11,12 +11,23 @@ import pytest
 from ranks import ranks  # noqa: F401
 from wired import in_threads, open_files, raised, works
 
-from shardwise.transports.unix_packets import FAILED, HEADER, HELLO, LARGE, BrokenError, GoneError, Key, Post, close
+from shardwise.transports.this_process import this_process
+from shardwise.transports.unix_packets import (
+    FAILED,
+    HEADER,
+    HELLO,
+    LARGE,
+    PacketKey,
+    PacketSocket,
+    PeerEndedError,
+    TransportFailedError,
+    close_files,
+)
 
 GARBAGE = {
     "nothing": b"",
     "too short": b"abc",
-    "no hello": HEADER.pack(7, 7, 3, 0) + b"letter",
+    "no hello": HEADER.pack(7, 7, 3, 0) + b"payload",
     "a file that is not there": HEADER.pack(7, 7, 3, 1),
     "a name that is none": HEADER.pack(0, 0, HELLO, 0) + b"\xff\xfe",
     "too long": b"z" * 100_000,
@@ -26,18 +37,18 @@ GARBAGE = {
 @pytest.fixture
 def posts():
     """Two addresses of this process, each of which can write to the other."""
-    ours = Post(), Post()
+    ours = PacketSocket(), PacketSocket()
     for post, other in (ours, ours[::-1]):
         assert post.connect(other.address) == os.getpid()
         post.send(other.address, key(post), b"first")
         assert taken(other, key(post))[0].payload == b"first"
     yield ours
     for post in ours:
-        post.leave()
+        post.close()
 
 
 def key(post, tag=0):
-    return Key(post.address, 5, 1, tag)
+    return PacketKey(post.address, 5, 1, tag)
 
 
 def taken(post, *keys, seconds=5.0, spin=False):
@@ -95,14 +106,14 @@ def test_a_box_that_nobody_empties_ends_in_time(posts):
 @pytest.mark.parametrize("transport", [None, 5])
 def test_a_full_box_is_not_waited_at_for_a_transport_that_has_failed(posts, transport):
     a, b = posts
-    b.send(a.address, Key("", 5, FAILED, 0), b"it broke")
+    b.send(a.address, PacketKey("", 5, FAILED, 0), b"it broke")
 
     def write():
         while True:
-            a.send(b.address, Key("", 0 if transport else 5, 1, 0), b"x" * 1000, seconds=20, transport=transport)
+            a.send(b.address, PacketKey("", 0 if transport else 5, 1, 0), b"x" * 1000, seconds=20, transport=transport)
 
     began = time.monotonic()
-    with pytest.raises(BrokenError, match="it broke"):
+    with pytest.raises(TransportFailedError, match="it broke"):
         write()
     assert time.monotonic() - began < 10
     a.try_to_send(b.address, key(a), b"")  # which does not mind
@@ -118,15 +129,15 @@ def test_what_is_not_wanted_any_more_is_closed(posts):
     b.discard_all(lambda one: one.tag == 1)
     assert open_files() == before + 2  # that which was taken, and one that is still wanted
     assert b.take(key(a, 1)) is None
-    close((*packet.files, *b.take(key(a, 2)).files))
+    close_files((*packet.files, *b.take(key(a, 2)).files))
     assert open_files() == before
 
 
 def test_one_has_ended_when_all_that_it_sent_is_taken(posts):
     a, b = posts
     a.send(b.address, key(a), b"last words")
-    a.leave()
-    with pytest.raises(GoneError):
+    a.close()
+    with pytest.raises(PeerEndedError):
         taken(b, key(a, 1))
     assert not b.has_ended(a.address)
     assert b.take(key(a)) is not None
@@ -143,19 +154,19 @@ def test_nothing_that_comes_ends_in_time(posts):
 def test_one_that_has_gone_is_seen_after_what_it_sent(posts):
     a, b = posts
     a.send(b.address, key(a), b"last words")
-    a.leave()
+    a.close()
     assert taken(b, key(a))[0].payload == b"last words"
-    with pytest.raises(GoneError, match=a.address):
+    with pytest.raises(PeerEndedError, match=a.address):
         taken(b, key(a))
-    with pytest.raises(GoneError, match=a.address):
+    with pytest.raises(PeerEndedError, match=a.address):
         b.send(a.address, key(b))
     b.try_to_send(a.address, key(b), b"")  # which does not mind
 
 
 def test_a_transport_that_was_told_to_have_failed_is_not_waited_for(posts):
     a, b = posts
-    a.send(b.address, Key("", 5, -2, 0), "it broke \N{SNOWMAN}".encode())
-    with pytest.raises(BrokenError, match="it broke \N{SNOWMAN}"):
+    a.send(b.address, PacketKey("", 5, -2, 0), "it broke \N{SNOWMAN}".encode())
+    with pytest.raises(TransportFailedError, match="it broke \N{SNOWMAN}"):
         taken(b, key(a))
 
 
@@ -174,7 +185,7 @@ def test_threads_wait_for_different_packets_at_a_time(posts):
 def test_threads_that_come_at_a_time_get_one_address(ranks):  # noqa: F811
     def run(_):
         found, start = [], threading.Barrier(8)
-        in_threads(*[lambda: (start.wait(), found.append(Post.here()))] * 8)
+        in_threads(*[lambda: (start.wait(), found.append(this_process.packets))] * 8)
         return len(set(found)), len(found)
 
     assert ranks(1, run) == [(1, 8)]
@@ -183,13 +194,13 @@ def test_threads_that_come_at_a_time_get_one_address(ranks):  # noqa: F811
 def test_threads_that_connect_at_a_time_make_one_connection(posts):
     b = posts[1]
     for _ in range(5):
-        a, start = Post(), threading.Barrier(8)
+        a, start = PacketSocket(), threading.Barrier(8)
         in_threads(*[lambda a=a, start=start: (start.wait(), a.connect(b.address))] * 8)
         a.send(b.address, key(a), b"hello")
         assert taken(b, key(a))[0].payload == b"hello"
         with pytest.raises(TimeoutError):
             taken(b, key(a), seconds=0.05)  # and not that it has gone
-        a.leave()
+        a.close()
 
 
 def stranger(address):
@@ -218,7 +229,7 @@ def test_a_stranger_does_not_disturb_an_exchange(ranks):  # noqa: F811
     def run(rank):
         works(rank)
         for text in GARBAGE.values():
-            with stranger(Post.here().address) as sock:
+            with stranger(this_process.packets.address) as sock:
                 sock.send(text)
                 works(rank)
         return True
@@ -253,7 +264,7 @@ def test_a_process_of_another_user_is_neither_let_in_nor_written_to(posts):
 
     def knock():
         with pytest.raises(PermissionError, match="another user"):
-            Post().connect(b.address)
+            PacketSocket().connect(b.address)
         with stranger(b.address) as sock:
             sock.settimeout(5)
             closed = sock.recv(1)
@@ -266,14 +277,14 @@ def test_a_process_of_another_user_is_neither_let_in_nor_written_to(posts):
     assert as_nobody(knock) == "b''"
     a.send(b.address, key(a))
     waiting.join()
-    assert not b._gone  # it was not taken for the one whose name it said
+    assert not b._ended  # it was not taken for the one whose name it said
 
 
 @needs_root
 def test_more_descriptors_under_way_than_a_user_may_have():
     def write():
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        a, b = Post(), Post()
+        a, b = PacketSocket(), PacketSocket()
         a.connect(b.address)
 
         def read():
@@ -296,10 +307,13 @@ def test_memory_is_for_the_same_user_only():
     import torch
 
     import shardwise as sw
-    from shardwise.transports.segments import Segment, shared
+    from shardwise.transports.segments import SharedSegment
 
     moved, made = sw.share_(torch.zeros(10)), sw.empty("10/S0@1", shared=True).local_tensor()
-    segments = [Segment.made(10), *(shared.place(tensor).segment for tensor in (moved, made))]
+    segments = [
+        SharedSegment.allocate(10),
+        *(this_process.shared_tensors.place(tensor).segment for tensor in (moved, made)),
+    ]
     for segment in segments:
         assert os.fstat(segment.file).st_mode & 0o777 == 0o600
         path = f"/proc/{os.getpid()}/fd/{segment.file}"

@@ -7,8 +7,7 @@ from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, mapped, open_files, part, raised, works
 
 import shardwise as sw
-import shardwise.transports.segments
-import shardwise.transports.shared_memory  # before ranks are forked: they have their own of everything
+from shardwise.transports.this_process import this_process
 
 
 def test_more_shared_tensors_than_a_packet_takes_descriptors(ranks):  # noqa: F811
@@ -79,5 +78,11 @@ def test_memory_of_one_that_has_ended_is_let_go(ranks):  # noqa: F811
     assert had > left == 0
 
 
-def test_forked_ranks_have_one_hand_of_their_own(ranks):  # noqa: F811
-    assert all(ranks(2, lambda _: shardwise.transports.shared_memory.hand is shardwise.transports.segments.hand))
+def test_forked_ranks_have_a_socket_and_segments_of_their_own(ranks):  # noqa: F811
+    packets, peer_segments = this_process.packets, this_process.peer_segments
+
+    def run(_):
+        ours = this_process.packets, this_process.peer_segments
+        return [one is other for one, other in zip(ours, (packets, peer_segments), strict=True)]
+
+    assert ranks(2, run) == [[False, False]] * 2
