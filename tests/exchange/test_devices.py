@@ -53,7 +53,7 @@ def test_what_is_read_goes_straight_into_memory_and_else_by_way_of_a_message(dev
 
 
 def reduced_far(made, *, target="far", dtype=torch.int64):
-    """What everybody gets whose terms are on the device, if the transport reaches CPU memory only. In its own process."""
+    """What everybody gets whose terms are on the device, if the transport reaches CPU memory only. In a process."""
     _lib, values = far.set_up(), {}
 
     def work(transport):

@@ -1,4 +1,4 @@
-"""Exchanges through the in-memory transport: every plan brings the values that numpy has, however they lie in memory."""
+"""Exchanges through the in-memory transport: every plan brings the values that numpy has, in any memory layout."""
 
 import numpy as np
 import pytest
