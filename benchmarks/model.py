@@ -193,7 +193,7 @@ def _planned() -> ModelPlan:
     words = {Shard(0): "S0", Shard(1): "S1", Replicate(): "R"}
 
     @cache  # as those of DTensors are
-    def tensor(shape: tuple[int, ...], mesh: sw.Mesh, *placements: str) -> Tensor:
+    def tensor(shape: tuple[int, ...], mesh: sw.Mesh, *placements: str) -> TensorInfo:
         return TensorInfo(shape, torch.bfloat16, sw.Layout.on_mesh(shape, mesh, placements), "cpu")
 
     sources = {name: tensor(shape, trainers, "S0") for name, shape in shapes.items()}

@@ -131,9 +131,6 @@ PRIVATE = re.compile(
 PEERS = {"bench", "demo"}  # they compare with torch's own ways, private ones too
 LEFT = {  # still outside torch_internals: owners of these files move their uses there, and drop the line
     "checkpoint/entry.py",
-    "checkpoint/formats/dcp.py",
-    "checkpoint/formats/torch_archive.py",
-    "checkpoint/standins.py",
     "containers/operations.py",
     "exchange/buffers.py",
     "transports/process_group.py",

@@ -22,7 +22,7 @@ from shardwise.planning import plan as make_plan
 from shardwise.quoting import in_line, printable
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint import Checkpoint
+    from shardwise.checkpoint import Checkpoint, Rules
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -202,7 +202,7 @@ def convert(
     """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
-    from shardwise.checkpoint.asked import changes, size_in_bytes
+    from shardwise.checkpoint.cli_options import changes, size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     changed = changes(rename, select, cast, concat, stack, transpose)
@@ -270,7 +270,7 @@ def verify(
     """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import tables
-    from shardwise.checkpoint.asked import changes
+    from shardwise.checkpoint.cli_options import changes
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
@@ -312,8 +312,8 @@ def _overflow(allowed: bool) -> Literal["refuse", "allow"]:
     return "allow" if allowed else "refuse"
 
 
-def _rules(rules: str | None, mesh: list[str] | None) -> object:
-    from shardwise.checkpoint.asked import rules_on
+def _rules(rules: str | None, mesh: list[str] | None) -> Rules | None:
+    from shardwise.checkpoint.cli_options import rules_on
 
     return rules_on(rules, mesh or ())
 
@@ -336,7 +336,7 @@ def bench(
 ) -> None:
     """Time a few moves on this machine: over each transport, by torch's own ways, and as plain memory copies."""
     from shardwise import bench as benchmark
-    from shardwise.checkpoint.asked import size_in_bytes
+    from shardwise.checkpoint.cli_options import size_in_bytes
 
     bytes_moved, console = size_in_bytes(size), Console(highlight=False)
     if json:

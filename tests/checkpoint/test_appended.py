@@ -1,12 +1,12 @@
-"""Bytes that go from file to file inside of the system, and where it cannot."""
+"""Bytes that go from file to file inside the system, and where it cannot."""
 
 import errno
 import os
 
 import pytest
 
+from shardwise.checkpoint.atomic_files import AppendOnlyFile
 from shardwise.checkpoint.files import Descriptor
-from shardwise.checkpoint.writing import Appended
 from shardwise.errors import CheckpointError
 
 DATA = bytes(range(256)) * 20_000  # several times what goes through at once
@@ -16,10 +16,10 @@ def taken(folder, *spans):
     """The spans of a file, appended to a new one."""
     (folder / "source").write_bytes(DATA)
     with (folder / "made").open("wb", buffering=0) as raw:
-        made = Appended(raw)
+        made = AppendOnlyFile(raw)
         made.write(b"head")
         for start, count in spans:
-            made.take(Descriptor(os.open(folder / "source", os.O_RDONLY), "the source"), start, count)
+            made.copy_from(Descriptor(os.open(folder / "source", os.O_RDONLY), "the source"), start, count)
     return (folder / "made").read_bytes()
 
 
@@ -64,5 +64,5 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 def test_a_source_that_became_shorter_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="the source became shorter"):
+    with pytest.raises(CheckpointError, match="the source was truncated"):
         taken(tmp_path, (len(DATA) - 5, 10))

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from shardwise import checkpoint
 from shardwise.checkpoint import Concat, Stack, Transposed
-from shardwise.checkpoint.comparing import same_value
+from shardwise.checkpoint.values import same_value
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
 

@@ -168,7 +168,7 @@ def test_containers_without_a_process_group_are_filled_with_their_own_rows(tmp_p
             checkpoint.save({"w": target}, tmp_path / "again")
     assert sw.layout_of(target) == sw.Layout.chunk((8, 6), 0, owners=4)
     with pytest.raises(sw.LayoutError, match="made without a process group"):
-        target.kind  # noqa: B018  # as all that moves it asks for
+        target.container  # noqa: B018  # as all that moves it asks for
 
 
 # --- tensors without memory ------------------------------------------------------------------------------------------

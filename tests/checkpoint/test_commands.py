@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardwise import checkpoint, cli
-from shardwise.checkpoint.formats.writers import claimed
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.atomic_files import OutputFolder
+from shardwise.checkpoint.formats.writers import claim_folder
 
 WEIGHTS = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "layers.0.k": torch.ones(2, 6), "norm": torch.zeros(6)}
 
@@ -127,14 +127,14 @@ def test_what_differs_is_listed_and_ends_with_one(shell, saved):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["inspect", "nothing"], "there is nothing at nothing"),
-        (["verify", "saved", "nothing"], "there is nothing at nothing"),
+        (["inspect", "nothing"], "no such file or directory: nothing"),
+        (["verify", "saved", "nothing"], "no such file or directory: nothing"),
         (["convert", "saved", "x", "--format", "zip"], "format= must be one of"),
-        (["convert", "saved", "x", "--cast", "float31"], "'float31' is no dtype of torch"),
-        (["convert", "saved", "x", "--rename", "a"], "--rename 'a' is no pair"),
-        (["convert", "saved", "x", "--concat", "a=b@one"], "a dim and sizes are whole numbers"),
-        (["convert", "saved", "x", "--max-shard-size", "big"], "'big' is no size"),
-        (["convert", "saved", "x", "--mesh", "tp=2"], "give --rules too"),
+        (["convert", "saved", "x", "--cast", "float31"], "'float31' is not a torch dtype"),
+        (["convert", "saved", "x", "--rename", "a"], "--rename 'a' is not a pair"),
+        (["convert", "saved", "x", "--concat", "a=b@one"], "write whole numbers for dim and sizes"),
+        (["convert", "saved", "x", "--max-shard-size", "big"], "'big' is not a size"),
+        (["convert", "saved", "x", "--mesh", "tp=2"], "--mesh needs --rules"),
         (["convert", "saved", "x", "--format", "sharded", "--rules", "llamas", "--mesh", "tp=2"], "llama"),
         (["convert", "saved", "x", "--select", "y*"], "which fits no name"),
     ],
@@ -222,7 +222,7 @@ def test_inspect_shows_ties_and_other_values(shell, tmp_path, format):
 
 
 def test_a_conversion_to_where_another_one_writes_says_so(shell, saved):
-    with claimed(Folder("out"), "0" * 16):
+    with claim_folder(OutputFolder("out"), "0" * 16):
         code, text = shell("convert", saved, "out", "--max-shard-size", "100", "--no-bar")
     assert code == 2
     assert "another save or conversion is writing to out (process" in text

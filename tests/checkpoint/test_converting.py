@@ -570,7 +570,7 @@ REFUSED = {
     "rules that fit nothing": (
         {"format": "sharded", "rules": {"mesh": {"tp": 2}, "rule": [{"name": "x", "placements": "R"}]}},
         LayoutError,
-        "none of 1 rules fits 'b'",
+        "none of 1 rules matches 'b'",
     ),
     "rules without a mesh": (
         {"format": "sharded", "rules": {"rule": [{"name": "*", "placements": "R"}]}},
@@ -593,7 +593,7 @@ def test_it_refuses(tmp_path, what):
 
 @pytest.mark.parametrize("size", [0, -1, True, "", "x", "-1GB", "0GB", "GB", "1XB", "1,5GB"])
 def test_sizes_of_files_that_are_none(tmp_path, few, size):
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         converted(tmp_path / "few.safetensors", tmp_path / "out", max_shard_size=size)
     assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
 

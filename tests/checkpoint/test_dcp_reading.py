@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise import Box, checkpoint
 from shardwise.checkpoint.formats import dcp
-from shardwise.checkpoint.places import files_at
+from shardwise.checkpoint.local_files import files_at
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import get_element, set_element, traverse_state_dict
 from shardwise.testing import on_ranks
@@ -227,16 +227,16 @@ def no_storage(metadata):
 
 
 OPENING = {
-    "missing row": (drop_row, r"'w' is not described as it should be: no file has \('w', \(0, 0\)\)"),
+    "missing row": (drop_row, r"'w' is invalid: no file has \('w', \(0, 0\)\)"),
     "missing chunk": (drop_chunk, "'w' .* its boxes have 6 cells, but its shape .* has 12"),
-    "chunk outside": (move_chunk, "'w' .* does not lie inside of its shape"),
+    "chunk outside": (move_chunk, "'w' .* a box is outside its shape"),
     "other shape": (other_shape, "'w' .* cells"),
     "overlap": (
         edit_row("w", FIRST, relative_path="__1_0.distcp", offset=1300),
-        r"__1_0.distcp: bytes .* belong both to",
+        r"__1_0.distcp: bytes .* belong to both",
     ),
-    "outside": (edit_row("w", FIRST, relative_path="../x.distcp"), "not inside of the checkpoint"),
-    "absolute": (edit_row("w", FIRST, relative_path="/etc/passwd"), "not inside of the checkpoint"),
+    "outside": (edit_row("w", FIRST, relative_path="../x.distcp"), "not inside the checkpoint"),
+    "absolute": (edit_row("w", FIRST, relative_path="/etc/passwd"), "not inside the checkpoint"),
     "no text": (edit_row("w", FIRST, relative_path=5), "storage_data"),
     "negative": (edit_row("w", FIRST, offset=-5), "whole numbers"),
     "compressed": (edit_row("w", FIRST, transform_descriptors=["zstd"]), r"'w' went through \['zstd'\]"),
@@ -264,7 +264,7 @@ def test_missing_and_truncated_files_are_named_with_the_tensor_and_the_bytes(cop
     path, stop = copied / info.relative_path, info.offset + info.length
     path.write_bytes(path.read_bytes()[: stop - 1])
     found = opened(copied)
-    message = f"{path.name} has {stop - 1} bytes, but 'w' should lie in bytes {info.offset} to {stop}"
+    message = f"{path.name} has {stop - 1} bytes, but 'w' should be at bytes {info.offset} to {stop}"
     with pytest.raises(CheckpointError, match=message):
         found["w"].read()
     torch.testing.assert_close(found["w"].read(Box((0, 0), (3, 2))), torch.arange(6.0).view(3, 2))
@@ -281,7 +281,7 @@ def test_boxes_that_are_something_else_are_refused(copied):
 
     change(copied, swap)
     found = opened(copied)
-    with pytest.raises(CheckpointError, match=r"distcp, bytes .*: \[0:2\] of 'b' should be torch.float32 .* no tensor"):
+    with pytest.raises(CheckpointError, match=r"distcp, bytes .*: \[0:2\] of 'b' should be torch.float32 .* not a t"):
         found["b"].read()
     assert found.objects["step"].tolist() == [1, 1]
 

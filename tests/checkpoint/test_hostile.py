@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise import checkpoint, cli
+from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
-from shardwise.checkpoint.writing import Folder
 from shardwise.errors import RefusedValueError
 from shardwise.testing import on_ranks
 
@@ -226,7 +226,7 @@ def test_a_remote_source_is_not_written_over_by_its_name_with_a_slash(source):
 def test_a_renamed_tensor_does_not_take_the_place_of_a_dict_of_others(order, verify):
     whole = {"a": {"b": numbers(3)}, "c": numbers(2)}
     torch.save({key: whole[key] for key in order}, "s.pt")
-    with refused("'a.b' would lie inside of 'a'", "rename="):
+    with refused("'a.b' would be inside 'a'", "rename="):
         checkpoint.convert("s.pt", "o.pt", rename={"c": "a"}, verify=verify)
 
 
@@ -242,7 +242,7 @@ def test_a_tensor_called_as_the_metadata_of_safetensors_is_refused(source):
 
 def test_values_that_cannot_be_stored_are_refused_before_writing_and_can_be_left_out():
     torch.save({"w": numbers(4), "step": 7, "rng": [{numbers(2)}]}, "s.pt")
-    with refused("'rng[0]' is Tensor, which is not stored: tensors are stored in dicts, lists and tuples only"):
+    with refused("'rng[0]' is Tensor, which cannot be stored: tensors are stored in dicts, lists and tuples only"):
         checkpoint.convert("s.pt", "o", format="sharded", rules=rows(2))
     checkpoint.convert("s.pt", "o", format="sharded", rules=rows(2), select=["w", "step"])
     has("o", {"w": numbers(4)}, {"step": 7})
@@ -257,7 +257,7 @@ def test_a_tensor_inside_of_a_set_survives_to_torch_save_and_is_refused_elsewher
     same(found["w"], numbers(4))
     (inner,) = found["s"]
     same(inner, numbers(2))
-    with refused("'s' is Tensor, which is not stored"):
+    with refused("'s' is Tensor, which cannot be stored"):
         checkpoint.convert("s.pt", "o", format="sharded", rules=rows(2))
 
 
@@ -292,8 +292,8 @@ def test_nobody_waits_for_a_pipe():
 
     (said,) = on_ranks(1, run, timeout=10)
     for text, file in zip(said, ("direct.safetensors", "direct.pt", "index/x.safetensors"), strict=False):
-        assert f"{file} is no file that could be read in parts" in text
-    assert "only is no checkpoint" in said[-1]
+        assert f"{file} is not a regular file" in text
+    assert "only is not a recognized checkpoint" in said[-1]
 
 
 @pytest.mark.parametrize("file", ["x.safetensors", "model.safetensors.index.json"])
@@ -447,6 +447,6 @@ EMPTY = {
 
 @pytest.mark.parametrize("verb", EMPTY)
 def test_an_empty_path_is_refused(source, monkeypatch, verb):
-    monkeypatch.setattr(Folder, "write", None)  # were it not refused, it would be the root of this machine
-    with refused("'' is no path or URL"):
+    monkeypatch.setattr(OutputFolder, "write", None)  # were it not refused, it would be the root of this machine
+    with refused("'' is not a path or URL"):
         EMPTY[verb]()

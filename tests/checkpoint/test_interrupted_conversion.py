@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.errors import CheckpointError
 from shardwise.state import Transposed
 
@@ -252,7 +252,7 @@ def test_some_files_of_an_interrupted_conversion_are_no_checkpoint(tmp_path, kin
 def test_a_conversion_that_is_whole_is_not_replaced_by_another_one(tmp_path, first, then):
     out, old, new = tmp_path / "out", model(seed=1), model(seed=2)
     checkpoint.convert(source(tmp_path, old), out, durable=False, max_shard_size=first)
-    with pytest.raises(CheckpointError, match="is there, of another conversion that is finished: give another path"):
+    with pytest.raises(CheckpointError, match="belongs to another, complete conversion: give another path"):
         checkpoint.convert(source(tmp_path, new), out, durable=False, max_shard_size=then)
     assert_has(out, old)
 
@@ -265,7 +265,7 @@ def test_files_of_others_are_never_taken_for_those_of_an_unfinished_conversion(t
     out, path = tmp_path / "out", source(tmp_path, model())
     out.mkdir()
     save_file({"w": torch.ones(4)}, out / name, about)
-    with pytest.raises(CheckpointError, match=f"{name} is no part of a conversion to here: give another path"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a part of this conversion: give another path"):
         checkpoint.convert(path, out, durable=False, max_shard_size=most)
     assert load_file(out / name)["w"].equal(torch.ones(4))
     assert list(out.glob("*.safetensors*")) == [out / name]
@@ -327,7 +327,7 @@ def again(path, out, **options):
 @pytest.mark.parametrize("place", ["here", "memory://whole"])
 @given(st.none() | st.binary(max_size=4), st.binary(max_size=4), st.integers(0, 4))
 def test_a_file_is_there_where_it_begins_so_and_has_that_size(tmp_path_factory, place, data, start, size):
-    folder = Folder(tmp_path_factory.mktemp(place) if place == "here" else place, durable=False)
+    folder = OutputFolder(tmp_path_factory.mktemp(place) if place == "here" else place, durable=False)
     if data is None:
         folder.remove("file")
     else:
@@ -461,7 +461,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, kind, jo
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         # threads flush in any order: what fails may be the flush of a directory above
-        what = "out.* cannot be written" if jobs == 1 else "(cannot be written|was written, but the disk may lose it)"
+        what = "out.* cannot be written" if jobs == 1 else "(cannot be written|was written, but could not be flushed)"
         with pytest.raises(CheckpointError, match=rf"{tmp_path}.*{what}: No space left on device"):
             checkpoint.convert(path, out / kind, jobs=jobs, **FORMATS[kind])
     assert len(left(out)) == 3 if (kind, jobs) == ("several", 1) else len(left(out)) < 6
@@ -528,7 +528,7 @@ def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path, kind
 
 
 def test_sources_that_are_not_all_there_write_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="there is nothing at"):
+    with pytest.raises(CheckpointError, match="no such file or directory:"):
         checkpoint.convert(tmp_path / "none", tmp_path / "out")
     hf = write_indexed(tmp_path / "hf", model(), 2)
     (hf / "model-00004-of-00006.safetensors").unlink()

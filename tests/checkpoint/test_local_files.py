@@ -12,7 +12,7 @@ from confined import refused
 
 from shardwise import Layout, ShardedTensor, checkpoint
 from shardwise.checkpoint import local_files
-from shardwise.checkpoint.files import Span
+from shardwise.checkpoint.files import ByteRange
 from shardwise.checkpoint.local_files import LocalFiles
 from shardwise.errors import CheckpointError
 from shardwise.testing import on_ranks
@@ -27,7 +27,7 @@ def test_many_threads_read_what_they_ask_for(tmp_path):
     def read(at):
         name = at * 7 % count
         whole = name.to_bytes(4, "little") * size
-        (fetched,) = files.fetch([Span(str(name), 8, 24)])
+        (fetched,) = files.fetch([ByteRange(str(name), 8, 24)])
         return files.read(str(name), 4, 12) == whole[4:12] and fetched.tobytes() == whole[8:24]
 
     with ThreadPoolExecutor(8) as pool:

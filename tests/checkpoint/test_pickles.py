@@ -15,8 +15,8 @@ import torch
 
 from shardwise.checkpoint import pickles
 from shardwise.checkpoint.formats import dcp, torch_save
-from shardwise.checkpoint.pickles import check_tree, settled, unpickle
-from shardwise.checkpoint.places import files_at
+from shardwise.checkpoint.local_files import files_at
+from shardwise.checkpoint.pickles import check_tree, unpickle, without_stubs
 from shardwise.errors import CheckpointError
 
 PLAIN = {
@@ -33,7 +33,7 @@ PLAIN = {
 def read(value, protocol):
     found = unpickle(pickle.dumps(value, protocol), "here")
     check_tree(found, "here", 10_000)
-    return settled(found, "here", None)
+    return without_stubs(found, "here", None)
 
 
 @pytest.mark.parametrize("protocol", range(1, 6))
@@ -109,7 +109,7 @@ def hostile(mark):
         "dotted name": named("torch", "serialization.os.system", b"(S'%b'\ntR." % touch.encode()),
         "dotted stand-in": named("collections", "OrderedDict.fromkeys", b"(S'ab'\ntR."),
         "stand-in's method": b"\x80\x04\x8c\x05torch\x8c\x0fTensor.__init__\x93.",
-        "its own module": named("shardwise.checkpoint.pickles", "Call"),
+        "its own module": named("shardwise.checkpoint.pickles", "FunctionStub"),
         "code": pickle.dumps(Reduced(types.SimpleNamespace, ())),
         "type": named("builtins", "type"),
         "object": named("builtins", "object", b"."),
@@ -173,7 +173,7 @@ def test_no_name_in_the_tables_can_be_changed(state):
             unpickle(named(*key, STATES[state]), "here", dcp.NAMES)
     for value in NAMES.values():
         assert not hasattr(value, "x")
-        assert not isinstance(value, pickles.Call) or value._work is not None
+        assert not isinstance(value, pickles.FunctionStub) or value._work is not None
 
 
 CALLS = {"nothing": b")R.", "a number": b"(I1000000000000\ntR.", "numbers": b"(I1\nI2\nI3\nI4\nI5\nI6\nI7\nI8\ntR."}

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise import Box, Layout, LayoutError, Mesh, checkpoint
-from shardwise.checkpoint.formats.ranks import open_ranks
-from shardwise.checkpoint.places import files_at
+from shardwise.checkpoint.formats.rank_files import open_rank_files
+from shardwise.checkpoint.local_files import files_at
 from shardwise.errors import CheckpointError
 
 RULES = {
@@ -78,7 +78,7 @@ def write(path, state_dicts, name="model_{}.safetensors"):
 
 
 def opened(path, said):
-    return open_ranks(files_at(path)[0], said)
+    return open_rank_files(files_at(path)[0], said)
 
 
 def same(found, expected):
@@ -250,37 +250,37 @@ def test_partial_tensors_are_refused(tmp_path):
 def test_names_that_no_rule_fits_are_refused(tmp_path):
     write(tmp_path, [{"w": ROWS}] * 2)
     said = {"mesh": {"tp": 2}, "rule": [{"name": "v", "placements": "R"}]}
-    refused(tmp_path, said, "none of 1 rules fits 'w'", error=LayoutError)
+    refused(tmp_path, said, "none of 1 rules matches 'w'", error=LayoutError)
 
 
 def test_missing_and_left_over_files_are_named(tmp_path):
     write(tmp_path, [{"w": ROWS}] * 3)
     (tmp_path / "model_1.safetensors").rename(tmp_path / "modul_1.safetensors")
     said = rules("model_{tp}.safetensors", tp=4)
-    refused(tmp_path, said, "2 of 4 are missing", "'model_1.safetensors' (nearest:", "'model_3.safetensors'")
-    refused(tmp_path, rules("model_{rank}.safetensors", tp=2), "1 of 2 are missing", "'model_1.safetensors'")
-    refused(tmp_path, rules(tp=3), "no files that count up", "model_0.safetensors, model_2.safetensors", "pattern")
+    refused(tmp_path, said, "2 of the 4 files", "'model_1.safetensors' (nearest:", "'model_3.safetensors'")
+    refused(tmp_path, rules("model_{rank}.safetensors", tp=2), "1 of the 2 files", "'model_1.safetensors'")
+    refused(tmp_path, rules(tp=3), "no set of numbered files", "model_0.safetensors, model_2.safetensors", "pattern")
     write(tmp_path, [{"w": ROWS}] * 3)
     for pattern in ("model_{tp}.safetensors", "model_{rank}.safetensors"):
-        refused(tmp_path, rules(pattern, tp=2), "model_2.safetensors belongs to no rank of Mesh(tp=2)")
+        refused(tmp_path, rules(pattern, tp=2), "model_2.safetensors does not belong to a rank of Mesh(tp=2)")
 
 
 def test_patterns_that_lead_astray_are_refused(tmp_path):
     write(tmp_path, [{"w": ROWS}] * 2)
-    refused(tmp_path, rules("../model_{tp}.safetensors", tp=2), "not inside of the checkpoint")
+    refused(tmp_path, rules("../model_{tp}.safetensors", tp=2), "not inside the checkpoint")
     same_file = rules("model_{tp}.safetensors", tp=2, dp=2)
     refused(tmp_path, same_file, "several ranks", "'model_0.safetensors'", error=LayoutError)
 
 
 def test_directories_without_files_of_ranks_are_refused(tmp_path):
-    refused(tmp_path, rules(tp=2), "no files", "among none", "pattern")
+    refused(tmp_path, rules(tp=2), "no set of numbered files", "among none", "pattern")
     (tmp_path / "notes_0").write_text("nothing")
     (tmp_path / "notes_1").write_text("nothing")
-    refused(tmp_path, rules(tp=2), "no files", "notes_0, notes_1")
-    refused(tmp_path, rules("notes_{tp}", tp=2), "notes_0 is neither a torch.save file nor a safetensors one")
+    refused(tmp_path, rules(tp=2), "no set of numbered files", "notes_0, notes_1")
+    refused(tmp_path, rules("notes_{tp}", tp=2), "notes_0 is neither a torch.save file nor a safetensors file")
     write(tmp_path, [{"w": ROWS}] * 2, "a_{}.safetensors")
     write(tmp_path, [{"w": ROWS}] * 2, "b_{}.safetensors")
-    refused(tmp_path, rules(tp=2), "several files could be those", "a_0.safetensors", "b_1.safetensors")
+    refused(tmp_path, rules(tp=2), "several sets of numbered files", "a_0.safetensors", "b_1.safetensors")
     refused(tmp_path, "llama", "has no [mesh]", error=LayoutError)
 
 
@@ -301,9 +301,7 @@ def test_files_that_differ_where_rules_say_replicas_are_refused(tmp_path):
     rules = {"mesh": {"tp": 2}, "rule": [{"name": "oproj", "placements": "S1"}, {"name": "*", "placements": "R"}]}
     found = checkpoint.open(tmp_path, rules=rules)
     assert torch.equal(found["norm"].read(), torch.ones(8))
-    with pytest.raises(
-        CheckpointError, match=r"'o_proj' is not the same in .*0\.pt and in .*1\.pt, though .* replicas"
-    ):
+    with pytest.raises(CheckpointError, match=r"'o_proj' differs between .*0\.pt and .*1\.pt, .* replicas"):
         found["o_proj"].read()
     with pytest.raises(CheckpointError, match="is it split over an axis"):
         checkpoint.convert(found, tmp_path / "out.safetensors")

@@ -84,7 +84,7 @@ RULE = '[[rule]]\nname = "w*"\n'
 BAD = {
     "": ["no rules ''", "llama"],
     "lama": ["no rules 'lama'", "did you mean 'llama'"],
-    "x = [": ["these rules", "not TOML"],
+    "x = [": ["these rules", "not valid TOML"],
     "[mesh]\ntp = 2": ["no [[rule]]"],
     "rule = 3": ["rule must be a list, not 3"],
     "rule = [3]": ["rule 1", "not 3"],
@@ -92,17 +92,17 @@ BAD = {
     "[[rule]]\nname = [1]": ["rule 1", "[1]"],
     "[[rule]]\nname = true": ["rule 1", "name", "True"],
     f"{RULE}placement = 'R'": ["rule 1 ('w*')", "unknown key 'placement'", "did you mean 'placements'"],
-    RULE: ["rule 1 ('w*')", "placements, or fused, or skip"],
-    f"{RULE}placements = 'R'\nskip = true": ["rule 1 ('w*')", "only one of them"],
+    RULE: ["rule 1 ('w*')", "exactly one of placements, fused and skip"],
+    f"{RULE}placements = 'R'\nskip = true": ["rule 1 ('w*')", "exactly one of"],
     f"{RULE}skip = 1": ["rule 1 ('w*')", "skip must be true or false, not 1"],
-    f"{RULE}skip = false": ["rule 1 ('w*')", "placements, or fused, or skip"],
+    f"{RULE}skip = false": ["rule 1 ('w*')", "exactly one of placements, fused and skip"],
     f"{RULE}placements = 0": ["rule 1 ('w*')", "placements must be like", "not 0"],
     f"{RULE}placements = ['X0']": ["rule 1 ('w*')", "'X0' is not a placement"],
     f"{RULE}placements = {{tp = 0}}": ["rule 1 ('w*')", "0 is not a placement"],
     f"{RULE}placements = ['Pmix']": ["rule 1 ('w*')", "no reduction 'mix'"],
     f"{RULE}fused = 3": ["rule 1 ('w*')", "fused must be like", "3"],
     f"{RULE}fused = {{dim = 0}}": ["rule 1 ('w*')", "segments", "ratio"],
-    f"{RULE}fused = {{dim = 0, segments = [1], ratio = [1]}}": ["rule 1 ('w*')", "only one of them"],
+    f"{RULE}fused = {{dim = 0, segments = [1], ratio = [1]}}": ["rule 1 ('w*')", "exactly one of"],
     f"{RULE}fused = {{dim = 0, segments = []}}": ["rule 1 ('w*')", "whole numbers above 0", "[]"],
     f"{RULE}fused = {{dim = 0, segments = [4, true]}}": ["rule 1 ('w*')", "whole numbers above 0"],
     f"{RULE}fused = {{dim = 0, ratio = [4, 0]}}": ["rule 1 ('w*')", "whole numbers above 0", "[4, 0]"],
@@ -118,7 +118,7 @@ BAD = {
     f"[mesh]\ntp = 2\n{RULE}fused = {{dim = 0, ratio = [1], axis = 'dp'}}": ["rule 1 ('w*')", "no axis 'dp'"],
     f"[mesh]\ntp = 2\ndp = 2\n{RULE}fused = {{dim = 0, ratio = [1]}}": ["rule 1 ('w*')", "several axes", "axis ="],
     f"[files]\nname = 'x'\n{RULE}skip = true": ["[files]", "unknown key 'name'"],
-    f"[files]\npattern = 4\n{RULE}skip = true": ["[files]", "pattern must be a text, not 4"],
+    f"[files]\npattern = 4\n{RULE}skip = true": ["[files]", "pattern must be a string, not 4"],
     f"[mesh]\ntp = 2\n[files]\npattern = '{{pp}}.pt'\n{RULE}skip = true": ["[files]", "{pp}", "rank, tp"],
     f"[mesh]\ntp = 2\n[files]\npattern = '{{tp.real}}.pt'\n{RULE}skip = true": ["[files]", "{tp.real}"],
     f"[mesh]\ntp = 2\n[files]\npattern = '{{tp'\n{RULE}skip = true": ["[files]", "'{tp'"],
@@ -137,7 +137,7 @@ def test_a_bad_text_is_refused(text):
 
 @pytest.mark.parametrize("source", [None, 3, [("*", "R")]])
 def test_what_is_no_rules_at_all_is_refused(source):
-    with pytest.raises(LayoutError, match="rules are a path"):
+    with pytest.raises(LayoutError, match="rules must be a path"):
         read_rules(source)
 
 
@@ -149,10 +149,10 @@ def test_errors_name_the_file(tmp_path):
         LayoutError, match=r"mine\.toml, rule 1 \('w\*'\): 'w1': no dim 2 in a tensor of shape \(4, 6\)"
     ):
         rules.layout("w1", (4, 6))
-    with pytest.raises(LayoutError, match=r"mine\.toml: none of 1 rules fits 'x'"):
+    with pytest.raises(LayoutError, match=r"mine\.toml: none of 1 rules matches 'x'"):
         rules.layout("x", (4, 6))
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(LayoutError, match=r"mine\.toml: this is not TOML"):
+    with pytest.raises(LayoutError, match=r"mine\.toml: not valid TOML"):
         read_rules(file)
     with pytest.raises(CheckpointError, match=r"other\.toml is missing"):
         read_rules(tmp_path / "other.toml")
@@ -176,7 +176,7 @@ def test_what_cannot_be_laid_out_is_refused():
 
 
 def test_without_a_mesh_one_is_asked_for():
-    with pytest.raises(LayoutError, match=r"ready rules 'llama' has no \[mesh\].*with_mesh"):
+    with pytest.raises(LayoutError, match=r"built-in rules 'llama' has no \[mesh\].*with_mesh"):
         read_rules("llama").placements("model.norm.weight")
 
 
@@ -271,7 +271,7 @@ def test_ready_rules_refuse_what_they_do_not_know(ready):
         "model.layers.0.self_attn.W_pack.weight",
         "transformer.wte",
     ):
-        with pytest.raises(LayoutError, match=f"ready rules '{ready}': none of"):
+        with pytest.raises(LayoutError, match=f"built-in rules '{ready}': none of"):
             rules.placements(name)
 
 

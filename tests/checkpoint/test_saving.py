@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import writing
+from shardwise.checkpoint import atomic_files
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it shards
@@ -330,7 +330,7 @@ def test_a_group_of_some_ranks_saves_alone(tmp_path):
 
 
 def test_large_views_are_packed_a_little_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "CHUNK", 64)
+    monkeypatch.setattr(atomic_files, "CHUNK", 64)
     deep = numbers(4, 5, 6, 7).permute(3, 1, 0, 2)
     views = {"turned": numbers(30, 40).t(), "rows": numbers(3, 400)[:, ::2], "deep": deep}
     checkpoint.save(views, tmp_path)

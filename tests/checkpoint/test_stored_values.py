@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.values import decoded, encoded, same_value
+from shardwise.checkpoint.values import decode, encode, same_value
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, without ranks
@@ -201,7 +201,7 @@ def test_anything_else_is_refused_on_all_ranks_before_anything_is_written(tmp_pa
         for value, remedy in REFUSED.values():
             name = type(value).__name__
             with pytest.raises(
-                sw.CheckpointError, match=rf"'cfg\.inner\[1\]\S*' is {name}.* not stored: .*{remedy}"
+                sw.CheckpointError, match=rf"'cfg\.inner\[1\]\S*' is {name}.* cannot be stored: .*{remedy}"
             ) as error:
                 checkpoint.save({"w": numbers(2), "cfg": {"inner": [1, deque([value])]}}, tmp_path / "c", format=format)
             found.append(str(error.value))
@@ -213,7 +213,7 @@ def test_anything_else_is_refused_on_all_ranks_before_anything_is_written(tmp_pa
 
 def test_what_only_another_rank_has_is_refused_on_all(tmp_path):
     def run(rank):
-        with pytest.raises(sw.ShardwiseError, match="'cfg' is Color, which is not stored"):
+        with pytest.raises(sw.ShardwiseError, match="'cfg' is Color, which cannot be stored"):
             checkpoint.save({"w": numbers(2), "cfg": Color.RED if rank else 1}, tmp_path / "c", format="dcp")
 
     on_ranks(2, run)
@@ -241,7 +241,7 @@ NESTED = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(NESTED)
 def test_json_and_pickles_give_the_same_back(tmp_path_factory, value):
-    alike(decoded(encoded(value, "x")), value)
+    alike(decode(encode(value, "x")), value)
     path = tmp_path_factory.mktemp("s") / "s.pt"
     torch.save({"x": deque([value])}, path)  # which is not entered
     alike(checkpoint.open(path).objects["x"], deque([value]))
@@ -292,7 +292,7 @@ def test_indexes_of_earlier_versions_are_read(tmp_path):
 def test_damaged_values_are_one_error(tmp_path, said):
     checkpoint.save({"w": numbers(2), "x": 1}, tmp_path / "c")
     rewritten(tmp_path / "c" / "shardwise.json", lambda index: index["values"].update(x=said))
-    with pytest.raises(sw.CheckpointError, match=r"'x' in .* is no value that is known here"):
+    with pytest.raises(sw.CheckpointError, match=r"'x' in .* is not a recognized value"):
         dict(checkpoint.open(tmp_path / "c").objects)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise import checkpoint
 from shardwise.checkpoint import pickles, tables
-from shardwise.checkpoint.formats.torch_save import EXPANDED
+from shardwise.checkpoint.formats.torch_archive import MAX_EXPANSION
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.job.names import matched
 
@@ -130,20 +130,20 @@ def test_frozensets_that_are_alike_are_not_compared_forever():
 def test_tuples_in_tuples_are_keys_as_long_as_they_are_small():
     deep = ((1, "a"), (2, ("b", (None, 2.5))), frozenset({3}))
     value = {"d": {deep: 1, (deep, deep): 2, ("x",) * 200: 3, tuple(range(100)): 4, frozenset("ab"): 5}}
-    assert pickles.settled(pickles.unpickle(pickle.dumps(value), "here"), "here", None) == value
+    assert pickles.without_stubs(pickles.unpickle(pickle.dumps(value), "here"), "here", None) == value
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_large_tuples_that_are_no_keys_come_back(protocol):
     value = {"t": (tuple(range(1000)), tuple("abc" * 200), ((1, 2),) * 300, (1.5, None, True) * 100), "n": [()]}
-    found = pickles.settled(pickles.unpickle(pickle.dumps(value, protocol), "here"), "here", None)
+    found = pickles.without_stubs(pickles.unpickle(pickle.dumps(value, protocol), "here"), "here", None)
     assert found == value
     assert [type(item) for item in found["t"]] == [tuple] * 4
 
 
 def test_long_pickles_in_frames_come_back():
     value = [(str(at), (at, (at, f"{at}" * 50)), frozenset({at})) for at in range(2000)]
-    assert pickles.settled(pickles.unpickle(pickle.dumps(value, 4), "here"), "here", None) == value
+    assert pickles.without_stubs(pickles.unpickle(pickle.dumps(value, 4), "here"), "here", None) == value
 
 
 # --- pickles: what is large ----------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_a_tensor_that_says_to_be_far_larger_than_its_bytes_is_refused(shape):
 
 @pytest.mark.parametrize("bytes_", [1, 2**20])
 def test_what_is_repeated_up_to_the_limit_is_read_and_nothing_more(bytes_):
-    most = EXPANDED * (bytes_ + 2**20) // bytes_
+    most = MAX_EXPANSION * (bytes_ + 2**20) // bytes_
     for times, fits in (most, True), (most + 1, False):
         torch.save({"a": torch.ones(bytes_, dtype=torch.uint8).expand(times, bytes_)}, "m.pt")
         if fits:
@@ -207,7 +207,7 @@ def test_expanded_tensors_of_usual_sizes_are_read():
 
 def test_what_stands_for_a_name_of_torch_is_called_the_same_every_time():
     path = archive(b"\x80\x02}(ctorch\nFloatStorage\nK\x01u.")
-    assert list(checkpoint.open(path).objects) == ["<StorageKind>"]
+    assert list(checkpoint.open(path).objects) == ["<StorageType>"]
 
 
 def test_values_that_refer_to_the_same_ones_again_and_again_are_shown_shortly():
@@ -317,7 +317,7 @@ def replanned(state, change):
 @pytest.mark.parametrize("values", [(1, 2), (numbers(2), numbers(2, start=5)), (numbers(2), 1)], ids=str)
 def test_two_names_of_one_place_are_refused_before_one_of_them_is_lost(values):
     replanned(dict(zip("ab", values, strict=True)), lambda paths: paths.update(b=("a",)))
-    refused(lambda: checkpoint.convert("d", "o.pt"), CheckpointError, "'a'", "'b'", "place")
+    refused(lambda: checkpoint.convert("d", "o.pt"), CheckpointError, "'a'", "'b'", "same path")
     assert not Path("o.pt").exists()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import Box
 from shardwise.checkpoint.formats import torch_save
-from shardwise.checkpoint.places import files_at
+from shardwise.checkpoint.local_files import files_at
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import get_element, traverse_state_dict
 from shardwise.testing import on_ranks
@@ -147,7 +147,7 @@ def test_an_index_says_which_file_counts(tmp_path):
     with pytest.raises(CheckpointError, match=r"'b' is in .*two.bin and in another"):
         torch_save.open_files(found.files, ["one.bin", "two.bin"])
     index.write_text(json.dumps({"weight_map": {"a": "two.bin"}}))
-    with pytest.raises(CheckpointError, match=r"two.bin should have 'a'"):
+    with pytest.raises(CheckpointError, match=r"two.bin does not have 'a'"):
         read()
     index.write_text(json.dumps({"weight_map": {"a": "../two.bin"}}))
     with pytest.raises(CheckpointError, match="not inside"):

@@ -14,8 +14,8 @@ from checkpoints import has, names_in, shards_in
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
+from shardwise.checkpoint.atomic_files import WriterRecord
 from shardwise.checkpoint.formats import writers
-from shardwise.checkpoint.locking import Record
 from shardwise.errors import CheckpointError
 from shardwise.testing import on_ranks
 
@@ -163,7 +163,7 @@ def test_saves_that_start_together_leave_one_of_them_whole(tmp_path, format):
 def test_ranks_that_save_where_another_job_saves_are_all_told_before_they_write(tmp_path):
     path = tmp_path / "run"
     checkpoint.save(state(1), path, durable=False)
-    with writers.claimed(writers.Folder(path), "0" * 16) as claim:
+    with writers.claim_folder(writers.OutputFolder(path), "0" * 16) as claim:
         before = names_in(path)
 
         def run(rank):
@@ -310,7 +310,7 @@ def test_what_a_writer_left_that_may_not_be_ours_to_remove_stays(tmp_path, monke
         if why == "another user's":
             patched.setattr(writers, "geteuid", lambda: os.geteuid() + 1)
         else:
-            patched.setattr("shardwise.checkpoint.locking.node", lambda: "elsewhere")
+            patched.setattr("shardwise.checkpoint.atomic_files.node", lambda: "elsewhere")
         checkpoint.convert(source(tmp_path, 2), out, durable=False, **CONVERTED["sharded"])
     assert left <= set(names_in(out))
     assert of(out) == 2
@@ -350,10 +350,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_a_record_with_a_field_of_another_kind_is_none(field, value):
-    line = Record.mine("a" * 16, "b" * 16, ["c", "d"]).line()
-    assert Record.read(line.encode()).line() == line
+    line = WriterRecord.mine("a" * 16, "b" * 16, ["c", "d"]).line()
+    assert WriterRecord.read(line.encode()).line() == line
     with pytest.raises((TypeError, ValueError)):
-        Record.read(json.dumps({**json.loads(line), field: value}).encode())
+        WriterRecord.read(json.dumps({**json.loads(line), field: value}).encode())
 
 
 def test_a_record_removes_nothing_but_files_of_ours_that_no_index_names(tmp_path):
@@ -362,13 +362,13 @@ def test_a_record_removes_nothing_but_files_of_ours_that_no_index_names(tmp_path
     for name in ("notes.txt", "model.safetensors"):
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / ".." / "outside").resolve().write_bytes(b"mine")
-    record = Record.mine(
+    record = WriterRecord.mine(
         "a" * 16, "b" * 16, [current, "notes.txt", "model.safetensors", "../outside", "shardwise.json"]
     )
-    with writers.claimed(writers.Folder(tmp_path), "c" * 16):
+    with writers.claim_folder(writers.OutputFolder(tmp_path), "c" * 16):
         pass
     (tmp_path / writers.LOCK).write_text(record.line())
-    with writers.claimed(writers.Folder(tmp_path), "c" * 16):
+    with writers.claim_folder(writers.OutputFolder(tmp_path), "c" * 16):
         assert which(tmp_path) == 1
     assert (tmp_path / ".." / "outside").resolve().exists()
     assert names_in(tmp_path) == sorted([current, "notes.txt", "model.safetensors", "shardwise.json"])

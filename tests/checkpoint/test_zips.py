@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.files import Span
+from shardwise.checkpoint.files import ByteRange
 from shardwise.checkpoint.local_files import LocalFiles
-from shardwise.checkpoint.zips import HEADER, contents, directories, starts
+from shardwise.checkpoint.zips import HEADER, contents, data_starts, directories
 from shardwise.errors import CheckpointError
 
 ARCHIVES = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(max_size=20), min_size=1, max_size=4)
@@ -27,7 +27,7 @@ def written(folder, members, before):
             archive.writestr(zipfile.ZipInfo(name), data)
     path.write_bytes(before + (folder / "archive").read_bytes())
     files = LocalFiles(folder)
-    (found,) = directories(files, [Span("file", len(before), path.stat().st_size)])
+    (found,) = directories(files, [ByteRange("file", len(before), path.stat().st_size)])
     return files, path, found
 
 
@@ -35,7 +35,7 @@ def written(folder, members, before):
 def test_members_have_their_bytes(folder, members, before):
     files, path, found = written(folder, members, before)
     assert dict(zip(found, contents(files, list(found.values())), strict=True)) == members
-    for at, (name, data) in zip(starts(files, list(found.values())), members.items(), strict=True):
+    for at, (name, data) in zip(data_starts(files, list(found.values())), members.items(), strict=True):
         assert path.read_bytes()[at:].startswith(data), name
 
 
@@ -48,6 +48,6 @@ def test_a_header_that_is_not_that_of_its_member_is_refused(folder, data, member
     text = bytearray(path.read_bytes())
     text[member.header + wrong] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(text)
-    for read in contents, starts:
+    for read in contents, data_starts:
         with pytest.raises(CheckpointError, match="the file is damaged"):
             read(LocalFiles(folder), [member])

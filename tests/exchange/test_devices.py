@@ -29,7 +29,7 @@ def exchange(*, source="cpu", target="cpu"):
 @pytest.mark.parametrize(("device", "offered"), [("cpu", 1), ("meta", 0)])
 def test_only_tensors_where_messages_lie_are_offered_to_be_read(device, offered):
     made, sends = exchange(source=device)
-    made._post(made.schedule.turns[0], hidden=False)
+    made._post(made.schedule.rounds[0], hidden=False)
     assert [len(one.tensors) for one in sends] == [offered]
 
 
@@ -45,7 +45,7 @@ class Peer:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_read_goes_straight_into_memory_and_else_by_way_of_a_message(device):
     made, peer, views = exchange(target=device)[0], Peer(), ViewCache()
-    (parcel,) = made.schedule.turns[0].receives
+    (parcel,) = made.schedule.rounds[0].receives
     fetch(TURN, parcel, peer, made.moves, 0, views)
     assert peer.bytes == 256 * 64 * 8
     straight = made.targets[0][0].data_ptr() + peer.bytes  # the second half of the rows

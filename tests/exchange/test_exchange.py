@@ -124,8 +124,8 @@ def test_tensors_of_every_dtype_share_their_messages():
     made = {size: plan("48x40/S0@3", "48x40/S1@4", itemsize=size) for size in BITS}
     some = [(made[dtype.itemsize], dtype, plain, plain) for dtype in DTYPES]
     for transport, exchange in zip(range(4), moved(some, transports_of(made[1])), strict=True):
-        (turn,) = exchange.schedule.turns
-        parcels = [*turn.sends, *turn.small_sends]
+        (round_,) = exchange.schedule.rounds
+        parcels = [*round_.sends, *round_.small_sends]
         assert len(parcels) == len(made[1].for_owner(transport).sends)
         assert {len(parcel.parts) for parcel in parcels} <= {len(DTYPES)}
 
@@ -138,12 +138,12 @@ def test_the_bytes_on_the_transport_are_those_of_the_plans(some, inline):
     with within(inline):
         exchanges = moved(some, transports)
     for transport, exchange in zip(transports, exchanges, strict=True):
-        small = sum(parcel.bytes for turn in exchange.schedule.turns for parcel in turn.small_sends)
+        small = sum(parcel.bytes for round_ in exchange.schedule.rounds for parcel in round_.small_sends)
         found = small + sum(message.numel() for _, message in sent[transport.me])
         assert found == sum(made.sent.get(transport.me, 0) for made, *_ in some)
-        assert exchange.inline >= max((p.bytes for p in exchange.schedule.turns[0].small_sends), default=0)
+        assert exchange.inline >= max((p.bytes for p in exchange.schedule.rounds[0].small_sends), default=0)
     total = sum(message.numel() for messages in sent.values() for _, message in messages)
-    total += sum(parcel.bytes for exchange in exchanges for parcel in exchange.schedule.turns[0].small_sends)
+    total += sum(parcel.bytes for exchange in exchanges for parcel in exchange.schedule.rounds[0].small_sends)
     assert total == sum(made.bytes_moved for made, *_ in some)
 
 

@@ -50,10 +50,10 @@ def carried(made, owner):
 def test_segments_have_the_cells_that_the_plan_sends(made):
     for owner in made.owners:
         found = {
-            (*key, side, segment.peer): segment.cells
+            (*key, side, cells.peer): cells.volume
             for key, stage in written(made, owner).stages.items()
             for side in ("sends", "receives")
-            for segment in getattr(stage, side)
+            for cells in getattr(stage, side)
         }
         assert found == carried(made, owner)
 
@@ -64,9 +64,9 @@ def test_every_cell_of_a_message_has_a_place_here(pair, form):
     made = plan(*pair)
     for owner in made.owners:
         for stage in written(made, owner, form, form).stages.values():
-            for segment in (*stage.sends, *stage.receives):
-                message = torch.zeros(segment.cells, dtype=torch.int64)
-                for here, there in segment.pairs:
+            for cells in (*stage.sends, *stage.receives):
+                message = torch.zeros(cells.volume, dtype=torch.int64)
+                for here, there in cells.pairs:
                     assert here.shape == there.shape
                     there.of([message]).fill_(1)
                 assert message.all()
@@ -79,15 +79,15 @@ def test_what_is_whole_lies_here_as_in_the_message(pair, form):
     for owner in made.owners:
         source, _ = tensors(made, owner, form)
         for stage in written(made, owner, form).stages.values():
-            for segment in stage.sends:
-                message = torch.zeros(segment.cells, dtype=torch.int64)
-                for here, there in segment.pairs:
+            for cells in stage.sends:
+                message = torch.zeros(cells.volume, dtype=torch.int64)
+                for here, there in cells.pairs:
                     there.of([message]).copy_(here.of(source))
-                if segment.whole is None:
-                    assert len(segment.pairs) > 1 or not segment.pairs[0].here.contiguous
+                if cells.whole is None:
+                    assert len(cells.pairs) > 1 or not cells.pairs[0].here.contiguous
                 else:
-                    torch.testing.assert_close(segment.whole.of(source).reshape(-1), message, rtol=0, atol=0)
-                    assert segment.whole.of(source).reshape(-1).data_ptr() == segment.whole.of(source).data_ptr()
+                    torch.testing.assert_close(cells.whole.of(source).reshape(-1), message, rtol=0, atol=0)
+                    assert cells.whole.of(source).reshape(-1).data_ptr() == cells.whole.of(source).data_ptr()
 
 
 def test_rows_are_whole_and_columns_are_not():
@@ -138,7 +138,7 @@ def test_reductions_and_later_steps_write_every_cell_of_the_target(pair):
         _, target = tensors(made, owner)
         for stage in written(made, owner).stages.values():
             places = [r.target for r in stage.reductions]
-            places += [here for segment in stage.receives for here, _ in segment.pairs]
+            places += [here for cells in stage.receives for here, _ in cells.pairs]
             for place in places:
                 place.of(target).fill_(-1)
         assert all((tensor == -1).all() for tensor in target)
@@ -146,7 +146,7 @@ def test_reductions_and_later_steps_write_every_cell_of_the_target(pair):
 
 def test_terms_that_arrive_lie_nowhere_yet():
     (stage,) = written(plan("6/P@3", "6/R@1"), 0).stages.values()
-    assert [(s.peer, s.cells, s.pairs, s.whole) for s in stage.receives] == [(1, 6, (), None), (2, 6, (), None)]
+    assert [(s.peer, s.volume, s.pairs, s.whole) for s in stage.receives] == [(1, 6, (), None), (2, 6, (), None)]
     ((target, terms),) = stage.reductions
     assert volume(target) == 6
     assert [term.peer for term in terms] == [None, 1, 2]
@@ -157,7 +157,7 @@ def test_later_steps_send_what_earlier_ones_wrote():
     stages = written(made, 1).stages
     assert sorted(stages) == [(0, 0), (1, 0)]
     (reduced,) = (target for target, _ in stages[0, 0].reductions)
-    assert [segment.whole for segment in stages[1, 0].sends] == [reduced] * 3
+    assert [cells.whole for cells in stages[1, 0].sends] == [reduced] * 3
 
 
 @pytest.mark.parametrize(("op", "fill"), [("sum", 0), ("product", 1), ("bxor", 0), ("max", None)])
@@ -198,16 +198,16 @@ DTYPES = st.lists(
 def test_both_ends_of_a_message_expect_the_same_parts(made, dtypes, inline):
     sent, received = {}, {}
     for owner, found in schedules(made, tuple(dtypes), inline).items():
-        for turn in found.turns:
-            for small, sends in (False, turn.sends), (True, turn.small_sends):
-                sent |= {(owner, p.peer, turn.key): (small, parts(p)) for p in sends}
-            for small, receives in (False, turn.receives), (True, turn.small_receives):
-                received |= {(p.peer, owner, turn.key): (small, parts(p)) for p in receives}
+        for round_ in found.rounds:
+            for small, sends in (False, round_.sends), (True, round_.small_sends):
+                sent |= {(owner, p.peer, round_.key): (small, parts(p)) for p in sends}
+            for small, receives in (False, round_.receives), (True, round_.small_receives):
+                received |= {(p.peer, owner, round_.key): (small, parts(p)) for p in receives}
     assert sent == received
 
 
 def parts(parcel):
-    return parcel.bytes, [(part.move, part.segment.cells, part.start, part.stop) for part in parcel.parts]
+    return parcel.bytes, [(part.move, part.cells.volume, part.start, part.stop) for part in parcel.parts]
 
 
 @given(strategies.pairs(FULL), DTYPES)
@@ -215,28 +215,28 @@ def parts(parcel):
 def test_parts_follow_each_other_and_start_where_their_dtype_may(pair, dtypes):
     for found in schedules(plan(*pair), tuple(dtypes)).values():
         assert found.align == max(dtype.itemsize for dtype in dtypes)
-        for turn in found.turns:
-            for parcel in (*turn.sends, *turn.receives):
+        for round_ in found.rounds:
+            for parcel in (*round_.sends, *round_.receives):
                 edges = [part.start for part in parcel.parts] + [parcel.bytes]
                 assert edges == [0] + [part.stop for part in parcel.parts]
                 assert sorted(part.move for part in parcel.parts) == list(range(len(dtypes)))
                 for part in parcel.parts:
                     assert part.start % part.dtype.itemsize == 0
                     assert part.dtype == dtypes[part.move]
-                    assert part.stop - part.start == part.segment.cells * part.dtype.itemsize
+                    assert part.stop - part.start == part.cells.volume * part.dtype.itemsize
 
 
 def test_messages_up_to_the_limit_travel_with_the_agreement():
     made = plan("8x6/S0@2", "8x6/S1@2", itemsize=4)
     for inline, small in (47, 0), (48, 1):
-        (turn,) = schedules(made, inline=inline)[0].turns
-        assert (len(turn.small_sends), len(turn.small_receives)) == (small, small)
-        assert (len(turn.sends), len(turn.receives)) == (1 - small, 1 - small)
-        assert turn.bytes == (1 - small) * 96
+        (round_,) = schedules(made, inline=inline)[0].rounds
+        assert (len(round_.small_sends), len(round_.small_receives)) == (small, small)
+        assert (len(round_.sends), len(round_.receives)) == (1 - small, 1 - small)
+        assert round_.bytes == (1 - small) * 96
 
 
 def test_only_the_first_turn_travels_with_the_agreement():
-    first, second = schedules(plan("12/P@4", "12/R@4"), inline=10**6)[0].turns  # owner 0 reduces for all
+    first, second = schedules(plan("12/P@4", "12/R@4"), inline=10**6)[0].rounds  # owner 0 reduces for all
     assert (first.key, second.key) == (FIRST, (1, 0))
     assert (len(first.small_receives), len(first.receives)) == (3, 0)
     assert (len(second.small_sends), len(second.sends)) == (0, 3)
@@ -245,19 +245,19 @@ def test_only_the_first_turn_travels_with_the_agreement():
 def test_there_is_a_first_turn_where_nothing_moves():
     made = plan("12/R@2", "12/R@2")
     for owner, found in schedules(made).items():
-        assert [(turn.key, turn.bytes) for turn in found.turns] == [(FIRST, 0)], owner
-    (turn,) = schedule((), 0, 64).turns
-    assert (turn.key, turn.bytes) == (FIRST, 0)
-    (turn,) = schedule(((Program({}, None), torch.int8),), 0, 64).turns
-    assert (turn.key, turn.bytes) == (FIRST, 0)
+        assert [(round_.key, round_.bytes) for round_ in found.rounds] == [(FIRST, 0)], owner
+    (round_,) = schedule((), 0, 64).rounds
+    assert (round_.key, round_.bytes) == (FIRST, 0)
+    (round_,) = schedule(((Program({}, None), torch.int8),), 0, 64).rounds
+    assert (round_.key, round_.bytes) == (FIRST, 0)
 
 
 def test_nobody_is_sent_to_by_all_others_at_a_time():
     found = schedules(plan("60x60/S0@6:3,8,1,4,9,5", "60x60/S1@6:3,8,1,4,9,5"))
     for nth in range(5):
-        sends = {owner: one.turns[0].sends[nth].peer for owner, one in found.items()}
+        sends = {owner: one.rounds[0].sends[nth].peer for owner, one in found.items()}
         assert sorted(sends.values()) == sorted(found)
-        assert {sends[one.turns[0].receives[nth].peer] == owner for owner, one in found.items()} == {True}
+        assert {sends[one.rounds[0].receives[nth].peer] == owner for owner, one in found.items()} == {True}
 
 
 def test_schedules_are_kept_by_the_programs_in_them():

@@ -1,38 +1,49 @@
-"""verify: two checkpoints have the same tensors and values, whatever their formats and shardings."""
+"""Comparisons: two checkpoints (verify), the names of two state dicts, and the replicas of a tensor on ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from hashlib import blake2b
+from typing import TypeGuard, TypeVar
 
 import numpy as np
+import torch
 
 from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.opaque import Objects, check_objects, tensors_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
 from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
-from shardwise.checkpoint.structure import differing_step
 from shardwise.checkpoint.values import is_listed, same_value
+from shardwise.containers.container import is_sharded
 from shardwise.errors import RefusedCastError
+from shardwise.exchange.buffers import bytes_at
 from shardwise.exchange.overflow import Lost, Overflow, check_overflow, refusal
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap
+from shardwise.job.side import is_tensor, lists_chunks
 from shardwise.quoting import brief, in_line
+from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, spelled
 
 T = TypeVar("T")
 R = TypeVar("R")
-NEAREST = 8  # names that lack, for which one that is much like it is looked for among all
+SUGGESTIONS = 8  # missing names for which a similar one is searched
+SAMPLE = 1024  # elements of every replica that are compared
+NO_SUM = -(2**63)  # lower than every checksum
+PATH_STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # the container that a key leads into
+Paths = Mapping[str, OBJ_PATH]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in a tensor, and where: a box that has the first cells that do."""
+    """A difference: the tensor or value, what differs, and a box around the first cells that do."""
 
     name: str
     what: str
@@ -43,8 +54,8 @@ class Difference:
 
 
 def verify(
-    a: Any,
-    b: Any,
+    a: PathLike | Checkpoint,
+    b: PathLike | Checkpoint,
     *,
     rename: Rename = None,
     remap: Iterable[Remap] = (),
@@ -52,17 +63,17 @@ def verify(
     cast: Cast = None,
     overflow: Overflow = "refuse",
     objects: Objects | None = None,
-    rules: Any = None,
-    other_rules: Any = None,
+    rules: RulesSource | None = None,
+    other_rules: RulesSource | None = None,
     jobs: int = 1,
     progress: Progress = None,
 ) -> list[Difference]:
-    """What differs between two checkpoints: names, shapes, dtypes, and values bit by bit. Nothing where they are equal.
+    """List the differences between two checkpoints: names, shapes, dtypes and values, bit-for-bit. Empty if equal.
 
     `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
-    `select`, `cast` and `overflow` as in `convert`: whether b is what a becomes by them; with `select` b may have more.
-    Values that are no tensors are compared where both formats hold them; safetensors hold none, and only values with
-    tensors inside them are then a difference. `objects="drop"`: objects of unknown classes are not compared.
+    `select`, `cast` and `overflow` as in `convert`: compares b with what `convert` would make of a; with `select` b may
+    have more. Other values are compared if both formats can hold them. safetensors holds none: there only values with
+    tensors inside count as a difference. `objects="drop"`: objects of unknown classes are not compared.
     """
     check_objects(objects)
     check_progress(progress)
@@ -73,17 +84,17 @@ def verify(
     check_overflow(overflow)
     if overflow == "refuse":
         check_losses(streams, overflow, "Nothing was compared", jobs=jobs)
-    found = _absent(streams, other, other.path)
+    differences = _absent(streams, other, other.path)
     if select is None:
-        found += _absent(other, streams, one.path)
+        differences += _absent(other, streams, one.path)
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
-    found += compared(pairs, jobs=jobs, progress=progress)
-    found += _structure(one, other, [*pairs, *filter(chosen(one, select), one.objects)])
-    return found + _values(one, other, select, objects)
+    differences += compare_streams(pairs, jobs=jobs, progress=progress)
+    differences += _structure(one, other, [*pairs, *filter(chosen(one, select), one.objects)])
+    return differences + _values(one, other, select, objects)
 
 
 def _structure(one: Checkpoint, other: Checkpoint, names: Iterable[str]) -> list[Difference]:
-    """What differs in the containers of leaves that both have: dict, list or tuple, and the types of keys."""
+    """Leaves that both have in different containers: dict, list or tuple, or with other types of keys."""
     steps = {name: differing_step(one.paths.get(name), other.paths.get(name)) for name in names}
     return [Difference(name, what) for name, what in steps.items() if what is not None]
 
@@ -91,19 +102,19 @@ def _structure(one: Checkpoint, other: Checkpoint, names: Iterable[str]) -> list
 def _absent(names: Iterable[str], there: Iterable[str], path: str) -> list[Difference]:
     known = dict.fromkeys(there)
     absent = [name for name in names if name not in known]
-    near = [Difference(name, missing(f"{path} has no", [name], known)) for name in absent[:NEAREST]]
-    return near + [Difference(name, f"{path} has no {name!r}") for name in absent[NEAREST:]]
+    near = [Difference(name, missing(f"{path} has no", [name], known)) for name in absent[:SUGGESTIONS]]
+    return near + [Difference(name, f"{path} has no {name!r}") for name in absent[SUGGESTIONS:]]
 
 
 def _values(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> list[Difference]:
-    """What differs in values that are no tensors."""
-    apart = set(uncompared(one, other, select, objects))
-    mine, theirs = ({key: v for key, v in side.items() if key not in apart} for side in _sides(one, other, select))
-    found = _lacking(mine, other) + _lacking(theirs, one)
+    """Differences in values that are not tensors."""
+    skipped = set(uncompared(one, other, select, objects))
+    mine, theirs = ({key: v for key, v in side.items() if key not in skipped} for side in _sides(one, other, select))
+    differences = _missing_values(mine, other) + _missing_values(theirs, one)
     for name in mine:
         if name in theirs and not same_value(mine[name], theirs[name]):
-            found.append(Difference(name, f"{brief(mine[name]):.60} and {brief(theirs[name]):.60}"))
-    return found
+            differences.append(Difference(name, f"{brief(mine[name]):.60} and {brief(theirs[name]):.60}"))
+    return differences
 
 
 def uncompared(
@@ -111,23 +122,23 @@ def uncompared(
 ) -> dict[str, str]:
     """The values that are not compared, and why."""
     safetensors = "safetensors" in (one.format, other.format)
-    found = dict[str, str]()
+    reasons = dict[str, str]()
     for name, value in (item for side in _sides(one, other, select) for item in side.items()):
         if objects == "drop" and not is_listed(value):
-            found[name] = "of unknown classes"
+            reasons[name] = "of unknown classes"
         elif safetensors and not tensors_in(value):
-            found.setdefault(name, "that safetensors cannot hold")
-    return found
+            reasons.setdefault(name, "that safetensors cannot hold")
+    return reasons
 
 
-def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of both that are asked for."""
+def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, object], dict[str, object]]:
+    """The selected values of both."""
     mine = {name: one.objects[name] for name in filter(chosen(one, select), one.objects)}
     return mine, {name: value for name, value in other.objects.items() if select is None or name in mine}
 
 
-def _lacking(values: Mapping[str, Any], there: Checkpoint) -> list[Difference]:
-    """Values that are not there; of objects, what they are and how they are left out."""
+def _missing_values(values: Mapping[str, object], there: Checkpoint) -> list[Difference]:
+    """Values that a checkpoint lacks; for objects, with their class and how to skip them."""
     names = [name for name in values if name not in there.objects]
     objects = [name for name in names if there.format == "safetensors" or not is_listed(values[name])]
     drop = "objects='drop' does not compare such objects"
@@ -137,29 +148,29 @@ def _lacking(values: Mapping[str, Any], there: Checkpoint) -> list[Difference]:
 
 
 def check_jobs(jobs: int) -> None:
-    """Refuse what are not so many threads."""
+    """Refuse a number of threads below 1."""
     if jobs < 1:
         raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
 
 
-def compared(
+def compare_streams(
     pairs: Mapping[str, tuple[Stream, Stream]], *, jobs: int = 1, chunk: int = CHUNK, progress: Progress = None
 ) -> list[Difference]:
-    """What differs, in the order of the names."""
-    total, done, found = sum(a.size for a, _ in pairs.values()), 0, list[Difference]()
+    """The differences, in the order of the names."""
+    total, done, differences = sum(a.size for a, _ in pairs.values()), 0, list[Difference]()
     with shown(progress, total, "verify", here=True) as tell:
         for name, difference in ordered(pairs, lambda name: _difference(name, *pairs[name], chunk), jobs):
-            found += [difference] if difference is not None else []
+            differences += [difference] if difference is not None else []
             done += pairs[name][0].size
             if tell is not None:
                 tell(done, total)
-    return found
+    return differences
 
 
 def check_losses(
     streams: Mapping[str, Stream], overflow: Overflow, outcome: str, *, jobs: int = 1, chunk: int = CHUNK
 ) -> tuple[Lost, ...]:
-    """What casts lose; refused, unless that is allowed. Only casts that can lose a value are looked at."""
+    """The values that casts lose; refused, unless `overflow` allows it. Other tensors are not read."""
     check_overflow(overflow)
     watched = [stream for stream in streams.values() if stream.may_overflow]
     lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
@@ -169,7 +180,7 @@ def check_losses(
 
 
 def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
-    """The results of work on every item, by several threads, in the order of the items."""
+    """The results of `work` on every item, by several threads, in the order of the items."""
     if jobs <= 1:
         yield from ((item, work(item)) for item in items)
         return
@@ -185,17 +196,17 @@ def _difference(name: str, a: Stream, b: Stream, chunk: int) -> Difference | Non
     a.check()
     b.check()
     whole = Box((0,) * len(a.shape), a.shape)
-    for (part, room), (_, other_room) in zip(a.chunks(whole, chunk), b.chunks(whole, chunk), strict=True):
-        a.fill(part, room)
-        b.fill(part, other_room)
-        wrong = differing(room, other_room)
+    for (part, buffer), (_, other_buffer) in zip(a.chunks(whole, chunk), b.chunks(whole, chunk), strict=True):
+        a.fill(part, buffer)
+        b.fill(part, other_buffer)
+        wrong = differing(buffer, other_buffer)
         if len(wrong):
             return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong))
     return None
 
 
 def _around(boxes: Boxes, numbers: Ints) -> Box:
-    """The smallest box that has the cells of these numbers, of the first of the boxes that has any."""
+    """The smallest box around the cells with these numbers, in the first box that has any."""
     edges = starts(boxes.volumes())
     at = int(np.searchsorted(edges, numbers[0], "right")) - 1
     box = boxes.box(at)
@@ -203,3 +214,86 @@ def _around(boxes: Boxes, numbers: Ints) -> Box:
     sides = np.unravel_index(inside, box.shape) if box.shape else ()
     lo = tuple(start + int(side.min()) for start, side in zip(box.lo, sides, strict=True))
     return Box(lo, tuple(start + int(side.max()) + 1 for start, side in zip(box.lo, sides, strict=True)))
+
+
+# --- names and paths of two sides ------------------------------------------------------------------------------------
+
+
+def names_there(paths: Paths, there: Checkpoint) -> dict[str, str]:
+    """The names that a checkpoint has for the leaves of these paths, if several leaves have one dotted name.
+
+    {"a.b": x, "a": {"b": y}} has two leaves called a.b. The name of one of them is its full path, which one depends on
+    the order of the dict. So names do not help there, but paths do. Few state dicts have such leaves.
+    """
+    shared = _shared(paths) | _shared(there.paths)
+    if not shared:
+        return {}
+    known = {_typed((name,)): name for name in shared if name not in there.paths}
+    known |= {_typed(path): name for name, path in there.paths.items() if dotted(path) in shared}
+    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if dotted(path) in shared}
+
+
+def _shared(paths: Paths) -> set[str]:
+    """The dotted names of several leaves."""
+    return {dotted(path) for name, path in paths.items() if ":" in name and dotted(path) != name}
+
+
+def _typed(path: OBJ_PATH) -> tuple[tuple[type, object], ...]:
+    return tuple((type(key), key) for key in path)
+
+
+def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:
+    """What differs between two paths of one name: the type of a key or container. None: nothing, or a path is unknown.
+
+    >>> differing_step(("state", Key(0)), ("state", 0)), differing_step(("a", "b"), ("a", "b"))
+    ('is at state[0] (dict, int) and at state[0] (list)', None)
+    """
+    if a is None or b is None or (a == b and list(map(type, a)) == list(map(type, b))):
+        return None
+    return f"is at {_path_text(a)} and at {_path_text(b)}"
+
+
+def _path_text(path: OBJ_PATH) -> str:
+    into = "; ".join(PATH_STEPS.get(type(key), type(key).__name__) for key in path[1:])
+    return f"{path[0]}{''.join(f'[{brief(key)}]' for key in path[1:])}" + (f" ({into})" if into else "")
+
+
+# --- replicas on several ranks ----------------------------------------------------------------------------------------
+
+
+def sample_sums(flat: Mapping[str, object]) -> dict[str, int]:
+    """Checksums of a sample of every plain tensor, by name."""
+    return {name: _sample_sum(value) for name, value in flat.items() if is_tensor(value) and _is_plain(value)}
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    if (
+        not isinstance(value, torch.Tensor)
+        or is_sharded(value)
+        or lists_chunks(value)
+        or value.layout != torch.strided
+        or value.is_meta
+    ):
+        return False
+    return not (value.is_quantized or value.is_conj() or value.is_neg())
+
+
+def _sample_sum(tensor: torch.Tensor) -> int:
+    count = tensor.numel()
+    if not count or not tensor.ndim:
+        some = tensor.detach().reshape(-1)
+    else:  # by index, so that nothing else is copied
+        at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
+        some = tensor.detach()[torch.unravel_index(at, tensor.shape)]
+    data = some.contiguous().cpu()
+    return int.from_bytes(blake2b(bytes_at(data.data_ptr(), data.nbytes).data, digest_size=7).digest(), "little")
+
+
+def differing_replicas(
+    names: Iterable[str], sums: Mapping[str, int], highest: Callable[[torch.Tensor], torch.Tensor]
+) -> list[str]:
+    """The names whose checksums differ between ranks: the highest is not the lowest."""
+    listed = list(names)
+    mine = [(sums[name], -sums[name]) if name in sums else (NO_SUM, NO_SUM) for name in listed]
+    most, least = highest(torch.tensor(mine, dtype=torch.int64, device="cpu").reshape(-1, 2)).T.tolist()
+    return [name for name, high, low in zip(listed, most, least, strict=True) if high != NO_SUM and high != -low]

@@ -12,24 +12,24 @@ from math import prod
 from pathlib import PurePath
 from typing import IO, Any
 
-from shardwise.checkpoint.asked import size_in_bytes
-from shardwise.checkpoint.comparing import check_jobs, check_losses, compared, ordered
+from shardwise.checkpoint.atomic_files import OutputFolder
+from shardwise.checkpoint.cli_options import size_in_bytes
+from shardwise.checkpoint.comparing import check_jobs, check_losses, compare_streams, ordered
 from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
-from shardwise.checkpoint.formats.safetensors import parsed
+from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
 from shardwise.checkpoint.formats.sharded import ShardedWriter
-from shardwise.checkpoint.formats.torch_archive import saved
-from shardwise.checkpoint.formats.whole_files import SafetensorsWriter, TorchSaveWriter
-from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Writer, claimed, token_of
+from shardwise.checkpoint.formats.torch_archive import torch_save_bytes
+from shardwise.checkpoint.formats.torch_save import TorchSaveWriter
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClaim, Writer, claim_folder, token_of
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.places import same_place
-from shardwise.checkpoint.rules import Rules, read_rules
+from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
 from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.streaming import CHUNK, Stream
 from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.values import is_listed
-from shardwise.checkpoint.writing import Folder
 from shardwise.errors import CheckpointError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -51,8 +51,8 @@ LIMITED = {  # the formats that cannot hold all objects
 
 
 def convert(
-    source: Any,
-    out: Any,
+    source: PathLike | Checkpoint,
+    out: PathLike,
     *,
     format: str | None = None,
     rename: Rename = None,
@@ -61,8 +61,8 @@ def convert(
     cast: Cast = None,
     overflow: Overflow = "refuse",
     max_shard_size: int | str | None = None,
-    rules: Any = None,
-    source_rules: Any = None,
+    rules: RulesSource | None = None,
+    source_rules: RulesSource | None = None,
     max_bytes: int = 2**28,
     jobs: int = 1,
     verify: bool = True,
@@ -106,12 +106,12 @@ def convert(
     _check_apart(opened, folder, name)
     writer.fits(contents)
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
-    with claimed(folder, token, name) as claim, _resumable(claim, folder, token, owners):
+    with claim_folder(folder, token, name) as claim, _resumable(claim, folder, token, owners):
         writer.check(contents)
         told = _written(writer, owners, streams, contents, chunk, jobs, progress)
         for old in writer.finish(told, contents):
             writer.folder.remove(old)
-        made = open(folder.shown(writer.main))
+        made = open(folder.path_of(writer.main))
         made.reused, made.lost = tuple(folder.reused), lost
         if verify:
             _verify(streams, contents, made, chunk, jobs, progress)
@@ -138,7 +138,7 @@ def _contents(
 
 
 @contextmanager
-def _resumable(claim: Claim, folder: Folder, token: str, owners: Sequence[int]) -> Iterator[None]:
+def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequence[int]) -> Iterator[None]:
     """What fails leaves files that are whole, to go on from; who writes something else there has to know of them."""
     try:
         yield
@@ -209,7 +209,7 @@ def _chunk(max_bytes: int, jobs: int) -> int:
     return min(CHUNK, max_bytes // jobs // 2)  # comparing takes two of them
 
 
-def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, str | None]:
+def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, OutputFolder, str | None]:
     """The format, the directory, and the name of the file where it is to be one."""
     path, endings = (
         str(out),
@@ -223,15 +223,15 @@ def _place(out: Any, format: str | None, durable: bool) -> tuple[str, Folder, st
     folder, _, name = rest.rpartition("/")
     if endings.get(ending) == said and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
-        return said, Folder(f"{scheme}{separator}{here}", durable=durable), name
-    return said, Folder(path, durable=durable), None
+        return said, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
+    return said, OutputFolder(path, durable=durable), None
 
 
 def _for_model(rules: Rules, source: Checkpoint) -> Rules:
     """With the config.json beside the weights, where there is one: it knows the number of heads."""
     if not rules.needs_config or rules.config is not None or not source.files.has(CONFIG):
         return rules
-    return rules.with_config(parsed(source.files.read(CONFIG), source.files.shown(CONFIG)))
+    return rules.with_config(parse_json(source.files.read(CONFIG), source.files.label(CONFIG)))
 
 
 def _layouts(
@@ -296,15 +296,17 @@ def _whole(shape: tuple[int, ...], file: int) -> Layout:
     return Layout.replicated(shape, [file])
 
 
-def _parts(streams: Mapping[str, Stream], contents: Contents, chunk: int, done: Count) -> Mapping[int, list[Part]]:
+def _parts(
+    streams: Mapping[str, Stream], contents: Contents, chunk: int, done: Count
+) -> Mapping[int, list[TensorPart]]:
     """What every file is to have."""
-    found = defaultdict[int, list[Part]](list)
+    found = defaultdict[int, list[TensorPart]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
         empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
         _, layout = contents.tensors[name]
         for owner in layout.owners():
             for box in [piece.box for piece in layout.pieces(owner)] or empty:
-                found[owner].append(Part(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
+                found[owner].append(TensorPart(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
     return found
 
 
@@ -313,7 +315,7 @@ def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -
     done.add(box.volume * stream.dtype.itemsize)
 
 
-def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name: str | None) -> Writer:
+def _writer(format: str, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None) -> Writer:
     if format == "safetensors":
         return SafetensorsWriter(folder, owners, token, **({"name": name} if name else {}))
     if format == "torch.save":
@@ -321,16 +323,16 @@ def _writer(format: str, folder: Folder, owners: Sequence[int], token: str, name
     return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
 
 
-def _check_apart(opened: Checkpoint, folder: Folder, name: str | None) -> None:
+def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:
     """Refuse to write over what is read."""
-    onto = same_place(opened.files.root, folder.path)
+    onto = same_location(opened.files.root, folder.path)
     if name is not None:
         listed = {id(entry.paths): entry.paths for entry in opened.values()}
         used = {path for paths in listed.values() for path in paths}
-        onto = any(same_place(opened.files.shown(path), folder.shown(name)) for path in used)
+        onto = any(same_location(opened.files.path(path), folder.path_of(name)) for path in used)
     if onto:
         raise CheckpointError(
-            f"{folder.path if name is None else folder.shown(name)} is what is read: give another path"
+            f"{folder.path if name is None else folder.path_of(name)} is what is read: give another path"
         )
 
 
@@ -345,7 +347,9 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents
     ]
     said += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew
-        said += [(name, blake2b(saved(value), digest_size=8).digest()) for name, value in contents.values.items()]
+        said += [
+            (name, blake2b(torch_save_bytes(value), digest_size=8).digest()) for name, value in contents.values.items()
+        ]
     said += sorted(contents.tied.items())
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
     return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
@@ -362,6 +366,6 @@ def _verify(
     if lacking:
         raise CheckpointError(missing(f"{made.path} has no", lacking, made))
     pairs = {name: (stream, stream_of(made[names[name]])) for name, stream in streams.items()}
-    found = compared(pairs, jobs=jobs, chunk=chunk, progress=progress)
+    found = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
     if found:
         raise CheckpointError(f"{made.path} is not what was to be written: {found[0]} (and {len(found) - 1} more)")

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import Files, Span, elements
-from shardwise.checkpoint.local_files import LATELY, LocalFiles
-from shardwise.checkpoint.remote_files import worth_it
+from shardwise.checkpoint.files import ByteRange, Files, elements, worth_it
+from shardwise.checkpoint.local_files import RECHECK_SECONDS, LocalFiles
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
@@ -120,7 +119,7 @@ class Entry:
         """The files that it lies in."""
         return [self.paths[number] for number in np.unique(self.file).tolist()]
 
-    def ranges(self) -> list[tuple[Box, Span]]:
+    def ranges(self) -> list[tuple[Box, ByteRange]]:
         """Every box, with the bytes between its first and its last element."""
         places = self.places(np.arange(self.boxes.count))
         return [(places.boxes.box(at), self._span(cut)) for at, cut in enumerate(self.cuts(places))]
@@ -194,8 +193,8 @@ class Entry:
         self._check_dtype()
         self.files.copy(self._span(cut), file)
 
-    def _span(self, cut: Window) -> Span:
-        return Span(self.paths[cut.tensor], cut.offset, cut.offset + cut.reach * self.dtype.itemsize)
+    def _span(self, cut: Window) -> ByteRange:
+        return ByteRange(self.paths[cut.tensor], cut.offset, cut.offset + cut.reach * self.dtype.itemsize)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
@@ -289,7 +288,7 @@ def _read_batch(batch: Sequence[Reading]) -> None:
     """What is mapped and cut off is not read, since that would end the process; what changed meanwhile is refused."""
     files = batch[0].entry.files
     names = {entry.paths[cut.tensor] for entry, cuts, *_ in batch for cut in cuts}
-    files.check_unchanged(names, within=LATELY)
+    files.check_unchanged(names, within=RECHECK_SECONDS)
     there, here = list[torch.Tensor](), list[torch.Tensor]()
     for entry, cuts, tensors, look in batch:
         views = entry.views(cuts)
@@ -304,14 +303,8 @@ def _read_batch(batch: Sequence[Reading]) -> None:
 
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     """Copy into tensors what belongs at these places of them."""
-    here, there = placed(entry.within(target.boxes), target)
-    read_into([Reading(entry, entry.cuts(here), [cut.of(tensors) for cut in there])])
-
-
-def placed(source: Places, target: Places) -> tuple[Places, list[Window]]:
-    """The same cells on both sides."""
-    row, there = target.within(source.boxes)
-    return source.inside(row, there.boxes), there.windows()
+    here, there = entry.within(target.boxes).common(target)
+    read_into([Reading(entry, entry.cuts(here), [window.of(tensors) for window in there.windows()])])
 
 
 def _outer(cut: Window, itemsize: int) -> int:

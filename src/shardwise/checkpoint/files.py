@@ -1,12 +1,14 @@
-"""Bytes of files: those of this machine are mapped, others are fetched in ranges through fsspec."""
+"""Bytes of files by path or URL: local files are memory-mapped, others are fetched in ranges through fsspec."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +17,17 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief, in_line
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+PathLike = str | os.PathLike[str]
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-PIECE = 2**22  # bytes of a range that are fetched at a time where they are only passed on
+COPY_BYTES = 2**22  # bytes that are fetched at a time when they are only passed on
+SMALL_GAP, LARGE_GAP = 2**12, 2**18  # unneeded bytes between two ranges: fetched, if that is cheaper than a request
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes `start` to `stop` of a file."""
 
     file: str
@@ -28,109 +35,265 @@ class Span(NamedTuple):
     stop: int
 
 
-class Descriptor:
-    """An open file of the system, which is closed when nobody uses it any more."""
+class FileLabel(NamedTuple):
+    """A file as messages show it. The text is composed only when it is printed: most labels never are."""
 
-    def __init__(self, number: int, name: str = "a pipe") -> None:
+    root: str
+    name: str
+
+    def __str__(self) -> str:
+        return in_line(join_path(self.root, self.name))
+
+
+class RangeLabel(NamedTuple):
+    """Bytes of a file as messages show them."""
+
+    root: str
+    range: ByteRange
+
+    def __str__(self) -> str:
+        file, start, stop = self.range
+        return f"{FileLabel(self.root, file)}, bytes {start} to {stop}"
+
+
+class Output(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: memoryview, /) -> object:
+        """Append bytes."""
+        ...
+
+
+class Descriptor:
+    """An open file descriptor. It is closed when the last reference goes."""
+
+    def __init__(self, number: int, name: object = "a pipe") -> None:
         self.number, self.name = number, name
 
     def __del__(self) -> None:
         os.close(self.number)
 
 
+class KernelOutput(Output):
+    """An output that can take bytes of another file inside the kernel."""
+
+    def copy_from(self, source: Descriptor, start: int, count: int) -> None:
+        """Append bytes of another file."""
+        raise NotImplementedError
+
+
 class Files(ABC):
-    """The files of a checkpoint, by names relative to `root`, with / between their parts."""
+    """The files of a checkpoint, by names relative to `root`, with / as separator."""
 
     root: str
 
     @abstractmethod
-    def names(self, *, below: bool = False) -> list[str]:
-        """All of them, sorted; with those in directories `below`."""
+    def names(self, *, recursive: bool = False) -> list[str]:
+        """The names of all files, sorted."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """True for a file that is there."""
+        """True if the file exists."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """In bytes; a CheckpointError where there is no such file."""
+        """The size in bytes. Raises CheckpointError if the file does not exist."""
 
     @abstractmethod
     def stamp(self, name: str) -> str:
-        """Changes when the file does."""
+        """A text that changes when the file does."""
 
     @abstractmethod
-    def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
-        """The bytes of each, not to be written."""
+    def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+        """The bytes of each range. They must not be written to."""
 
-    def check_unchanged(  # noqa: B027  # not every place can tell
+    def check_unchanged(  # noqa: B027  # not every file system can tell
         self, names: Iterable[str], *, within: float = 0
     ) -> None:
-        """Refuse files that were written to after they were first looked at, where that can be seen."""
+        """Refuse files that were modified after they were first opened, where that can be seen."""
 
-    def opened(self) -> None:  # noqa: B027
-        """Refuse from now on files that changed after this was made, also when they are first looked at."""
+    def mark_opened(self) -> None:  # noqa: B027
+        """From now on, refuse files that are newer than this object, even when they are opened for the first time."""
 
-    def copy(self, span: Span, file: Any) -> None:
+    def copy(self, source: ByteRange, file: Output) -> None:
         """Append the bytes to a file that is being written, a little at a time."""
-        for start in range(span.start, span.stop, PIECE):
-            file.write(self.fetch([Span(span.file, start, min(start + PIECE, span.stop))])[0].data)
+        for start in range(source.start, source.stop, COPY_BYTES):
+            file.write(self.fetch([ByteRange(source.file, start, min(start + COPY_BYTES, source.stop))])[0].data)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Some bytes, copied: for headers and the like."""
-        return self.fetch([Span(name, start, self.size(name) if stop is None else stop)])[0].tobytes()
+        """A copy of some bytes: for headers and the like."""
+        return self.fetch([ByteRange(name, start, self.size(name) if stop is None else stop)])[0].tobytes()
 
-    def shown(self, name: str) -> str:
-        """The file, as people know it and terminals may show it."""
-        return in_line(below(self.root, name))
+    def path(self, name: str) -> str:
+        """The path or URL of a file."""
+        return join_path(self.root, name)
 
-    def check(self, span: Span) -> None:
+    def label(self, name: str) -> FileLabel:
+        """The file as messages show it."""
+        return FileLabel(self.root, name)
+
+    def range_label(self, bytes: ByteRange) -> RangeLabel:
+        """Bytes of a file as messages show them."""
+        return RangeLabel(self.root, bytes)
+
+    def check(self, wanted: ByteRange) -> None:
         """Refuse bytes that the file does not have."""
-        size = self.size(span.file)
-        if not 0 <= span.start <= span.stop <= size:
+        size = self.size(wanted.file)
+        if not 0 <= wanted.start <= wanted.stop <= size:
             raise CheckpointError(
-                f"{self.shown(span.file)} has {size} bytes, but bytes {span.start} to {span.stop} are needed: "
+                f"{self.label(wanted.file)} has {size} bytes, but bytes {wanted.start} to {wanted.stop} are needed: "
                 f"it is truncated, or belongs to another checkpoint"
             )
 
 
-def inside(name: Any, where: str) -> str:
-    """A file's name that an index gives; refused where it would lead out of the checkpoint."""
+class RemoteFiles(Files):
+    """Files that fsspec reaches: s3://, gs://, memory://, and whatever has a driver."""
+
+    def __init__(self, system: AbstractFileSystem, path: str, root: str) -> None:
+        self._system, self._path, self.root = system, path.rstrip("/"), root
+        self._sizes = dict[str, int]()
+
+    def names(self, *, recursive: bool = False) -> list[str]:
+        """As the driver lists them."""
+        with readable(self.root):
+            paths = self._system.find(self._path, maxdepth=None if recursive else 1)
+        return sorted(str(path)[len(self._path) :].lstrip("/") for path in paths)
+
+    def _at(self, name: str) -> str:
+        """The path that the driver knows."""
+        return f"{self._path}/{name}"
+
+    def has(self, name: str) -> bool:
+        """As the driver says."""
+        with readable(self.label(name)):
+            return bool(self._system.isfile(self._at(name)))
+
+    def size(self, name: str) -> int:
+        """Requested once."""
+        if name not in self._sizes:
+            with readable(self.label(name)):
+                self._sizes[name] = int(self._system.size(self._at(name)))
+        return self._sizes[name]
+
+    def stamp(self, name: str) -> str:
+        """The driver's checksum."""
+        with readable(self.label(name)):
+            return str(self._system.checksum(self._at(name)))
+
+    def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
+        """Ranges that are close together as one, all of them at once if the driver can."""
+        for one in ranges:
+            self.check(one)
+        joined, whole = list(_joined(ranges)), list[Bytes]()
+        paths, starts, stops = [self._at(s.file) for s in joined], [s.start for s in joined], [s.stop for s in joined]
+        with readable(self.root):
+            replies = self._system.cat_ranges(paths, starts, stops, on_error="raise") if joined else []
+        for one, data in zip(joined, replies, strict=True):
+            if len(data) != one.stop - one.start:
+                raise CheckpointError(
+                    f"{self.label(one.file)}: got {len(data)} bytes instead of bytes {one.start} to {one.stop}"
+                )
+            whole.append(np.frombuffer(bytearray(data), dtype=np.uint8))  # torch warns of read-only memory
+        return [_part(joined, whole, one) for one in ranges]
+
+
+def _joined(ranges: Sequence[ByteRange]) -> Iterator[ByteRange]:
+    """As few ranges as possible without fetching many unneeded bytes."""
+    before: ByteRange | None = None
+    for one in sorted(one for one in ranges if one.stop > one.start):
+        near = before is not None and worth_it(one.start - before.stop, one.stop - one.start)
+        if before is not None and near and one.file == before.file:
+            before = before._replace(stop=max(before.stop, one.stop))
+        else:
+            if before is not None:
+                yield before
+            before = one
+    if before is not None:
+        yield before
+
+
+def worth_it(gap: int, size: int) -> bool:
+    """True if the unneeded bytes before a range should be fetched with it, to save a request.
+
+    They are few, or no more than the needed ones: at most twice as much is fetched.
+    """
+    return gap <= SMALL_GAP or gap <= min(size, LARGE_GAP)
+
+
+def _part(joined: Sequence[ByteRange], whole: Sequence[Bytes], wanted: ByteRange) -> Bytes:
+    if wanted.stop == wanted.start:
+        return np.empty(0, np.uint8)
+    at = bisect_right(joined, (wanted.file, wanted.start, inf)) - 1
+    return whole[at][wanted.start - joined[at].start : wanted.stop - joined[at].start]
+
+
+def file_system(path: PathLike) -> tuple[AbstractFileSystem | None, str]:
+    """The fsspec driver of a path or URL, None for local files; and the path that the driver knows."""
+    text: str | bytes = os.fspath(path)
+    if not isinstance(text, str) or not text:
+        raise CheckpointError(f"{text!r} is not a path or URL")
+    if "://" not in text:
+        return None, text
+    import fsspec
+
+    try:
+        system, place = fsspec.core.url_to_fs(text)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{text}: {error}") from error
+    protocols = system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)
+    return (None if "local" in protocols else system), place
+
+
+def same_location(a: str, b: str) -> bool:
+    """True if two paths or URLs lead to one file."""
+    (one, here), (other, there) = file_system(a), file_system(b)
+    if one is None and other is None:
+        return os.path.realpath(here) == os.path.realpath(there)
+    return bool(one == other) and here.rstrip("/") == there.rstrip("/")
+
+
+def inside(name: object, where: object) -> str:
+    """A file name from an index; refused if it leads out of the checkpoint."""
     text = name if isinstance(name, str) else ""
     parts = [part for part in text.split("/") if part not in {"", "."}]
     odd = "\\" in text or not text.isprintable()
     if not parts or text.startswith("/") or ".." in parts or odd:
-        raise CheckpointError(f"{where} names the file {brief(name)}, which is not inside of the checkpoint")
+        raise CheckpointError(f"{where} names the file {brief(name)}, which is not inside the checkpoint")
     return "/".join(parts)
 
 
 @contextmanager
-def readable(what: str) -> Iterator[None]:
-    """Errors of the system as CheckpointErrors that name the file."""
+def readable(what: object) -> Iterator[None]:
+    """Turn errors of the system into CheckpointErrors that name the file."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{what} is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{what} cannot be read: {error.strerror or error}") from error
+        raise unreadable(what, error) from error
 
 
-def below(folder: str, name: str) -> str:
+def unreadable(what: object, error: OSError) -> CheckpointError:
+    """The error for a file that cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{what} is missing")
+    return CheckpointError(f"{what} cannot be read: {error.strerror or error}")
+
+
+def join_path(folder: str, name: str) -> str:
     """A file of a directory or URL.
 
-    >>> below("a", "b"), below("/", "b"), below("memory://", "b")
+    >>> join_path("a", "b"), join_path("/", "b"), join_path("memory://", "b")
     ('a/b', '/b', 'memory://b')
     """
     return f"{folder}{name}" if folder.endswith("/") else f"{folder}/{name}"
 
 
 def elements(data: Bytes, start: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """Elements that lie in bytes from a byte on, wherever that is; a view, where they can be read so."""
+    """The elements in some bytes, from any byte on; a view if torch can read them there."""
     count = (len(data) - start) // dtype.itemsize
     if dtype.itemsize < 16 or (data.ctypes.data + start) % 16 == 0:
         words = torch.frombuffer(data, dtype=WORDS[dtype.itemsize], count=count, offset=start)
         return words.view(dtype).as_strided(shape, strides)
-    # what reads 16 bytes at once takes them to begin at a multiple of that
+    # 16-byte loads need aligned memory
     halves = torch.frombuffer(data, dtype=torch.int64, count=2 * count, offset=start)
     pairs = halves.as_strided((*shape, 2), (*(2 * stride for stride in strides), 1))
     return pairs.clone(memory_format=torch.contiguous_format).view(dtype).reshape(tuple(shape))

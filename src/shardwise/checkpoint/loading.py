@@ -9,25 +9,26 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
-from shardwise.checkpoint.comparing import compared
+from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
+from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.meta_tensors import filled, replacements
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.sharing import Prepared, load_once
 from shardwise.checkpoint.streaming import Stream
-from shardwise.checkpoint.structure import names_there
 from shardwise.checkpoint.values import refuse_modules
-from shardwise.checkpoint.without_memory import filled, replacements
 from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
-from shardwise.job.casts import Cast, Change, Into, check_changes
+from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import Said, check_local, is_tensor, memory_of, said, tensors_of
+from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
 
@@ -36,7 +37,7 @@ Read = Literal["each", "once"]
 
 
 def load(
-    path: Any,
+    path: PathLike | Checkpoint,
     into: dict[Any, Any],
     *,
     group: dist.ProcessGroup | None = None,
@@ -46,7 +47,7 @@ def load(
     overflow: Overflow = "refuse",
     strict: bool = True,
     read: Read | None = None,
-    rules: Any = None,
+    rules: RulesSource | None = None,
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
@@ -82,7 +83,7 @@ def load(
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        listed = _links(checkpoint, targets, ties, rename, remap, Into.of(cast), strict)
+        listed = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
         linked = {link.target for link, _, _ in listed}
         return Prepared(_once(checkpoint, listed, ties, check=callers.first), linked, others)
 
@@ -122,7 +123,7 @@ def _described(
 ) -> tuple[Checkpoint, State, dict[str, TensorInfo], dict[str, str]]:
     """The checkpoint and the state dict of this rank; what is known of all tensors, and what is tied."""
 
-    def say() -> tuple[tuple[Checkpoint, State], tuple[Said, Ties]]:
+    def say() -> tuple[tuple[Checkpoint, State], tuple[Descriptions, Ties]]:
         checkpoint, (leaves, nested) = opened(), flatten_state_dict(into)
         refuse_modules(leaves)
         names = names_there(nested, checkpoint)
@@ -131,11 +132,11 @@ def _described(
         replaced = replacements(flat)
         flat |= replaced
         state = State(flat, paths, replaced)
-        return (checkpoint, state), (said(flat, callers.transport), ties_of(flat, callers.transport))
+        return (checkpoint, state), (describe_all(flat, callers.transport), ties_of(flat, callers.transport))
 
     (checkpoint, state), told = callers.tell(say, same)
     with callers.refusals():
-        targets = tensors_of({rank: known for rank, (known, _) in told.items()}, "state dict")
+        targets = combine_descriptions({rank: known for rank, (known, _) in told.items()}, "state dict")
         if once:
             callers.check(targets)
     return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in told.items()})
@@ -147,7 +148,7 @@ def _links(
     ties: Mapping[str, str],
     rename: Rename,
     remap: Iterable[Remap],
-    cast: Into,
+    cast: TargetCasts,
     strict: bool,
 ) -> list[tuple[Link, Entry, TensorInfo]]:
     """Which entry fills which tensor."""
@@ -193,7 +194,9 @@ def _once(
     first = dict[str, str]()
     again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
     for name, one in again.items() if check else ():
-        found = compared({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        found = (
+            compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
+        )
         if found:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
@@ -257,8 +260,8 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
         )
     lacking = [name for name in names if name not in checkpoint.objects and not _is_empty(flat[name])]
     if lacking and strict:
-        said = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
-        raise CheckpointError(f"{said}; strict=False leaves them as they are")
+        reason = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
+        raise CheckpointError(f"{reason}; strict=False leaves them as they are")
     found = [name for name in names if name in checkpoint.objects]
     opaque = {name: one for name in found if (one := opaque_in(checkpoint.objects[name])) is not None}
     if opaque and strict:

@@ -1,4 +1,4 @@
-"""Files of this machine, mapped."""
+"""Local files, memory-mapped; and whichever files are at a path or URL."""
 
 from __future__ import annotations
 
@@ -10,95 +10,114 @@ from math import inf
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time_ns
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import WORDS, Bytes, Descriptor, Files, Span, elements, readable
+from shardwise.checkpoint.files import (
+    WORDS,
+    ByteRange,
+    Bytes,
+    Descriptor,
+    Files,
+    KernelOutput,
+    Output,
+    PathLike,
+    RemoteFiles,
+    elements,
+    file_system,
+    readable,
+    unreadable,
+)
 from shardwise.errors import CheckpointError
 
-LATELY = 0.01  # seconds: what was seen to be whole then is taken to be
-MAPPED, OPEN = 384, 64  # files that stay mapped, and those that stay open: each takes a descriptor
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+RECHECK_SECONDS = 0.01  # a file that was checked within this time is not checked again
+MAX_MAPPED, MAX_OPEN = 384, 64  # files that stay mapped or open: each takes a descriptor
 
 
-class Seen(NamedTuple):
-    """What tells a file from another one at its place."""
+class FileStatus(NamedTuple):
+    """What tells a file from another one at the same path."""
 
     size: int
-    written: int
+    modified: int
     changed: int
     links: int
     device: int
-    number: int
+    inode: int
 
     @staticmethod
-    def of(status: os.stat_result) -> Seen:
-        """By its status. That a file was written to can be hidden, that it changed cannot."""
-        return Seen(
+    def of(status: os.stat_result) -> FileStatus:
+        """From what the system says. Programs can reset the time of modification, but not that of change."""
+        return FileStatus(
             status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink, status.st_dev, status.st_ino
         )
 
-    def since(self) -> int:
-        """Since when it is as it is, or was put there. Of a file with several names a new one tells nothing."""
-        return self.changed if self.links == 1 else self.written
+    def time(self) -> int:
+        """When it got its contents or its place. For a hard link the time of change says nothing: links change it."""
+        return self.changed if self.links == 1 else self.modified
 
 
-class Mapped(NamedTuple):
-    """A file in memory: its bytes, and all of it as tensors of some dtypes, without so many bytes at its start."""
+class MappedFile(NamedTuple):
+    """A file in memory: its bytes, and all of it as one tensor per dtype and number of bytes skipped at the start."""
 
     data: Bytes
     tensors: dict[tuple[torch.dtype, int], torch.Tensor]
 
 
 class LocalFiles(Files):
-    """Files of this machine. They are mapped when they are first looked at; nothing is read before it is needed."""
+    """Local files. They are mapped when first used; nothing is read before it is needed."""
 
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
-        self._mapped = dict[str, Mapped]()
+        self._mapped = dict[str, MappedFile]()
         self._open = dict[str, Descriptor]()
-        self._seen = dict[str, Seen]()
-        self._begun, self._latest = time_ns(), inf  # the latest change of a file that was not looked at yet
-        self._checked = dict[str, float]()  # when they were last seen to be the same
+        self._status = dict[str, FileStatus]()  # when they were first opened
+        self._created, self._latest = time_ns(), inf  # the latest allowed time of a file that was not opened yet
+        self._checked = dict[str, float]()  # when they were last seen unchanged
         self._lock = Lock()
 
-    def names(self, *, below: bool = False) -> list[str]:
+    def names(self, *, recursive: bool = False) -> list[str]:
         """Without pipes, sockets and devices."""
         with readable(self.root):
-            return sorted(_names(self.root, "", below))
+            return sorted(_local_names(self.root, "", recursive))
 
     def has(self, name: str) -> bool:
         """By its status."""
         return (self._path / name).is_file()
 
     def size(self, name: str) -> int:
-        """When it was first looked at."""
-        if name not in self._seen:
-            self._opened(name)
-        return self._seen[name].size
+        """When it was first opened."""
+        if name not in self._status:
+            self._descriptor(name)
+        return self._status[name].size
 
     def stamp(self, name: str) -> str:
-        """By its size, and when it was written."""
-        return f"{self.size(name)} {self._seen[name].written}"
+        """Size and time of modification."""
+        return f"{self.size(name)} {self._status[name].modified}"
 
-    def fetch(self, spans: Sequence[Span]) -> list[Bytes]:
+    def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
         """Parts of the mapped files."""
-        self.check_unchanged({span.file for span in spans}, within=LATELY)
-        found = [self._map(span.file).data[span.start : span.stop] for span in spans]
-        for span, part in zip(spans, found, strict=True):
-            if len(part) != span.stop - span.start or span.start < 0:
-                self.check(span)
-        return found
+        self.check_unchanged({one.file for one in ranges}, within=RECHECK_SECONDS)
+        parts = [self._map(one.file).data[one.start : one.stop] for one in ranges]
+        for one, part in zip(ranges, parts, strict=True):
+            if len(part) != one.stop - one.start or one.start < 0:
+                self.check(one)
+        return parts
 
-    def elements(self, span: Span, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-        """The elements in some bytes, as a part of the mapped file."""
-        data, tensors = self._map(span.file)
-        if span.start < 0 or span.stop > len(data):
-            self.check(span)
-        first, skip = divmod(span.start, dtype.itemsize)
+    def elements(
+        self, source: ByteRange, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
+        """The elements in some bytes, as a view of the mapped file."""
+        data, tensors = self._map(source.file)
+        if source.start < 0 or source.stop > len(data):
+            self.check(source)
+        first, skip = divmod(source.start, dtype.itemsize)
         if skip and dtype.itemsize == 16:
-            return elements(data, span.start, dtype, shape, strides)
+            return elements(data, source.start, dtype, shape, strides)
         whole = tensors.get((dtype, skip))
         if whole is None:
             count = (len(data) - skip) // dtype.itemsize
@@ -106,105 +125,131 @@ class LocalFiles(Files):
             whole = tensors[dtype, skip] = words.view(dtype)
         return whole.as_strided(shape, strides, first)
 
-    def copy(self, span: Span, file: Any) -> None:
-        """Inside of the system where it can: the bytes are never in our memory."""
-        self.check(span)
-        if not hasattr(file, "take"):
-            return super().copy(span, file)
-        file.take(self._opened(span.file), span.start, span.stop - span.start)
-        self.check_unchanged([span.file])
+    def copy(self, source: ByteRange, file: Output) -> None:
+        """Inside the kernel where possible: the bytes never enter the memory of this process."""
+        self.check(source)
+        if not isinstance(file, KernelOutput):
+            return super().copy(source, file)
+        file.copy_from(self._descriptor(source.file), source.start, source.stop - source.start)
+        self.check_unchanged([source.file])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Without mapping it: headers of very many files may be read."""
-        span = Span(name, start, self.size(name) if stop is None else stop)
-        self.check(span)
-        file = self._opened(name)  # held until all is read: others may close it meanwhile
-        with readable(self.shown(name)):
-            found = os.pread(file.number, span.stop - span.start, start)
-        if len(found) < span.stop - span.start:
-            raise CheckpointError(f"{self.shown(name)}: {len(found)} bytes came where {span} was asked for")
+        """Without mapping the file: a checkpoint may have very many headers."""
+        file = self._open.get(name) or self._descriptor(name)  # a reference: other threads may drop theirs meanwhile
+        wanted = ByteRange(name, start, self._status[name].size if stop is None else stop)
+        self.check(wanted)
+        try:
+            data = os.pread(file.number, wanted.stop - start, start)
+        except OSError as error:
+            raise unreadable(file.name, error) from error
+        if len(data) < wanted.stop - start:
+            raise CheckpointError(f"{file.name}: got {len(data)} bytes of {wanted.stop - start} from byte {start} on")
         self._check_same(name, os.fstat(file.number))
-        return found
+        return data
 
-    def opened(self) -> None:
-        """Files that were not looked at yet are no later than an index, by the clock of a server that is ahead, too."""
-        self._latest = max([self._begun, *(seen.changed for seen in self._seen.values())])
+    def mark_opened(self) -> None:
+        """Files that are opened later must not be newer than the index, even if a file server's clock is ahead."""
+        self._latest = max([self._created, *(status.changed for status in self._status.values())])
 
     def check_unchanged(self, names: Iterable[str], *, within: float = 0) -> None:
-        """Refuse files that were written to after they were first looked at, which are then of two checkpoints.
+        """Refuse files that were modified after they were first opened: they would mix two checkpoints.
 
-        What was replaced or removed is not meant: that which was looked at is still there, for us. A file that was
-        checked `within` so many seconds is not checked again: a load of many small tensors would do little else.
+        Replaced or removed files are fine: the descriptor still leads to the old one. A file that was checked `within`
+        so many seconds is not checked again: otherwise a load of many small tensors would do little else.
         """
-        at = monotonic()
+        now = monotonic()
         for name in names:
-            was = self._seen.get(name)
-            if was is None or at - self._checked.get(name, 0) < within:
+            before = self._status.get(name)
+            if before is None or now - self._checked.get(name, 0) < within:
                 continue
             try:
-                now = os.stat(f"{self.root}/{name}")
+                status = os.stat(f"{self.root}/{name}")
             except OSError:
                 continue
-            self._checked[name] = at
-            if now.st_ctime_ns != was.changed and now.st_ino == was.number:
-                self._check_same(name, now)
+            self._checked[name] = now
+            if status.st_ctime_ns != before.changed and status.st_ino == before.inode:
+                self._check_same(name, status)
 
     def _check_same(self, name: str, status: os.stat_result) -> None:
-        now = Seen.of(status)
-        if name not in self._seen and now.since() > self._latest:
-            raise self._changed(name)
-        was = self._seen.setdefault(name, now)
-        if now.links != was.links:  # a name more or less changes the file, too, but not what is in it
-            now = now._replace(links=was.links, changed=was.changed)
-        if now != was:
-            raise self._changed(name)
+        now = FileStatus.of(status)
+        before = self._status.get(name)
+        if before is None and now.time() <= self._latest:
+            before = self._status.setdefault(name, now)
+        if before is not None and now.links != before.links:  # a new hard link changes the file, but not its contents
+            now = now._replace(links=before.links, changed=before.changed)
+        if now != before:
+            raise CheckpointError(
+                f"{self.label(name)} was replaced or changed since the checkpoint was opened: open it again"
+            )
 
-    def _changed(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.shown(name)} was replaced or changed since the checkpoint was opened: open it again"
-        )
-
-    def _opened(self, name: str) -> Descriptor:
-        """A file; refused where it is not the one that was looked at before."""
+    def _descriptor(self, name: str) -> Descriptor:
+        """The open file; refused if it is not the one that was opened first."""
         with self._lock:
             file = self._open.pop(name, None)
         if file is None:
-            with readable(self.shown(name)):
-                number = os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK)  # pipes would wait
-            file = Descriptor(number, self.shown(name))
+            try:
+                number = os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
+            except OSError as error:
+                raise unreadable(self.label(name), error) from error
+            file = Descriptor(number, self.label(name))
         status = os.fstat(file.number)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{self.shown(name)} is no file that could be read in parts")
+            raise CheckpointError(f"{self.label(name)} is not a regular file")
         self._check_same(name, status)
         with self._lock:
-            while len(self._open) >= OPEN:  # it is closed when the last one who uses it lets go of it
+            while len(self._open) >= MAX_OPEN:
                 self._open.pop(next(iter(self._open)))
             self._open[name] = file
         return file
 
-    def _map(self, name: str) -> Mapped:
-        found = self._mapped.get(name)
-        if found is not None:
-            return found
-        file = self._opened(name)
-        with self._lock, readable(self.shown(name)):
-            while len(self._mapped) >= MAPPED:  # those that are still looked at live on with what looks at them
+    def _map(self, name: str) -> MappedFile:
+        mapped = self._mapped.get(name)
+        if mapped is not None:
+            return mapped
+        file = self._descriptor(name)
+        with self._lock, readable(self.label(name)):
+            while len(self._mapped) >= MAX_MAPPED:  # tensors of a dropped one keep it alive
                 self._mapped.pop(next(iter(self._mapped)))
-            data = np.frombuffer(_mapping(file.number) if self._seen[name].size else b"", dtype=np.uint8)
-            found = self._mapped[name] = Mapped(data, {})
-            return found
+            data = np.frombuffer(_mapping(file.number) if self._status[name].size else b"", dtype=np.uint8)
+            mapped = self._mapped[name] = MappedFile(data, {})
+            return mapped
 
 
 def _mapping(file: int) -> mmap.mmap:
-    """Private, so that it can never write to the file; without swap set aside for it."""
+    """Private, so that it can never write to the file; without reserving swap."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return mmap.mmap(file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _names(folder: str, before: str, below: bool) -> Iterator[str]:
+def _local_names(folder: str, prefix: str, recursive: bool) -> Iterator[str]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_file():
-                yield before + entry.name
-            elif below and entry.is_dir(follow_symlinks=False):
-                yield from _names(entry.path, f"{before}{entry.name}/", below)
+                yield prefix + entry.name
+            elif recursive and entry.is_dir(follow_symlinks=False):
+                yield from _local_names(entry.path, f"{prefix}{entry.name}/", recursive)
+
+
+def files_at(path: PathLike) -> tuple[Files, str | None]:
+    """The files at a path or URL; and the name of the file, if it is a file and not a directory."""
+    system, place = file_system(path)
+    if system is not None:
+        return _remote_files(system, place, os.fspath(path))
+    local = Path(place)
+    with readable(place):
+        if local.is_dir():
+            return LocalFiles(local), None
+        if local.exists():
+            return LocalFiles(local.parent), local.name
+    raise CheckpointError(f"no such file or directory: {place}")
+
+
+def _remote_files(system: AbstractFileSystem, place: str, url: str) -> tuple[Files, str | None]:
+    with readable(url):
+        system.invalidate_cache()  # the listing may be out of date
+        if system.isdir(place):
+            return RemoteFiles(system, place, url), None
+        if system.isfile(place):
+            folder, _, name = place.rpartition("/")
+            return RemoteFiles(system, folder, system.unstrip_protocol(folder)), name
+    raise CheckpointError(f"no such file or directory: {url}")

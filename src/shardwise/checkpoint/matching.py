@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.checkpoint.entry import Alike, Entry
 from shardwise.geometry import Box, Boxes, Ints, Places, Strides, Window, ints
 from shardwise.job.remap import Link
-from shardwise.job.subtensor import View
+from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
 
 
@@ -50,7 +50,7 @@ class Match(NamedTuple):
     there: list[Window]
     wanted: Boxes
 
-    def sources(self, entry: Entry, view: View) -> list[Window]:
+    def sources(self, entry: Entry, view: Subtensor) -> list[Window]:
         """Where the cells are in the files of one of the tensors."""
         entry.check(self.wanted)
         at, size = entry.locate(self.rows), entry.dtype.itemsize
@@ -70,7 +70,7 @@ def match(link: Link, entry: Entry, room: Local | Packed) -> Match:
 
 
 @lru_cache(maxsize=1024)
-def _match(alike: Alike, room: Local | Packed, source_view: View, target_view: View) -> Match:
+def _match(alike: Alike, room: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> Match:
     there = target_view.of_places(room.places())
     wanted = source_view.back(there.boxes)
     # the number of its box stands for its file: that differs from tensor to tensor

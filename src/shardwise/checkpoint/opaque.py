@@ -1,11 +1,14 @@
-"""Objects of classes that are not known here: they are shown, carried on or left out, and never run."""
+"""Objects of unknown classes: their code never runs. They are shown, copied to other checkpoints, or left out.
+
+`UnknownObject` records what a pickle does to an object while it is read; `Opaque` is what users see of it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Literal, NamedTuple, NoReturn, TypeGuard, get_args
 
 import torch
 
@@ -16,13 +19,68 @@ Objects = Literal["drop", "carry"]
 SHOWN = 4  # attributes in a listing
 
 
+class UnknownObject:
+    """An object of an unknown class. It records what a pickle does to it. Each class name has a subclass."""
+
+    __slots__ = ("args", "by_call", "items", "pairs", "state")
+    module = qualname = ""
+    args: tuple[object, ...]
+    items: list[object]
+    pairs: list[tuple[object, object]]
+    by_call: bool  # the class was called, instead of its __new__ only
+    state: object
+
+    def __new__(cls, *args: object) -> UnknownObject:
+        made = super().__new__(cls)
+        made.args, made.state, made.by_call, made.items, made.pairs = args, None, False, [], []
+        return made
+
+    def __init__(self, *args: object) -> None:
+        self.by_call = True
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def append(self, item: object) -> None:
+        """As pickles do with lists."""
+        self.items.append(item)
+
+    def __setitem__(self, key: object, item: object) -> None:
+        self.pairs.append((key, item))
+
+    def __call__(self, *args: object) -> UnknownObject:
+        """The result of a function that another one returned: recorded as Python's `operator.call`, not called."""
+        return OPERATOR_CALL(self, *args)
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.qualname}>"
+
+
+def unknown_class(module: str, qualname: str) -> type[UnknownObject]:
+    """The stub of an unknown class."""
+    return type("UnknownObject", (UnknownObject,), {"__slots__": (), "module": module, "qualname": qualname})
+
+
+OPERATOR_CALL = unknown_class("operator", "call")
+
+
+def is_unknown_class(value: object) -> TypeGuard[type[UnknownObject]]:
+    """True if a pickle names an unknown class or function."""
+    return isinstance(value, type) and issubclass(value, UnknownObject)
+
+
+def is_sharding(module: str, name: str) -> bool:
+    """True for what sharded tensors are made of; DTensors are wrapper subclasses."""
+    return module.startswith("torch.distributed") or name == "_rebuild_wrapper_subclass"
+
+
 class Parts(NamedTuple):
     """What an object is made of: arguments, state, and what was appended to it or set in it."""
 
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: tuple[Any, ...] = ()
-    pairs: tuple[tuple[Any, Any], ...] = ()
+    args: tuple[object, ...] = ()
+    state: object = None
+    items: tuple[object, ...] = ()
+    pairs: tuple[tuple[object, object], ...] = ()
 
 
 class OpaqueError(TypeError):
@@ -30,25 +88,25 @@ class OpaqueError(TypeError):
 
 
 class Opaque:
-    """An object in a checkpoint whose class is not known here. Nothing of it was run or imported.
+    """An object of an unknown class in a checkpoint. Nothing of it was run or imported.
 
-    `name` is its class, with the module; `args` are the arguments that would make it, `state` is what would be set
-    (most often its attributes), `items` and `pairs` are what lists and dicts have. `tensors`: how many are in it.
-    They are read when the parts are first looked at.
+    `name`: its class, with the module. `args`: the arguments that would make it. `state`: what would be set, usually
+    its attributes. `items` and `pairs`: the contents of a list or dict. `tensors`: how many it contains; they are read
+    when the parts are first used.
 
-    >>> Opaque("argparse", "Namespace", "new", lambda: Parts(state={"lr": 0.1}), shown="lr=0.1")
+    >>> Opaque("argparse", "Namespace", "new", lambda: Parts(state={"lr": 0.1}), summary="lr=0.1")
     <argparse.Namespace(lr=0.1), not rebuilt>
     """
 
     def __init__(
-        self, module: str, qualname: str, how: How, parts: Callable[[], Parts], *, shown: str = "", tensors: int = 0
+        self, module: str, qualname: str, how: How, parts: Callable[[], Parts], *, summary: str = "", tensors: int = 0
     ) -> None:
         self.module, self.qualname, self.how, self.tensors = module, qualname, how, tensors
-        self._parts, self._shown = parts, shown
+        self._parts, self._summary = parts, summary
 
     @property
     def name(self) -> str:
-        """Its class, or the name that stands here instead of an object."""
+        """Its class; for a class or function, its own name."""
         return f"{self.module}.{self.qualname}"
 
     @cached_property
@@ -57,40 +115,40 @@ class Opaque:
         return self._parts()
 
     @property
-    def args(self) -> tuple[Any, ...]:
+    def args(self) -> tuple[object, ...]:
         """The arguments that would make it."""
         return self.parts.args
 
     @property
-    def state(self) -> Any:
-        """What would be set: most often a dict of attributes."""
+    def state(self) -> object:
+        """What would be set: usually a dict of attributes."""
         return self.parts.state
 
     @property
-    def items(self) -> tuple[Any, ...]:
+    def items(self) -> tuple[object, ...]:
         """What would be appended to it: of a list, its items."""
         return self.parts.items
 
     @property
-    def pairs(self) -> tuple[tuple[Any, Any], ...]:
+    def pairs(self) -> tuple[tuple[object, object], ...]:
         """What would be set in it: of a dict, its keys and values."""
         return self.parts.pairs
 
     @property
     def filled(self) -> list[str]:
-        """Which of `args`, `state`, `items` and `pairs` have something."""
+        """Which of `args`, `state`, `items` and `pairs` are not empty."""
         return [field for field, part in self.parts._asdict().items() if part is not None and part != ()]
 
     def __repr__(self) -> str:
         inside = f" with {self.tensors} tensor{'s' * (self.tensors > 1)}" if self.tensors else ""
-        return f"<{in_line(self.name)}{f'({self._shown})' if self.how != 'name' else ''}{inside}, not rebuilt>"
+        return f"<{in_line(self.name)}{f'({self._summary})' if self.how != 'name' else ''}{inside}, not rebuilt>"
 
     def __reduce__(self) -> NoReturn:
-        raise OpaqueError(f"{self!r} cannot be saved: its class is not known here")
+        raise OpaqueError(f"{self!r} cannot be saved: its class is unknown")
 
 
-def attributes(args: tuple[Any, ...], state: Any) -> str:
-    """The arguments and attributes that are plain, in a few words."""
+def attributes(args: tuple[object, ...], state: object) -> str:
+    """The simple arguments and attributes, in a few words."""
     plain = [brief(value) for value in args if _is_plain(value)]
     if isinstance(state, dict):
         plain += [
@@ -99,33 +157,32 @@ def attributes(args: tuple[Any, ...], state: Any) -> str:
     return ", ".join(plain[:SHOWN]) + (", ..." if len(plain) > SHOWN else "")
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, str | bytes | int | float | complex | None)
 
 
 def check_objects(objects: object) -> None:
-    """Refuse another word."""
+    """Refuse an unknown option."""
     if objects not in (None, *get_args(Objects)):
         raise ValueError(f"objects= must be 'drop' or 'carry', not {objects!r}")
 
 
-def opaque_in(value: Any) -> Opaque | None:
+def opaque_in(value: object) -> Opaque | None:
     """The first object of an unknown class in a value."""
     return next((one for one in _inside(value) if isinstance(one, Opaque)), None)
 
 
-def tensors_in(value: Any) -> int:
+def tensors_in(value: object) -> int:
     """How many tensors are in a value: in containers, in objects of unknown classes, and in attributes of others.
 
     >>> tensors_in({"a": [torch.ones(1), {"b": (torch.ones(1), 2)}]})
     2
     """
-    found = list(_inside(value))
-    return sum(one.tensors if isinstance(one, Opaque) else isinstance(one, torch.Tensor) for one in found)
+    return sum(one.tensors if isinstance(one, Opaque) else isinstance(one, torch.Tensor) for one in _inside(value))
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """A value and all that is in it, each once. What is inside an object of an unknown class is not looked at."""
+def _inside(value: object) -> Iterator[object]:
+    """A value and all values in it, each once. Objects of unknown classes are not entered."""
     seen, todo = set[int](), [value]
     while todo:
         one = todo.pop()
@@ -135,7 +192,7 @@ def _inside(value: Any) -> Iterator[Any]:
             todo.extend(reversed([*_items(one)]))
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _items(value: object) -> Iterable[object]:
     if isinstance(value, Opaque | torch.Tensor | str | bytes | type):
         return ()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Finds out what lies at a path, and opens it."""
+"""Detects the format of a checkpoint, and opens it."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from shardwise.checkpoint.atomic_files import PARTIAL
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.formats import dcp, ranks, safetensors, sharded, torch_save
+from shardwise.checkpoint.files import Files, PathLike
+from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
 from shardwise.checkpoint.formats.writers import LOCK, token_of
-from shardwise.checkpoint.places import files_at
-from shardwise.checkpoint.writing import ASIDE
+from shardwise.checkpoint.local_files import files_at
+from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError
 
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
-    "torch.save (.pt, .pth, .bin), or a directory of torch.save files of ranks with rules= (in convert source_rules=)"
+    "torch.save (.pt, .pth, .bin), or a directory of per-rank torch.save files with rules= (in convert source_rules=)"
 )
 
 
-def open(path: Any, *, rules: Any = None) -> Checkpoint:
-    """The checkpoint at a path or URL: a mapping from names to entries. No values are read yet.
+def open(path: PathLike, *, rules: RulesSource | None = None) -> Checkpoint:
+    """Open the checkpoint at a path or URL: a mapping from names to entries. No tensors are read yet.
 
-    `rules` (a rules file, or what `read_rules` returns) say how the files of ranks in a directory belong together.
+    `rules` (a rules file, or what `read_rules` returns) say how the per-rank files of a directory fit together.
     """
     files, name = files_at(path)
-    with _uncollected():
-        found = _opened(files, name, rules)
-    files.opened()
-    return found
+    with _without_garbage_collection():
+        checkpoint = _open(files, name, rules)
+    files.mark_opened()
+    return checkpoint
 
 
-def _opened(files: Files, name: str | None, rules: Any) -> Checkpoint:
+def _open(files: Files, name: str | None, rules: RulesSource | None) -> Checkpoint:
     if rules is not None:
-        return ranks.open_ranks(files, rules)
+        return rank_files.open_rank_files(files, rules)
     if name is None:
         return _open_directory(files)
-    found = _open_file(files, name)
-    found.path = files.shown(name)
-    return found
+    checkpoint = _open_file(files, name)
+    checkpoint.path = str(files.label(name))
+    return checkpoint
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector, which would look at a million small objects again and again while they are made."""
-    was = gc.isenabled()
+def _without_garbage_collection() -> Iterator[None]:
+    """The collector would visit a million small objects again and again while they are made."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()
 
 
 def _open_directory(files: Files) -> Checkpoint:
-    for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # before a large directory is listed
+    for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # first, as listing a large directory is slow
         if files.has(index):
             return _open_file(files, index)
     there = files.names()
-    here = [name for name in there if name != LOCK and not ASIDE.fullmatch(name)]
+    here = [name for name in there if name != LOCK and not PARTIAL.fullmatch(name)]
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
     if len(indexes) == 1:
         return _open_file(files, indexes[0])
@@ -75,21 +75,25 @@ def _open_directory(files: Files) -> Checkpoint:
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
     if len(here) < len(there):
-        raise CheckpointError(f"{files.root} is unfinished: a save or a conversion to it was interrupted, or goes on")
-    found = f"it has {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "there are no files in it"
-    raise CheckpointError(f"{files.root} is no checkpoint that is known here ({KNOWN}): {found}")
+        raise CheckpointError(
+            f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
+        )
+    listed = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
+    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {listed}. Expected {KNOWN}")
 
 
 def _check_whole(files: Files, names: list[str]) -> None:
-    """Refuse what is only a part of a checkpoint: what an interrupted save or conversion left."""
+    """Refuse a part of a checkpoint, which an interrupted save or conversion left."""
     unfinished = [name for name in names if token_of(name)]
     if unfinished:
-        raise CheckpointError(f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: its save did not end")
-    numbered = [found for name in names if (found := NUMBERED.fullmatch(name))]
-    there = Counter((found[1], found[3]) for found in numbered)
-    for found in numbered:
-        if int(found[3]) != there[found[1], found[3]]:
-            raise CheckpointError(f"{files.root} has {found[0]}, but not all {int(found[3])} files, and no index")
+        raise CheckpointError(
+            f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: the save was interrupted, or is still running"
+        )
+    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
+    counts = Counter((match[1], match[3]) for match in numbered)
+    for match in numbered:
+        if int(match[3]) != counts[match[1], match[3]]:
+            raise CheckpointError(f"{files.root} has {match[0]}, but not all {int(match[3])} files, and no index")
 
 
 def _open_file(files: Files, name: str) -> Checkpoint:
@@ -105,4 +109,4 @@ def _open_file(files: Files, name: str) -> Checkpoint:
         return torch_save.open_files(files, [name])
     if name.endswith(".safetensors") or safetensors.looks_like_one(files, name):
         return safetensors.open_files(files, [name])
-    raise CheckpointError(f"{files.shown(name)} is no checkpoint that is known here: {KNOWN}")
+    raise CheckpointError(f"{files.label(name)} is not a recognized checkpoint. Expected {KNOWN}")

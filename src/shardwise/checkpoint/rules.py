@@ -1,9 +1,9 @@
-"""Rules: patterns of names, and for each how the tensors that fit it lie on a mesh. A file in TOML, or a ready one.
+"""Rules: patterns of names, and the placements of matching tensors on a mesh. A TOML file, or a built-in one.
 
     [mesh]                      # names and sizes of the axes, in order; may be left out and given by `with_mesh`
     tp = 2
 
-    [[rule]]                    # the first rule that fits a name counts; * ? [abc] as in shells
+    [[rule]]                    # the first matching rule wins; * ? [abc] as in shells
     name = ["*.[qkv]_proj.weight", "*.gate_proj.weight"]    # a pattern, or several
     placements = {tp = "S0"}    # by axis, others replicate; or one per axis, ["S0"]; or "R": replicated on all
 
@@ -24,11 +24,11 @@
     name = "*._extra_state"
     skip = true                 # left out of the checkpoint
 
-    [files]                     # of directories with a file per rank; without it they are found by the number in them
-    pattern = "mp_rank_{tp:02d}_model_states.pt"            # by names of axes, or {rank}; as Python formats numbers
-    prefix = "module."          # only tensors whose names begin so are meant, and are called by the rest of the name
+    [files]                     # the files of ranks; by default they are found by the number in their names
+    pattern = "mp_rank_{tp:02d}_model_states.pt"            # axis names, or {rank}, as Python formats numbers
+    prefix = "module."          # only tensors with this prefix; it is removed from their names
 
-Ready ones (in `ready/`, for Hugging Face names and an axis tp): llama, mistral, mixtral, qwen.
+Built-in ones (in `ready/`, for Hugging Face names and an axis tp): llama, mistral, mixtral, qwen.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from shardwise.layout import Layout, Mesh, Placement, Replicate, Shard
 from shardwise.layout.mesh import placement
 from shardwise.quoting import brief
 
-DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # how numbers are written in names of files
+DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # allowed format specs of numbers in file names
 READY = ("llama", "mistral", "mixtral", "qwen")
 
 
@@ -83,11 +83,12 @@ class Fused:
 
 
 Word = Placement | Fused
+TomlTable = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How the tensors lie whose names fit one of `patterns`. `where` names the file and the rule."""
+class ShardingRule:
+    """The placements of tensors whose names match one of `patterns`. `where`: the file and the rule, for messages."""
 
     patterns: tuple[str, ...]
     placements: tuple[Placement, ...] | Mapping[str, Placement]  # of all axes in order, or of some by name
@@ -96,32 +97,32 @@ class Rule:
     where: str
     heads: str | None = None  # the number in config.json that says how many heads a split dim has
 
-    def fits(self, name: str) -> bool:
-        """True for a name that it speaks of."""
+    def matches(self, name: str) -> bool:
+        """True for a name that matches a pattern."""
         return any(matched(pattern, name) is not None for pattern in self.patterns)
 
     def on(self, mesh: Mesh) -> tuple[Word, ...]:
-        """What it says of every axis of a mesh."""
+        """The placement for every axis of a mesh."""
         with _at(self.where):
             if self.fused is None:
                 return mesh.placements(self.placements)
             if self.fused.axis is None and len(mesh.names) > 1:
                 raise LayoutError(f'{mesh} has several axes: fused needs axis = "...", one of {", ".join(mesh.names)}')
             axis = self.fused.axis or mesh.names[0]
-            mesh.placements({axis: "R"})  # refuses one that is not there
+            mesh.placements({axis: "R"})  # refuses an unknown axis
             return tuple(self.fused if name == axis else Replicate() for name in mesh.names)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """An ordered list of rules, the mesh that they speak of, and how the files of its ranks are called."""
+    """An ordered list of rules, their mesh, and the names of its rank files."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[ShardingRule, ...]
     mesh: Mesh | None
     pattern: str | None
     prefix: str
     where: str
-    config: Mapping[str, Any] | None = None  # of the model: its config.json
+    config: Mapping[str, object] | None = None  # the config.json of the model
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
@@ -138,7 +139,7 @@ class Rules:
         """
         return replace(self, mesh=Mesh.of(list(sizes.values()), list(sizes)))
 
-    def with_config(self, config: Mapping[str, Any]) -> Rules:
+    def with_config(self, config: Mapping[str, object]) -> Rules:
         """The same rules for a model with that config.json: layouts that cut its heads are refused.
 
         >>> rules = read_rules("llama").with_mesh(tp=4).with_config({"num_key_value_heads": 4})
@@ -149,22 +150,22 @@ class Rules:
 
     @property
     def needs_config(self) -> bool:
-        """True where rules name numbers of heads."""
+        """True if a rule names a number of heads."""
         return any(rule.heads for rule in self.rules)
 
-    def rule(self, name: str) -> Rule:
-        """The first rule that fits a name."""
+    def rule(self, name: str) -> ShardingRule:
+        """The first rule that matches a name."""
         for rule in self.rules:
-            if rule.fits(name):
+            if rule.matches(name):
                 return rule
-        raise LayoutError(f"{self.where}: none of {len(self.rules)} rules fits {name!r}: add one that does")
+        raise LayoutError(f"{self.where}: none of {len(self.rules)} rules matches {name!r}: add one that does")
 
     def skips(self, name: str) -> bool:
-        """True for a name that is left out. One that no rule fits is not."""
-        return next((rule.skip for rule in self.rules if rule.fits(name)), False)
+        """True for a name that the rules leave out."""
+        return next((rule.skip for rule in self.rules if rule.matches(name)), False)
 
     def known_mesh(self) -> Mesh:
-        """The mesh, where there is one."""
+        """The mesh; refused if there is none."""
         if self.mesh is None:
             raise LayoutError(
                 f"{self.where} has no [mesh]: give the sizes of its axes: with_mesh(tp=4), or --mesh tp=4"
@@ -177,55 +178,59 @@ class Rules:
         >>> read_rules("llama").with_mesh(dp=2, tp=4).placements("model.layers.0.self_attn.o_proj.weight")
         (Replicate(), Shard(dim=1))
         """
-        rule, words = self._said(name)
-        found = tuple(word for word in words if not isinstance(word, Fused))
-        if len(found) < len(words):
-            raise LayoutError(f"{rule.where}: {name!r} is fused, for which there is no placement: ask for its layout")
-        return found
+        rule, words = self._rule_on_mesh(name)
+        placements = tuple(word for word in words if not isinstance(word, Fused))
+        if len(placements) < len(words):
+            raise LayoutError(f"{rule.where}: {name!r} is fused, which has no placement: use layout(name, shape)")
+        return placements
 
     def layout(self, name: str, shape: Sequence[int]) -> Layout:
-        """Where the cells of a tensor live; the owners are the ranks of the mesh.
+        """The layout of a tensor; the owners are the ranks of the mesh.
 
         >>> print(read_rules("llama").with_mesh(tp=4).layout("model.embed_tokens.weight", (32000, 4096)))
         32000x4096/S0@tp=4
         """
-        rule, words = self._said(name)
+        rule, words = self._rule_on_mesh(name)
         with _at(f"{rule.where}: {name!r}"):
-            found = layout_on(shape, self.known_mesh(), words)
+            layout = layout_on(shape, self.known_mesh(), words)
             if rule.heads is not None and (count := _number(self.config or {}, rule.heads)):
-                _check_heads(found, words, count, f"{self.mesh} cuts {count} heads ({rule.heads} in config.json)")
-            return found
+                _check_heads(layout, words, count, f"{self.mesh} cuts {count} heads ({rule.heads} in config.json)")
+            return layout
 
-    def _said(self, name: str) -> tuple[Rule, tuple[Word, ...]]:
+    def _rule_on_mesh(self, name: str) -> tuple[ShardingRule, tuple[Word, ...]]:
         rule = self.rule(name)
         if rule.skip:
             raise LayoutError(f"{rule.where}: {name!r} is left out (skip = true)")
         return rule, rule.on(self.known_mesh())
 
 
+RulesSource = Rules | str | os.PathLike[str] | TomlTable  # what `read_rules` takes
+
+
 def layout_on(shape: Sequence[int], mesh: Mesh, words: Sequence[Word]) -> Layout:
-    """`Layout.on_mesh`, which may be fused along one axis."""
+    """`Layout.on_mesh`, or a layout that is fused along one axis."""
     for axis, word in enumerate(words):
         if isinstance(word, Fused):
             if prod(mesh.shape) > mesh.shape[axis]:
                 raise LayoutError(f"a fused layout has no replicas yet: {mesh} has more axes than {mesh.names[axis]!r}")
-            length = shape[word.dim] if -len(shape) <= word.dim < len(shape) else 0  # which Layout.fused refuses
+            length = shape[word.dim] if -len(shape) <= word.dim < len(shape) else 0  # Layout.fused refuses it
             return Layout.fused(shape, word.dim, word.sizes(length), mesh.ranks.reshape(-1).tolist())
     return Layout.on_mesh(shape, mesh, words)
 
 
-def _number(config: Mapping[str, Any], name: str) -> int | None:
-    """A number of heads in a config.json; models without grouped heads have as many of k and v as of q."""
+def _number(config: Mapping[str, object], name: str) -> int | None:
+    """A number of heads in a config.json; without grouped heads there are as many of k and v as of q."""
     for table in (config, config.get("text_config")):
         if isinstance(table, Mapping):
             for key in (name, "num_attention_heads"):
-                if type(found := table.get(key)) is int and found > 0:
-                    return found
+                count = table.get(key)
+                if type(count) is int and count > 0:
+                    return count
     return None
 
 
 def _check_heads(layout: Layout, words: Sequence[Word], count: int, what: str) -> None:
-    """Refuse parts of heads. A dim that is split holds `count` heads of one size."""
+    """Refuse parts of heads. A split dim holds `count` heads of equal size."""
     for dim in {word.dim for word in words if isinstance(word, Shard)}:
         size = layout.shape[dim] // count
         edges = {edge[dim] for o in layout.owners() for p in layout.pieces(o) for edge in (p.box.lo, p.box.hi)}
@@ -237,7 +242,7 @@ def _check_heads(layout: Layout, words: Sequence[Word], count: int, what: str) -
 
 
 def axis_positions(mesh: Mesh, rank: int) -> dict[str, int]:
-    """What the pattern of files can ask for: the rank, and its place along every axis.
+    """The fields of a file pattern: the rank, and its position along every axis.
 
     >>> axis_positions(Mesh(dp=2, tp=4), 6)
     {'rank': 6, 'dp': 1, 'tp': 2}
@@ -254,11 +259,12 @@ def file_name(pattern: str, places: Mapping[str, int]) -> str:
     """
     for _, field, form, conversion in _fields(pattern):
         if field is not None and field not in places:
-            raise LayoutError(f"pattern {brief(pattern)} asks for {{{field}}}: known are {', '.join(places)}")
+            raise LayoutError(
+                f"pattern {brief(pattern)} has the unknown field {{{field}}}: known are {', '.join(places)}"
+            )
         if conversion or not DIGITS.fullmatch(form or ""):
             raise LayoutError(
-                f"pattern {brief(pattern)} cannot be filled in: {{{field}}} is written as it is, or with leading zeros "
-                f"as in {{{field}:02d}}"
+                f"pattern {brief(pattern)} is not supported: write {{{field}}}, or with leading zeros {{{field}:02d}}"
             )
     return pattern.format(**places)
 
@@ -273,8 +279,8 @@ def _fields(pattern: str) -> list[tuple[str, str | None, str | None, str | None]
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_rules(source: Any) -> Rules:
-    """Rules from a file, from the name of ready ones ("llama"), from a text in TOML, or from what it would say.
+def read_rules(source: RulesSource) -> Rules:
+    """Rules from a file, the name of built-in ones ("llama"), a TOML string, or a mapping as TOML would give it.
 
     >>> rules = read_rules('''
     ... [mesh]
@@ -291,117 +297,121 @@ def read_rules(source: Any) -> Rules:
     if isinstance(source, Mapping):
         return _rules(source, "these rules")
     if not isinstance(source, str | os.PathLike):
-        raise LayoutError(f"rules are a path, the name of ready ones, a text or a mapping, not {brief(source)}")
+        raise LayoutError(
+            f"rules must be a path, the name of built-in ones, a TOML string or a mapping, not {brief(source)}"
+        )
     text, where = _text(source)
     try:
-        said = tomllib.loads(text)
+        table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise LayoutError(f"{where}: this is not TOML: {error}") from None
-    return _rules(said, where)
+        raise LayoutError(f"{where}: not valid TOML: {error}") from None
+    return _rules(table, where)
 
 
 def _text(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """The text of rules, and what to call them in errors."""
+    """The text of rules, and their name in messages."""
     if isinstance(source, str) and ("\n" in source or "=" in source):
         return source, "these rules"
     if source in READY:
-        found = resources("shardwise.checkpoint") / "ready" / f"{source}.toml"
-        return found.read_text("utf-8"), f"the ready rules {source!r}"
-    path = Path(source)
-    if isinstance(source, str) and path.suffix != ".toml" and not path.is_file():
-        raise LayoutError(f"no rules {source!r}: ready are {', '.join(READY)}{_near(source, READY)}; others are files")
-    with readable(str(path)):
+        path = resources("shardwise.checkpoint") / "ready" / f"{source}.toml"
+        return path.read_text("utf-8"), f"the built-in rules {source!r}"
+    file = Path(source)
+    if isinstance(source, str) and file.suffix != ".toml" and not file.is_file():
+        raise LayoutError(
+            f"no rules {source!r}: built-in are {', '.join(READY)}{_near(source, READY)}; others must be files"
+        )
+    with readable(file):
         try:
-            return path.read_text("utf-8"), str(path)
+            return file.read_text("utf-8"), str(file)
         except UnicodeDecodeError as error:
-            raise LayoutError(f"{path}: this is not TOML: {error}") from None
+            raise LayoutError(f"{file}: not valid TOML: {error}") from None
 
 
-def _rules(said: Mapping[str, Any], where: str) -> Rules:
+def _rules(table: TomlTable, where: str) -> Rules:
     with _at(where):
-        _check_keys(said, ("mesh", "rule", "files"))
-        rules = _typed(said, "rule", list, [])
+        _check_keys(table, ("mesh", "rule", "files"))
+        rules = _typed(table, "rule", list, [])
         if not rules:
-            raise LayoutError("there is no [[rule]]")
+            raise LayoutError("it has no [[rule]]")
     with _at(f"{where}, [files]"):
-        files = _typed(said, "files", Mapping, {})
+        files = _typed(table, "files", Mapping, {})
         _check_keys(files, ("pattern", "prefix"))
         pattern, prefix = _typed(files, "pattern", str, None), _typed(files, "prefix", str, "")
     with _at(f"{where}, [mesh]"):
-        sizes = _typed(said, "mesh", Mapping, None)
+        sizes = _typed(table, "mesh", Mapping, None)
         mesh = None if sizes is None else Mesh.of(list(sizes.values()), list(sizes))
     return Rules(
         tuple(_rule(rule, f"{where}, rule {n + 1}") for n, rule in enumerate(rules)), mesh, pattern, prefix, where
     )
 
 
-def _rule(said: Any, where: str) -> Rule:
+def _rule(table: object, where: str) -> ShardingRule:
     with _at(where):
-        if not isinstance(said, Mapping):
-            raise LayoutError(f"a rule is a table with name and placements, not {brief(said)}")
-        name = _typed(said, "name", (str, list), None)
+        if not isinstance(table, Mapping):
+            raise LayoutError(f"a rule must be a table with name and placements, not {brief(table)}")
+        name = _typed(table, "name", (str, list), None)
         patterns = [name] if isinstance(name, str) else name
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise LayoutError(f"name must be a pattern of names or a list of them, not {brief(name)}")
+            raise LayoutError(f"name must be a pattern or a list of patterns, not {brief(name)}")
     where = f"{where} ({brief(patterns)[1:-1]})"
     with _at(where):
-        _check_keys(said, ("name", "placements", "fused", "skip", "heads"))
-        skip = _typed(said, "skip", bool, False)
-        if ("placements" in said) + ("fused" in said) + skip != 1:
-            raise LayoutError("it needs placements, or fused, or skip = true, and only one of them")
-        heads = _typed(said, "heads", str, None)
-        fused = _fused(said["fused"]) if "fused" in said else None
-        return Rule(tuple(patterns), _placements(said.get("placements", "R")), fused, skip, where, heads)
+        _check_keys(table, ("name", "placements", "fused", "skip", "heads"))
+        skip = _typed(table, "skip", bool, False)
+        if ("placements" in table) + ("fused" in table) + skip != 1:
+            raise LayoutError("it needs exactly one of placements, fused and skip = true")
+        heads = _typed(table, "heads", str, None)
+        fused = _fused(table["fused"]) if "fused" in table else None
+        return ShardingRule(tuple(patterns), _placements(table.get("placements", "R")), fused, skip, where, heads)
 
 
-def _placements(said: Any) -> tuple[Placement, ...] | Mapping[str, Placement]:
-    if isinstance(said, Mapping):
-        return {str(axis): placement(word) for axis, word in said.items()}
-    if said == "R":
-        return {}  # however many axes there are
-    words = said.split(",") if isinstance(said, str) else said
+def _placements(value: object) -> tuple[Placement, ...] | Mapping[str, Placement]:
+    if isinstance(value, Mapping):
+        return {str(axis): placement(word) for axis, word in value.items()}
+    if value == "R":
+        return {}  # for any number of axes
+    words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, list | tuple):
-        raise LayoutError(f'placements must be like ["S0", "R"], {{tp = "S0"}} or "R", not {brief(said)}')
+        raise LayoutError(f'placements must be like ["S0", "R"], {{tp = "S0"}} or "R", not {brief(value)}')
     return tuple(map(placement, words))
 
 
-def _fused(said: Any) -> Fused:
-    if not isinstance(said, Mapping):
-        raise LayoutError(f"fused must be like {{dim = 0, segments = [4096, 1024, 1024]}}, not {brief(said)}")
-    _check_keys(said, ("dim", "segments", "ratio", "axis"))
-    if ("segments" in said) + ("ratio" in said) != 1:
-        raise LayoutError("fused needs segments (their sizes) or ratio, and only one of them")
-    found = said.get("segments", said.get("ratio"))
+def _fused(table: object) -> Fused:
+    if not isinstance(table, Mapping):
+        raise LayoutError(f"fused must be like {{dim = 0, segments = [4096, 1024, 1024]}}, not {brief(table)}")
+    _check_keys(table, ("dim", "segments", "ratio", "axis"))
+    if ("segments" in table) + ("ratio" in table) != 1:
+        raise LayoutError("fused needs exactly one of segments (sizes) and ratio")
+    segments = table.get("segments", table.get("ratio"))
     if (
-        not isinstance(found, list | tuple)
-        or not found
-        or not all(type(size) is int and 0 < size < 2**62 for size in found)
+        not isinstance(segments, list | tuple)
+        or not segments
+        or not all(type(size) is int and 0 < size < 2**62 for size in segments)
     ):
-        raise LayoutError(f"the segments of fused must be a list of whole numbers above 0, not {brief(found)}")
-    dim = _typed(said, "dim", int, 0)
-    return Fused(dim, tuple(found), "segments" in said, _typed(said, "axis", str, None))
+        raise LayoutError(f"the segments of fused must be a list of whole numbers above 0, not {brief(segments)}")
+    dim = _typed(table, "dim", int, 0)
+    return Fused(dim, tuple(segments), "segments" in table, _typed(table, "axis", str, None))
 
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """Errors that say where in the rules they are."""
+    """Adds the position in the rules to errors."""
     try:
         yield
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def _typed(said: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
-    found = said.get(key, default)
-    if found is default or (isinstance(found, kind) and (kind is bool or not isinstance(found, bool))):
-        return found
+def _typed(table: TomlTable, key: str, kind: type | tuple[type, ...], default: object) -> Any:
+    value = table.get(key, default)
+    if value is default or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        return value
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    words = {str: "a text", list: "a list", Mapping: "a table", int: "a whole number", bool: "true or false"}
-    raise LayoutError(f"{key} must be {' or '.join(words[one] for one in kinds)}, not {brief(found)}")
+    words = {str: "a string", list: "a list", Mapping: "a table", int: "a whole number", bool: "true or false"}
+    raise LayoutError(f"{key} must be {' or '.join(words[one] for one in kinds)}, not {brief(value)}")
 
 
-def _check_keys(said: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in said:
+def _check_keys(table: TomlTable, known: Sequence[str]) -> None:
+    for key in table:
         if key not in known:
             raise LayoutError(f"unknown key {key!r}: known are {', '.join(known)}{_near(str(key), known)}")
 

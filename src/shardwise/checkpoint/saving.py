@@ -13,16 +13,25 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
 from shardwise.checkpoint.callers import Callers
+from shardwise.checkpoint.comparing import differing_replicas, sample_sums
+from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Claim, Contents, Part, Saver, claimed, names_token
-from shardwise.checkpoint.replicas import marks, unlike
+from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
 from shardwise.checkpoint.shares import written
-from shardwise.checkpoint.values import encoded, refuse_modules
-from shardwise.checkpoint.writing import Folder, write_tensor
+from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import Said, check_local, is_tensor, memory_of, refuse_several_jobs, said, tensors_of
+from shardwise.job.side import (
+    Descriptions,
+    check_local,
+    combine_descriptions,
+    describe_all,
+    is_tensor,
+    memory_of,
+    refuse_several_jobs,
+)
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
@@ -35,7 +44,7 @@ WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": 
 
 def save(
     state_dict: Mapping[Any, Any],
-    path: Any,
+    path: PathLike,
     *,
     format: str = "safetensors",
     group: dist.ProcessGroup | None = None,
@@ -58,7 +67,7 @@ def save(
     opened = list[Saver]()
 
     def write() -> tuple[Saver, object]:
-        writer = _writer(format, Folder(path, durable=durable, run=token), callers, token, contents)
+        writer = _writer(format, OutputFolder(path, durable=durable, run=token), callers, token, contents)
         opened.append(writer)  # which `undo` has to know even if it fails
         own = {name: tensor for name, tensor in tensors.items() if name not in ties}
         parts = [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
@@ -71,7 +80,7 @@ def save(
 
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, contents)
-        token, claim = _claim(callers, Folder(path, durable=durable, run=token_hex(8)), fits, stack)
+        token, claim = _claim(callers, OutputFolder(path, durable=durable, run=token_hex(8)), fits, stack)
         try:
             writer, told = callers.tell(write)
         except BaseException as error:
@@ -95,15 +104,17 @@ def save(
         warnings.warn(printable(_unlike(differing)), stacklevel=2)
 
 
-def _claim(callers: Callers, folder: Folder, fits: Callable[[], None], stack: ExitStack) -> tuple[str, Claim]:
+def _claim(
+    callers: Callers, folder: OutputFolder, fits: Callable[[], None], stack: ExitStack
+) -> tuple[str, WriteClaim]:
     """The token of this save, and the right to write there, which the first rank has for all until the stack ends.
 
     What the format cannot hold is refused before anything is written.
     """
 
-    def claim() -> tuple[Claim, str]:
+    def claim() -> tuple[WriteClaim, str]:
         fits()
-        mine = stack.enter_context(claimed(folder, folder.run)) if callers.first else Claim()
+        mine = stack.enter_context(claim_folder(folder, folder.run)) if callers.first else WriteClaim()
         return mine, folder.run
 
     mine, tokens = callers.tell(claim)
@@ -111,11 +122,11 @@ def _claim(callers: Callers, folder: Folder, fits: Callable[[], None], stack: Ex
 
 
 def _described(
-    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: Any
+    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: PathLike
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorInfo], dict[str, str], list[str]]:
     """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
 
-    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Said, list[str], Ties]]:
+    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Descriptions, list[str], Ties]]:
         _check(format)
         flat, paths = flatten_state_dict(state_dict)
         refuse_modules(flat)
@@ -124,18 +135,18 @@ def _described(
                 raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {steps}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
-            encoded(value, name)  # refused now, not when all the rest is written
-        mine = flat, paths, {} if callers.alone else marks(flat)
-        return mine, (said(flat, callers.transport), list(others), ties_of(flat, callers.transport))
+            encode(value, name)  # refused now, not when all the rest is written
+        mine = flat, paths, {} if callers.alone else sample_sums(flat)
+        return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
     (flat, paths, marked), told = callers.tell(say, {"format": format, "path": str(path)})
     with callers.refusals():
         tensors = _all_tensors(callers, told)
     ties = tied({rank: ties for rank, (*_, ties) in told.items()})
-    return flat, paths, tensors, ties, unlike(tensors, marked, callers.highest)
+    return flat, paths, tensors, ties, differing_replicas(tensors, marked, callers.highest)
 
 
-def _all_tensors(callers: Callers, told: Mapping[int, tuple[Said, list[str], Ties]]) -> dict[str, TensorInfo]:
+def _all_tensors(callers: Callers, told: Mapping[int, tuple[Descriptions, list[str], Ties]]) -> dict[str, TensorInfo]:
     """The tensors of all ranks, which must have the same other values."""
     (first, (_, names, _)), *others = told.items()
     for rank, (_, other, _) in others:
@@ -144,7 +155,7 @@ def _all_tensors(callers: Callers, told: Mapping[int, tuple[Said, list[str], Tie
             raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
     given = {rank: one for rank, (one, *_) in told.items()}
     refuse_several_jobs(given, callers.transport)
-    tensors = tensors_of(given, "state dict")
+    tensors = combine_descriptions(given, "state dict")
     callers.check(tensors)
     _check_whole(tensors)
     return tensors
@@ -183,21 +194,21 @@ def _check(format: str) -> None:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
 
 
-def _writer(format: str, folder: Folder, callers: Callers, token: str, contents: Contents) -> Saver:
+def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, contents: Contents) -> Saver:
     found = WRITERS[format](folder, callers.owners, token)
     if callers.first:
         found.check(contents)
     return found
 
 
-def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[Part]:
+def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
     check_local(f"{name!r} of the state dict", memory, tensor, me)
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [Part(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
+    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Entry, Reading, placed, read_into
+from shardwise.checkpoint.entry import Entry, Reading, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.matching import Packed, match
 from shardwise.exchange.overflow import Losses, may_overflow
@@ -76,8 +76,8 @@ class Stream:
             there = link.target_view.of_places(packed)
             if there.boxes.count:
                 found = entry.within(link.source_view.back(there.boxes))
-                here, to = placed(link.source_view.of_places(found), there)
-                yield entry, entry.cuts(here), to
+                here, to = link.source_view.of_places(found).common(there)
+                yield entry, entry.cuts(here), to.windows()
 
     def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
         """The cells of a box, row-major, to a file: as they lie in the source where they can, else packed in chunks."""

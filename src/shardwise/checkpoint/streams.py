@@ -8,17 +8,17 @@ from math import prod
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.streaming import Stream
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.job.casts import Asked, Cast, Casts, Change, check_change, check_changes
+from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.names import Rename, matched
 from shardwise.job.remap import Link, Remap, links, shapes_after
-from shardwise.job.subtensor import View
+from shardwise.job.subtensor import Subtensor
 
 Select = Sequence[str] | str | None
 
 
 def stream_of(entry: Entry) -> Stream:
     """An entry as it is."""
-    whole = View.whole(entry.shape)
+    whole = Subtensor.whole(entry.shape)
     return Stream(entry.name, entry.shape, entry.dtype, ((Link(entry.name, entry.name, whole, whole), entry),))
 
 
@@ -71,7 +71,7 @@ def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names:
 
 def _stream(name: str, shape: tuple[int, ...], sources: Sequence[tuple[Link, Entry]], casts: Casts) -> Stream:
     stored = {entry.dtype: None for _, entry in sources}
-    asked = {dtype: casts.asked(name, dtype) or Asked(dtype, named=False) for dtype in stored}
+    asked = {dtype: casts.asked(name, dtype) or CastRequest(dtype, named=False) for dtype in stored}
     becomes = {one.dtype for one in asked.values()}
     if len(becomes) > 1:
         raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast= makes them alike")

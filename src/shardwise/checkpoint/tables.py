@@ -1,11 +1,10 @@
-"""A checkpoint as people look at it: a table, a tree of names, or JSON."""
+"""A checkpoint as a table, a tree of names, JSON, or an HTML page."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -19,11 +18,11 @@ from shardwise.checkpoint.streams import Select
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
 
-DEEPEST = 32  # parts of a name that are branches of their own
+MAX_DEPTH = 32  # levels of the tree
 
 
 def summary(checkpoint: Checkpoint) -> str:
-    """What it is, in a line."""
+    """A summary in one line."""
     dtypes, ties = Counter[str](), tied(checkpoint)
     for name, entry in checkpoint.items():
         dtypes[_dtype(entry)] += entry.bytes if name not in ties else 0
@@ -36,17 +35,17 @@ def summary(checkpoint: Checkpoint) -> str:
 
 
 def tied(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names whose tensors are the same bytes as those of an earlier name, and that."""
-    first, found = dict[Hashable, str](), dict[str, str]()
+    """The names whose tensors share the bytes of an earlier name, with that name."""
+    first, ties = dict[Hashable, str](), dict[str, str]()
     for name, entry in checkpoint.items():
         if entry.shared is not None and entry.bytes:
             one = first.setdefault((entry.shared, entry.shape, entry.dtype), name)
-            found |= {name: one} if one != name else {}
-    return found
+            ties |= {name: one} if one != name else {}
+    return ties
 
 
 def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:
-    """What a conversion did with values that it could not simply write."""
+    """What a conversion did with values that it could not write as they are."""
     for became in dict.fromkeys(one.became for one in made.lost):
         lost = [one for one in made.lost if one.became == became]
         count = several(sum(one.loss.count for one in lost), "value")
@@ -62,7 +61,7 @@ def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) 
 
 
 def uncompared(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> Iterator[str]:
-    """Which values a comparison left out, and why."""
+    """The values that a comparison left out, and why."""
     why = comparing.uncompared(one, other, select, objects)
     for reason in dict.fromkeys(why.values()):
         names = [name for name in why if why[name] == reason]
@@ -74,7 +73,7 @@ def _opaque(source: Checkpoint, names: Iterable[str]) -> list[str]:
 
 
 def _named(source: Checkpoint, names: Sequence[str]) -> str:
-    """The first of some values; of those that are not rebuilt, with its class."""
+    """The first of some values; objects of unknown classes first, with the class."""
     name = next(iter(_opaque(source, names)), names[0])
     one = opaque_in(source.objects[name])
     return in_line(name) + (f" ({in_line(one.name)})" if one is not None else "")
@@ -90,43 +89,43 @@ def several(count: int, what: str) -> str:
 
 def table(checkpoint: Checkpoint) -> Table:
     """A row for every tensor."""
-    found = Table("name", "dtype", "shape", "shards", "layout", "size", box=None, header_style="bold", pad_edge=False)
-    for column in found.columns[3::2]:
+    rows = Table("name", "dtype", "shape", "shards", "layout", "size", box=None, header_style="bold", pad_edge=False)
+    for column in rows.columns[3::2]:
         column.justify = "right"
     ties = tied(checkpoint)
     for name, entry in checkpoint.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         where = f"tied to {ties[name]}" if name in ties else _layout(entry)
-        texts = name, _dtype(entry), shape, str(entry.shards), where, "" if name in ties else size(entry.bytes)
-        found.add_row(*map(_text, texts))
+        cells = name, _dtype(entry), shape, str(entry.shards), where, "" if name in ties else size(entry.bytes)
+        rows.add_row(*map(_text, cells))
     for name, value in checkpoint.objects.items():
-        found.add_row(*map(_text, (name, _kind(value), _short(value), "", _inside(value))))
-    return found
+        rows.add_row(*map(_text, (name, _kind(value), _short(value), "", _inside(value))))
+    return rows
 
 
-def _inside(value: Any) -> str:
+def _inside(value: object) -> str:
     count = tensors_in(value)
     return f"with {several(count, 'tensor')} inside" if count else ""
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """The type of a value; the class of an object that is not rebuilt."""
     return value.name if isinstance(value, Opaque) else type(value).__name__
 
 
-class Node:
-    """A part of names: what is stored under it, and the parts after it."""
+class NameNode:
+    """A part of names: what is stored there, and the parts below it."""
 
     def __init__(self) -> None:
         self.about, self.size = "", 0
-        self.below = dict[str, Node]()
+        self.below = dict[str, NameNode]()
 
-    def at(self, name: str) -> Node:
+    def at(self, name: str) -> NameNode:
         """The node of a name."""
-        found = self
-        for part in name.split(".", DEEPEST):
-            found = found.below.setdefault(part, Node())
-        return found
+        node = self
+        for part in name.split(".", MAX_DEPTH):
+            node = node.below.setdefault(part, NameNode())
+        return node
 
     @property
     def bytes(self) -> int:
@@ -142,8 +141,8 @@ class Node:
 
 
 def tree(checkpoint: Checkpoint) -> Tree:
-    """Names by their parts, with the bytes below each; also of values that are no tensors."""
-    root, ties = Node(), tied(checkpoint)
+    """Names by their parts, with the bytes below each; other values, too."""
+    root, ties = NameNode(), tied(checkpoint)
     for name, entry in checkpoint.items():
         node, about = root.at(name), f"{_dtype(entry)} {list(entry.shape)}"
         node.about = f"{about}  tied to {ties[name]}" if name in ties else about
@@ -154,7 +153,7 @@ def tree(checkpoint: Checkpoint) -> Tree:
 
 
 def page(checkpoint: Checkpoint) -> str:
-    """One HTML page: all tensors by size, and where each lies in its files."""
+    """An HTML page: all tensors by size, and the files of each."""
     entries = checkpoint.values()
     rows = [report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=_dtype(e)) for name, e in checkpoint.items()]
     files = {path for entry in entries for path in entry.used()}
@@ -168,13 +167,13 @@ def page(checkpoint: Checkpoint) -> str:
 
 
 def _numbered(entries: Iterable[Entry]) -> Sequence[str]:
-    """The files by their numbers, where all tensors count the same ones."""
+    """The file names by number, if all tensors use the same numbers."""
     lists = {id(entry.paths): entry.paths for entry in entries}
     return next(iter(lists.values())) if len(lists) == 1 else ()
 
 
 def as_json(checkpoint: Checkpoint) -> str:
-    """All that is known, for tools."""
+    """Everything, for other programs."""
     ties = tied(checkpoint)
     tensors = {
         name: {
@@ -196,8 +195,8 @@ def as_json(checkpoint: Checkpoint) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; in words, where that has none."""
+def _plain(value: object) -> object:
+    """The value, if JSON can hold it; otherwise a description."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -206,7 +205,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(text: str) -> Text:
-    """As it is: brackets in names are no markup. No terminal is steered by it."""
+    """Plain text: brackets are not markup, and control characters are escaped."""
     return Text(in_line(text))
 
 
@@ -220,6 +219,6 @@ def _layout(entry: Entry) -> str:
     return entry.layout.brief(width=40).partition("/")[2] if entry.shards <= 4096 else "many boxes"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = brief(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -108,21 +108,21 @@ class ViewCache:
         self._local = dict[Hashable, Sides]()
         self._rooms = dict[int, torch.Tensor]()
 
-    def room(self, parcel: Message) -> torch.Tensor:
+    def room(self, message: Message) -> torch.Tensor:
         """Where a small message is kept: always in the same place, so that views of it can be, too."""
-        if id(parcel) not in self._rooms:
+        if id(message) not in self._rooms:
             with outside_inference():
-                self._rooms[id(parcel)] = torch.empty(parcel.bytes, dtype=torch.uint8)
-        return self._rooms[id(parcel)]
+                self._rooms[id(message)] = torch.empty(message.bytes, dtype=torch.uint8)
+        return self._rooms[id(message)]
 
-    def pack(self, parcel: Message, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
+    def pack(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy our cells into the message."""
-        ours, cells = self._of(parcel, message, tensors)
+        ours, cells = self._of(message, buffer, tensors)
         _copy(cells, ours)
 
-    def unpack(self, parcel: Message, message: torch.Tensor, tensors: Sequence[Tensors]) -> None:
+    def unpack(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy the cells of the message to where they belong. (Terms belong nowhere yet.)"""
-        ours, cells = self._of(parcel, message, tensors)
+        ours, cells = self._of(message, buffer, tensors)
         _copy(ours, cells)
 
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
@@ -147,22 +147,22 @@ class ViewCache:
         for at in [at for at in list(self._made) if at[0] not in self._rooms]:
             self._made.pop(at, None)
 
-    def known(self, parcel: Message, where: Hashable, make: Callable[[], T]) -> T:
+    def known(self, message: Message, where: Hashable, make: Callable[[], T]) -> T:
         """What was made for a message that comes from there, kept until it comes from elsewhere."""
-        at = id(parcel), type(where)
+        at = id(message), type(where)
         kept = self._made.get(at)
-        if kept is None or kept[:2] != (parcel, where):  # which also keeps the parcel, and so its id, alive
+        if kept is None or kept[:2] != (message, where):  # which also keeps the parcel, and so its id, alive
             with outside_inference():
-                kept = self._made[at] = parcel, where, make()
+                kept = self._made[at] = message, where, make()
         found: T = kept[2]
         return found
 
-    def copy_known(self, parcel: Message, where: Hashable, make: Callable[[], Sides]) -> None:
+    def copy_known(self, message: Message, where: Hashable, make: Callable[[], Sides]) -> None:
         """Copy between views that are made once: to ours, from theirs."""
-        _copy(*self.known(parcel, where, make))
+        _copy(*self.known(message, where, make))
 
-    def _of(self, parcel: Message, message: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
-        return self.known(parcel, message.data_ptr(), lambda: parcel.views(message, tensors))
+    def _of(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
+        return self.known(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -181,28 +181,28 @@ class ElementGather:
         self._tensors = tensors
         self._flat = dict[tuple[int, int], Words | None]()
 
-    def take(self, parcel: Message, room: npt.NDArray[np.uint8]) -> bool:
+    def take(self, message: Message, room: npt.NDArray[np.uint8]) -> bool:
         """Write a message; False where this is not the way."""
-        flat = self._elements(parcel)
+        flat = self._elements(message)
         if flat is None:
             return False
-        room.view(flat.dtype)[:] = flat[parcel.picks[1]]
+        room.view(flat.dtype)[:] = flat[message.picks[1]]
         return True
 
-    def put(self, parcel: Message, message: memoryview) -> bool:
+    def put(self, message: Message, buffer: memoryview) -> bool:
         """Write the cells of a message; False where this is not the way."""
-        flat = self._elements(parcel)
+        flat = self._elements(message)
         if flat is None:
             return False
-        flat[parcel.picks[1]] = np.frombuffer(message, flat.dtype)
+        flat[message.picks[1]] = np.frombuffer(buffer, flat.dtype)
         return True
 
-    def _elements(self, parcel: Message) -> Words | None:
+    def _elements(self, message: Message) -> Words | None:
         """All elements of the tensor that the message is of, as they lie in memory."""
-        number, picks = parcel.picks
+        number, picks = message.picks
         if not len(picks):
             return None
-        part = parcel.parts[0]
+        part = message.parts[0]
         key = part.move, number
         if key not in self._flat:
             self._flat[key] = _flat(self._tensors[part.move][number], part.dtype)

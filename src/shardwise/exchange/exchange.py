@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
-from shardwise.exchange.messages import Message, Pair, Program, Tensors, Turn, program, schedule
+from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule
 from shardwise.exchange.peer_reads import fetch
 from shardwise.exchange.reduce import Look, reduce
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
@@ -106,7 +106,7 @@ class Exchange:
                 )
             else:
                 self._agreement = self.transport.slots(*self._slots(), apart=apart)
-        first = self.schedule.turns[0]
+        first = self.schedule.rounds[0]
         most = self.transport.ahead(self.device, direct=self.direct)
         if alone and first.bytes <= most and self.header.tobytes() in self.transport.agreed:
             with self._unbroken():
@@ -115,7 +115,7 @@ class Exchange:
 
     def finish(self) -> list[Any] | None:
         """Carry it out. None once all is in its place; where some ranks lack knowledge, what all of them know."""
-        first = self.schedule.turns[0]
+        first = self.schedule.rounds[0]
         waiting = self._ahead is None and first.bytes > 0  # for the others to agree, before it is posted
         early = self.fresh and not waiting and self.terms.error is None
         if early:
@@ -131,8 +131,8 @@ class Exchange:
                 if move.program.fill is not None:
                     for tensor in move.target:
                         tensor.fill_(move.program.fill)
-            for turn in self.schedule.turns:
-                self._run(turn, slots, copied=early and turn is first)
+            for round_ in self.schedule.rounds:
+                self._run(round_, slots, copied=early and round_ is first)
         return None
 
     @contextmanager
@@ -159,13 +159,13 @@ class Exchange:
         sizes = [HEADER] * len(rows)
         try:
             picked = ElementGather(self.sources)
-            for parcel in self.schedule.turns[0].small_sends:
-                at = self.transport.rows[parcel.peer]
-                sizes[at] += parcel.bytes
+            for message in self.schedule.rounds[0].small_sends:
+                at = self.transport.rows[message.peer]
+                sizes[at] += message.bytes
                 room = rows[at, HEADER : sizes[at]]
-                if not picked.take(parcel, room):
-                    self.views.pack(parcel, self.views.room(parcel), self.sources)
-                    room[:] = self.views.room(parcel).numpy()
+                if not picked.take(message, room):
+                    self.views.pack(message, self.views.room(message), self.sources)
+                    room[:] = self.views.room(message).numpy()
         except Exception as error:  # not too late to tell the others
             self.terms = replace(self.terms, error=error)
             self.header = self.terms.header()
@@ -204,88 +204,90 @@ class Exchange:
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    def _run(self, turn: Turn, slots: Any, *, copied: bool) -> None:
-        posted, self._ahead = self._ahead or self._post(turn, hidden=False), None
+    def _run(self, round_: Round, slots: Any, *, copied: bool) -> None:
+        posted, self._ahead = self._ahead or self._post(round_, hidden=False), None
         if not copied:  # while the transport is busy
-            self._copy_local(turn)
+            self._copy_local(round_)
         messages, picked = list[tuple[Message, torch.Tensor]](), ElementGather(self.targets)
-        for parcel in turn.small_receives:
-            message = slots[self.transport.rows[parcel.peer]][HEADER : HEADER + parcel.bytes]
-            if not picked.put(parcel, message):
-                room = self.views.room(parcel)
-                room.numpy()[:] = np.frombuffer(message, np.uint8)
-                messages.append((parcel, room))
-                self.views.unpack(parcel, room, self.targets)
+        for message in round_.small_receives:
+            buffer = slots[self.transport.rows[message.peer]][HEADER : HEADER + message.bytes]
+            if not picked.put(message, buffer):
+                room = self.views.room(message)
+                room.numpy()[:] = np.frombuffer(buffer, np.uint8)
+                messages.append((message, room))
+                self.views.unpack(message, room, self.targets)
         for at, found in posted.arrivals() if posted else ():
             if isinstance(found, torch.Tensor):
-                messages.append((turn.receives[at], found))
-                self.views.unpack(turn.receives[at], found, self.targets)
+                messages.append((round_.receives[at], found))
+                self.views.unpack(round_.receives[at], found, self.targets)
             elif found is not None:
-                fetch(turn.key, turn.receives[at], found, self.moves, self.transport.me, self.views)
-        self._reduce(turn, messages)
+                fetch(round_.key, round_.receives[at], found, self.moves, self.transport.me, self.views)
+        self._reduce(round_, messages)
         if posted:
             posted.finish()
 
-    def _copy_local(self, turn: Turn) -> None:
+    def _copy_local(self, round_: Round) -> None:
         """What stays with its owner."""
 
         def pairs() -> Iterator[tuple[Pair, Tensors, Tensors]]:
-            for move, source in zip(self.moves, self._read(turn), strict=True):
-                stage = move.program.stages.get(turn.key)
+            for move, source in zip(self.moves, self._read(round_), strict=True):
+                stage = move.program.stages.get(round_.key)
                 yield from ((pair, source, move.target) for pair in (stage.local if stage else ()))
 
-        self.views.copy(turn.key, pairs())
+        self.views.copy(round_.key, pairs())
 
-    def _post(self, turn: Turn, *, hidden: bool) -> PostedRound | None:
+    def _post(self, round_: Round, *, hidden: bool) -> PostedRound | None:
         """Post the messages of a turn. `hidden`: receive nothing into the target's tensors yet."""
-        if not turn.bytes:
+        if not round_.bytes:
             return None
-        source, device = self._read(turn), self.device
+        source, device = self._read(round_), self.device
         receives = [
-            Receive(p.peer, p.bytes, None if hidden else p.in_place(self.targets, device)) for p in turn.receives
+            Receive(p.peer, p.bytes, None if hidden else p.in_place(self.targets, device)) for p in round_.receives
         ]
         sends = [
             Send(
-                parcel.peer,
-                parcel.bytes,
-                parcel.in_place(source, device),
-                partial(self.views.pack, parcel, tensors=source),
-                self._readable(turn, parcel, source),
-                parcel.run,
-                turn.same[number],
+                message.peer,
+                message.bytes,
+                message.in_place(source, device),
+                partial(self.views.pack, message, tensors=source),
+                self._readable(round_, message, source),
+                message.run,
+                round_.same[number],
             )
-            for number, parcel in enumerate(turn.sends)
+            for number, message in enumerate(round_.sends)
         ]
         return self.transport.turn(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
 
-    def _readable(self, turn: Turn, parcel: Message, source: Sequence[Tensors]) -> list[torch.Tensor]:
+    def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> list[torch.Tensor]:
         """The tensors that a peer could read a message from.
 
         Not where it is terms, is cast on the way, or lies where messages do not: on a GPU that the transport cannot reach.
         """
         found = list[torch.Tensor]()
-        for part in parcel.parts:
-            if turn.key[0] == 0 and self.moves[part.move].plan.reducing:
+        for part in message.parts:
+            if round_.key[0] == 0 and self.moves[part.move].plan.reducing:
                 return []
             found += source[part.move]
         kind = self.device.type
-        alike = all(t.dtype == part.dtype and t.device.type == kind for part in parcel.parts for t in source[part.move])
+        alike = all(
+            t.dtype == part.dtype and t.device.type == kind for part in message.parts for t in source[part.move]
+        )
         return found if alike else []
 
-    def _reduce(self, turn: Turn, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
+    def _reduce(self, round_: Round, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""
-        stages = [move.program.stages.get(turn.key) for move in self.moves]
+        stages = [move.program.stages.get(round_.key) for move in self.moves]
         if not any(stage and stage.reductions for stage in stages):
             return
-        arrived = {(part.move, p.peer): [part.cells(room)] for p, room in messages for part in p.parts}
+        arrived = {(part.move, p.peer): [part.elements(room)] for p, room in messages for part in p.parts}
         for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
             for target, terms in stage.reductions if stage else ():
                 cells = [cut.of(move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
                 reduce(target.of(move.target), cells, move.plan.source.op or "sum", move.look)
 
-    def _read(self, turn: Turn) -> list[Tensors]:
+    def _read(self, round_: Round) -> list[Tensors]:
         """The tensors that a turn sends from: later steps send what earlier ones brought."""
-        return self.sources if turn.key[0] == 0 else self.targets
+        return self.sources if round_.key[0] == 0 else self.targets
 
 
 def inline_bytes(owners: int) -> int:

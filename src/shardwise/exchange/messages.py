@@ -23,14 +23,14 @@ class Pair(NamedTuple):
     there: Window
 
 
-class Segment(NamedTuple):
+class PeerCells(NamedTuple):
     """What a message to or from `peer` has of one tensor: its cells one after the other, and where they lie here.
 
     `whole` is set where they lie here one after the other too, so that no packing is needed.
     """
 
     peer: int
-    cells: int
+    volume: int
     pairs: tuple[Pair, ...]
     whole: Window | None
 
@@ -53,8 +53,8 @@ class Reduction(NamedTuple):
 class Stage:
     """One round of one step. Later steps read what earlier ones wrote: the target's tensors."""
 
-    sends: tuple[Segment, ...]
-    receives: tuple[Segment, ...]
+    sends: tuple[PeerCells, ...]
+    receives: tuple[PeerCells, ...]
     local: tuple[Pair, ...]
     reductions: tuple[Reduction, ...]
 
@@ -79,9 +79,9 @@ def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[S
     edges = [*np.flatnonzero(heads(copies.step, copies.round)).tolist(), len(copies)]
     for start, stop in pairwise(edges):
         some = copies[start:stop]
-        step, turn = int(some.step[0]), int(some.round[0])
+        step, round_ = int(some.step[0]), int(some.round[0])
         reducing = plan.reducing and step == 0
-        stages[step, turn] = _stage(some, owner, here if step == 0 else there, there, reducing=reducing)
+        stages[step, round_] = _stage(some, owner, here if step == 0 else there, there, reducing=reducing)
     return Program(stages, part.fill)
 
 
@@ -89,31 +89,33 @@ def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reduci
     sent = copies.take((copies.source == owner) & copies.remote)
     received = copies.take((copies.target == owner) & copies.remote)
     kept = copies.take(~copies.remote)
-    sends = [_segment(peer, boxes, source) for peer, boxes in _by_peer(sent, sent.target)]
-    receives = [
-        _segment(peer, boxes, None if reducing else target) for peer, boxes in _by_peer(received, received.source)
-    ]
+    sends = _peer_cells(sent.boxes, sent.target, source)
+    receives = _peer_cells(received.boxes, received.source, None if reducing else target)
     if reducing:
-        return Stage(tuple(sends), tuple(receives), (), _reductions(received, kept, source, target))
-    return Stage(tuple(sends), tuple(receives), _local(kept.boxes, source, target), ())
+        return Stage(sends, receives, (), _reductions(received, kept, source, target))
+    return Stage(sends, receives, _local(kept.boxes, source, target), ())
 
 
-def _by_peer(copies: Copies, peer: Ints) -> list[tuple[int, Boxes]]:
+def _peer_cells(boxes: Boxes, peer: Ints, places: Places | None) -> tuple[PeerCells, ...]:
+    """Boxes by the peer of each: in a message of its own, and where they lie here (nowhere yet where they are terms)."""
     order = np.argsort(peer, kind="stable")
-    edges = [*np.flatnonzero(heads(peer[order])).tolist(), len(order)]
-    return [(int(peer[order[start]]), copies.boxes.take(order[start:stop])) for start, stop in pairwise(edges)]
-
-
-def _segment(peer: int, boxes: Boxes, places: Places | None) -> Segment:
-    """The cells of boxes in a message, and where they lie here (nowhere yet where they are terms)."""
-    cells = int(boxes.volumes().sum())
+    peer, boxes = peer[order], boxes.take(order)
+    volumes, starts = boxes.volumes(), np.flatnonzero(heads(peer))
+    totals = np.add.reduceat(volumes, starts).tolist() if len(starts) else []
+    peers = peer[starts].tolist()
     if places is None:
-        return Segment(peer, cells, (), None)
+        return tuple(PeerCells(one, total, (), None) for one, total in zip(peers, totals, strict=True))
     number, parts = places.within(boxes)
-    message = Places.packed(boxes).inside(number, parts.boxes)
-    pairs = tuple(map(Pair, parts.windows(), message.windows()))
-    whole = pairs[0].here if len(pairs) == 1 and pairs[0].here.contiguous else None
-    return Segment(peer, cells, pairs, whole)
+    packed = Places.packed(boxes)
+    message = replace(packed, offset=running(volumes, peer)).inside(number, parts.boxes)
+    pairs = list(map(Pair, parts.windows(), message.windows()))
+    edges = [*np.searchsorted(number, starts).tolist(), len(pairs)]
+    found = list[PeerCells]()
+    for one, total, (first, last) in zip(peers, totals, pairwise(edges), strict=True):
+        here = pairs[first].here if last - first == 1 else None
+        whole = here if here is not None and here.contiguous else None
+        found.append(PeerCells(one, total, tuple(pairs[first:last]), whole))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -126,19 +128,18 @@ def across(
     """
     peer, owner = ends
     copies = plan.for_owner(owner).copies
-    step, turn = key
-    chosen = (copies.step == step) & (copies.round == turn) & (copies.source == peer) & (copies.target == owner)
+    step, round_ = key
+    chosen = (copies.step == step) & (copies.round == round_) & (copies.source == peer) & (copies.target == owner)
     boxes = copies.boxes.take(chosen)
     there = places_of(plan.source if step == 0 else plan.target, peer, theirs)
     if not ours:
-        return _segment(peer, boxes, there).pairs
+        return tuple(pair for cells in _peer_cells(boxes, ints([peer] * boxes.count), there) for pair in cells.pairs)
     return _local(boxes, there, places_of(plan.target, owner, ours))
 
 
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
-    _, read = source.within(boxes)
-    number, written = target.within(read.boxes)
-    return tuple(map(Pair, read.inside(number, written.boxes).windows(), written.windows()))
+    read, written = source.within(boxes)[1].common(target)
+    return tuple(map(Pair, read.windows(), written.windows()))
 
 
 def _reductions(received: Copies, kept: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
@@ -185,18 +186,18 @@ Tensors = Sequence[torch.Tensor]
 FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
 
 
-class Share(NamedTuple):
+class MessagePart(NamedTuple):
     """What a message has of tensor number `move`: bytes `start` to `stop`."""
 
     move: int
-    segment: Segment
+    cells: PeerCells
     dtype: torch.dtype
     start: int
     stop: int
 
-    def cells(self, message: torch.Tensor) -> torch.Tensor:
-        """Its cells in the message."""
-        return message[self.start : self.stop].view(self.dtype)
+    def elements(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its cells in the bytes of the message."""
+        return buffer[self.start : self.stop].view(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,14 +206,14 @@ class Message:
 
     peer: int
     bytes: int
-    parts: tuple[Share, ...]
+    parts: tuple[MessagePart, ...]
 
-    def views(self, message: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views(self, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Its cells in our tensors, and in the message. (Terms have no place among our own.)"""
         ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
         for part in self.parts:
-            cells = [part.cells(message)]
-            for here, there in part.segment.pairs:
+            cells = [part.elements(buffer)]
+            for here, there in part.cells.pairs:
                 ours.append(here.of(tensors[part.move]))
                 theirs.append(there.of(cells))
         return ours, theirs
@@ -220,10 +221,10 @@ class Message:
     @cached_property
     def picks(self) -> tuple[int, Ints]:
         """Where it is of one of our tensors: which of those of its part, and the numbers of its elements in memory."""
-        pairs = self.parts[0].segment.pairs
+        pairs = self.parts[0].cells.pairs
         if len(self.parts) > 1 or len({pair.here.tensor for pair in pairs}) != 1:
             return 0, ints([])
-        found = np.empty(self.parts[0].segment.cells, dtype=np.int64)
+        found = np.empty(self.parts[0].cells.volume, dtype=np.int64)
         for here, there in pairs:
             found[there.elements()] = here.elements()
         return pairs[0].here.tensor, found
@@ -231,13 +232,13 @@ class Message:
     @cached_property
     def run(self) -> float:
         """How many bytes of it lie one after the other among our own tensors, on average."""
-        runs = sum(pair.here.runs for part in self.parts for pair in part.segment.pairs)
+        runs = sum(pair.here.runs for part in self.parts for pair in part.cells.pairs)
         return self.bytes / runs if runs else 0.0
 
     def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
         """Its bytes among our own tensors, where they lie there as in the message."""
         part, *others = self.parts
-        whole = part.segment.whole
+        whole = part.cells.whole
         if others or whole is None:
             return None
         cells = whole.of(tensors[part.move])
@@ -247,7 +248,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Round:
     """One round of one step: messages of their own, and those that are small enough to travel with the agreement."""
 
     key: tuple[int, int]
@@ -265,7 +266,7 @@ class Turn:
     def same(self) -> list[int]:
         """For every send the number of the first that has the same cells: what is copied to many is packed once."""
         first = dict[Hashable, int]()
-        cells = [tuple((part.move, part.segment.pairs) for part in parcel.parts) for parcel in self.sends]
+        cells = [tuple((part.move, part.cells.pairs) for part in message.parts) for message in self.sends]
         return [first.setdefault(key, number) for number, key in enumerate(cells)]
 
 
@@ -273,7 +274,7 @@ class Turn:
 class Schedule:
     """All turns, in order."""
 
-    turns: tuple[Turn, ...]
+    rounds: tuple[Round, ...]
     align: int  # where every dtype of the exchange may start
 
 
@@ -282,28 +283,28 @@ def schedule(programs: tuple[tuple[Program, torch.dtype], ...], me: int, inline:
     """What an owner does for these programs; messages of up to `inline` bytes travel with the agreement."""
     keys = sorted({FIRST, *(key for program, _ in programs for key in program.stages)})
     return Schedule(
-        tuple(_turn(key, programs, me, inline if key == FIRST else 0) for key in keys),
+        tuple(_round(key, programs, me, inline if key == FIRST else 0) for key in keys),
         max((dtype.itemsize for _, dtype in programs), default=1),
     )
 
 
-def _turn(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], me: int, inline: int) -> Turn:
-    receives, sends = _parcels(key, programs, "receives"), _parcels(key, programs, "sends")
+def _round(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], me: int, inline: int) -> Round:
+    receives, sends = _messages(key, programs, "receives"), _messages(key, programs, "sends")
     sends.sort(key=lambda p: (p.peer < me, p.peer))  # in an order in which nobody is sent to by all others at a time
     receives.sort(key=lambda p: (p.peer > me, -p.peer))
     small = [tuple(p for p in side if p.bytes <= inline) for side in (receives, sends)]
     large = [tuple(p for p in side if p.bytes > inline) for side in (receives, sends)]
-    return Turn(key, *large, *small)
+    return Round(key, *large, *small)
 
 
-def _parcels(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Message]:
+def _messages(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Message]:
     # by falling itemsize every part of a message starts at a multiple of its own
     order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
-    found = dict[int, list[Share]]()
+    found = dict[int, list[MessagePart]]()
     for number in order:
         program, dtype = programs[number]
-        for segment in getattr(program.stages.get(key), side, ()):
-            parts = found.setdefault(segment.peer, [])
+        for cells in getattr(program.stages.get(key), side, ()):
+            parts = found.setdefault(cells.peer, [])
             start = parts[-1].stop if parts else 0
-            parts.append(Share(number, segment, dtype, start, start + segment.cells * dtype.itemsize))
+            parts.append(MessagePart(number, cells, dtype, start, start + cells.volume * dtype.itemsize))
     return [Message(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.exchange.buffers import Sides, ViewCache
-from shardwise.exchange.messages import Message, Pair, Share, across
+from shardwise.exchange.messages import Message, MessagePart, Pair, across
 from shardwise.exchange.transport import PeerTensors
 from shardwise.geometry import Ints, Window, ints
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 SHORT = 1024  # bytes that a run has on average, if it is worth to be read by itself
 Stage = tuple[int, int]
-Cells = tuple[int, Share, tuple[Pair, ...]]  # the number of a peer's first tensor of a part, and cells there and here
+Cells = tuple[
+    int, MessagePart, tuple[Pair, ...]
+]  # the number of a peer's first tensor of a part, and cells there and here
 
 
 class Runs(NamedTuple):
@@ -110,7 +112,7 @@ def _outer(pair: Pair) -> int:
     return dim
 
 
-def _ranges(base: int, first: int, part: Share, pair: Pair) -> tuple[Ints, Ints, Ints, Ints]:
+def _ranges(base: int, first: int, part: MessagePart, pair: Pair) -> tuple[Ints, Ints, Ints, Ints]:
     """The runs of a pair, whose cells begin at the byte `base` here."""
     size, dims, (there, here) = part.dtype.itemsize, _outer(pair), pair
     ours, theirs = size * here.elements(dims), size * there.elements(dims)

@@ -130,6 +130,11 @@ class Places:
             rest += left
         return box[rows], places.inside(ints(rows), Boxes.of(rest, boxes.ndim))
 
+    def common(self, other: Places) -> tuple[Places, Places]:
+        """The cells that both have, part by part: where they lie here, and where there."""
+        row, there = other.within(self.boxes)
+        return self.inside(row, there.boxes), there
+
     def inside(self, rows: Ints, boxes: Boxes) -> Places:
         """The places of boxes that lie inside these rows, each in its own."""
         strides = self.strides[rows]

@@ -84,8 +84,8 @@ def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
     try:
         torch.zeros(1, dtype=becomes, device="cpu").copy_(torch.zeros(1, dtype=dtype, device="cpu"))
     except RuntimeError as error:
-        said = str(error).partition("\n")[0]
-        raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {said}") from None
+        reason = str(error).partition("\n")[0]
+        raise RefusedValueError(f"{dtype} cannot be cast to {becomes}: {reason}") from None
 
 
 def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) -> None:
@@ -117,8 +117,8 @@ def check_change(change: Change, sources: Tensors, targets: Tensors | None = Non
         return
     codes = codes_of(change.source, sources)
     if codes is not None:
-        said = f"it is a scale of {codes!r}, whose values are quantised codes ({sources[codes].dtype})"
-        raise RefusedValueError(f"{change}: {said}. {_keep(change)}, or {_by_name(change)}")
+        reason = f"it is a scale of {codes!r}, whose values are quantised codes ({sources[codes].dtype})"
+        raise RefusedValueError(f"{change}: {reason}. {_keep(change)}, or {_by_name(change)}")
     if change.dtype in PLAIN and change.becomes in PLAIN:
         return
     scales = scales_of(change.source, sources) or scales_of(change.target, targets or {})
@@ -169,7 +169,7 @@ def scales_of(name: str, tensors: Tensors) -> list[str]:
 Cast = torch.dtype | Sequence[tuple[str, torch.dtype | None] | torch.dtype] | None
 
 
-class Asked(NamedTuple):
+class CastRequest(NamedTuple):
     """The dtype that a tensor is to have; `named` where a rule has its name in full."""
 
     dtype: torch.dtype
@@ -212,12 +212,12 @@ class Casts:
         """The same for tensors of these names."""
         return replace(self, names=names) if self.rules else self
 
-    def asked(self, name: str, dtype: torch.dtype) -> Asked | None:
+    def asked(self, name: str, dtype: torch.dtype) -> CastRequest | None:
         """What a tensor is to become; None where nothing is asked for."""
         for pattern, becomes in self.rules:
             if self._fits(pattern, name):
-                return Asked(dtype if becomes is None else becomes, pattern == name)
-        return Asked(self.rest, named=False) if self.rest is not None and dtype.is_floating_point else None
+                return CastRequest(dtype if becomes is None else becomes, pattern == name)
+        return CastRequest(self.rest, named=False) if self.rest is not None and dtype.is_floating_point else None
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The patterns that fit no name."""
@@ -229,16 +229,16 @@ class Casts:
 
 
 @dataclass(frozen=True)
-class Into:
+class TargetCasts:
     """Casts to the dtypes of targets that are there already: of plain floating point numbers, and of what is named."""
 
     casts: Casts
     allowed: bool = True
 
     @staticmethod
-    def of(cast: Any) -> Into:
+    def of(cast: Any) -> TargetCasts:
         """From what a user gave: True, False, or what a conversion takes."""
-        return Into(Casts(), cast) if isinstance(cast, bool) else Into(Casts.of(cast))
+        return TargetCasts(Casts(), cast) if isinstance(cast, bool) else TargetCasts(Casts.of(cast))
 
     def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:
         """Refuse what is not asked for."""

@@ -13,7 +13,7 @@ from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.session import SerialQueue
 from shardwise.job.side import Side, Tensors
-from shardwise.job.subtensor import View, seen
+from shardwise.job.subtensor import Subtensor, subtensor_views
 from shardwise.job.verify import verify as verify_moves
 from shardwise.job.verify import worst_of_all
 from shardwise.layout import local_shapes
@@ -222,7 +222,7 @@ class Job:
         return views
 
 
-def _subtensors(tensors: Tensors, whole: TensorInfo, view: View, me: int) -> Tensors:
+def _subtensors(tensors: Tensors, whole: TensorInfo, view: Subtensor, me: int) -> Tensors:
     if not tensors:  # nothing, or only tensors without cells
         return [torch.empty(shape, dtype=whole.dtype, device=whole.device) for shape in local_shapes(whole.layout, me)]
-    return seen(tensors, whole.layout, view, me)
+    return subtensor_views(tensors, whole.layout, view, me)

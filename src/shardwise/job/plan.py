@@ -22,7 +22,7 @@ from shardwise.job.agree import first_difference
 from shardwise.job.casts import travels_as
 from shardwise.job.names import missing
 from shardwise.job.remap import Link
-from shardwise.job.subtensor import View, subtensor_layout
+from shardwise.job.subtensor import Subtensor, subtensor_layout
 from shardwise.layout import Layout
 from shardwise.planning import Plan, plan, size
 from shardwise.report import draw, matrix
@@ -90,7 +90,7 @@ def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, host
 
 @lru_cache(maxsize=4096)
 def _single(source: TensorInfo, target: TensorInfo, limit: int | None, hosts: Any) -> ModelPlan:
-    link = Link(SINGLE, SINGLE, View.whole(source.shape), View.whole(target.shape))
+    link = Link(SINGLE, SINGLE, Subtensor.whole(source.shape), Subtensor.whole(target.shape))
     named = dict(hosts) if isinstance(hosts, tuple) else hosts
     entry = PlannedLink.of(link, source, target, limit, named)
     return ModelPlan((entry,), {SINGLE: source}, {SINGLE: target}, limit)
@@ -173,7 +173,7 @@ class ModelPlan:
             (link.source, link.target)
             for link in whole
             if self.sources[link.source] == self.targets[link.target]
-            and link.source_view == link.target_view == View.whole(self.targets[link.target].shape)
+            and link.source_view == link.target_view == Subtensor.whole(self.targets[link.target].shape)
         )
 
     def described(self, name: str) -> str:
@@ -281,13 +281,13 @@ class ModelPlan:
     def check(self, text: str) -> None:
         """Raise a PlanError that says the first difference, unless the file is of this plan."""
         try:
-            said = json.loads(text)
+            given = json.loads(text)
         except (TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan file: {error}") from None
-        if not isinstance(said, dict) or said.get("shardwise_model_plan") != 1:
+        if not isinstance(given, dict) or given.get("shardwise_model_plan") != 1:
             raise PlanError("this is not the plan file of a model")
         found = json.loads(self.to_json())
-        difference = first_difference(said, found, "in the file", "here")
+        difference = first_difference(given, found, "in the file", "here")
         if difference:
             raise PlanError(f"the plan file is of another model: {difference}")
 

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from shardwise.job.names import Rename, filled, matched, missing, renamed
-from shardwise.job.subtensor import View
+from shardwise.job.subtensor import Subtensor
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -21,8 +21,8 @@ class Link(NamedTuple):
 
     source: str
     target: str
-    source_view: View
-    target_view: View
+    source_view: Subtensor
+    target_view: Subtensor
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Concat:
         several = [] if stars is None else [filled(one, stars) for one in self.parts]
         return (filled(self.whole, stars), several) if stars is not None and all(n in names for n in several) else None
 
-    def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
+    def views(self, whole: Shape, parts: Sequence[Shape]) -> list[Subtensor]:
         """Where the parts are in the whole."""
-        dim, start, found = _dim(self.dim, whole), 0, list[View]()
+        dim, start, found = _dim(self.dim, whole), 0, list[Subtensor]()
         for part in parts:
             if len(part) != len(whole):
                 raise ValueError(f"a part has {len(part)} dims, but {self.whole!r} has {len(whole)}")
-            found.append(View.whole(whole).narrow(dim, start, part[dim]))
+            found.append(Subtensor.whole(whole).narrow(dim, start, part[dim]))
             start += part[dim]
         if start != whole[dim]:
             raise ValueError(f"its parts have {start} along dim {dim}, but {self.whole!r} has {whole[dim]}")
@@ -111,9 +111,9 @@ class Stack:
         several = list(takewhile(names.__contains__, (every.replace("{}", str(at)) for at in count())))
         return filled(self.whole, stars), several
 
-    def views(self, whole: Shape, parts: Sequence[Shape]) -> list[View]:
+    def views(self, whole: Shape, parts: Sequence[Shape]) -> list[Subtensor]:
         """Where the parts are in the whole."""
-        return [View.whole(whole).select(_dim(self.dim, whole), at) for at in range(len(parts))]
+        return [Subtensor.whole(whole).select(_dim(self.dim, whole), at) for at in range(len(parts))]
 
     def names(self, stars: Sequence[str], whole: Shape) -> list[str]:
         """Of the parts."""
@@ -264,7 +264,7 @@ def _turned(rule: Transposed, source: Shape) -> Shape:
 def _plain(name: str, source: Shape, target: Shape) -> Link:
     if source != target:
         raise ValueError(f"{name!r} has shape {source} in the source, but {target} in the target")
-    view = View.whole(source)
+    view = Subtensor.whole(source)
     return Link(name, name, view, view)
 
 
@@ -299,7 +299,7 @@ def _parts(rule: Concat | Stack, whole: str, shape: Shape, parts: Shapes, *, inw
     for (part, size), view in zip(parts.items(), views, strict=True):
         if view.shape != size:
             raise ValueError(f"{part!r} has shape {size}, but its part of {whole!r} has {view.shape}")
-        plain = View.whole(size)
+        plain = Subtensor.whole(size)
         yield Link(part, whole, plain, view) if inward else Link(whole, part, view, plain)
 
 
@@ -307,10 +307,10 @@ def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Li
     order = tuple(reversed(range(len(target)))) if rule.order is None else tuple(_dim(d, target) for d in rule.order)
     if sorted(order) != list(range(len(target))):
         raise ValueError(f"{name!r}: {rule.order} is no order of the {len(target)} dims of the target")
-    view = View.whole(target).permute(order)
+    view = Subtensor.whole(target).permute(order)
     if view.shape != source:
         raise ValueError(f"{name!r} has shape {source} in the source, but {view.shape} when the target is transposed")
-    return Link(name, name, View.whole(source), view)
+    return Link(name, name, Subtensor.whole(source), view)
 
 
 def _check_whole(ruled: Mapping[str, Sequence[Link]], targets: Shapes) -> None:

@@ -144,7 +144,7 @@ def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
             raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
 
 
-class Known(NamedTuple):
+class TensorDescription(NamedTuple):
     """What all ranks must know of a tensor. `layout` is None for a plain one: all have it who have the state dict."""
 
     shape: tuple[int, ...]
@@ -153,7 +153,7 @@ class Known(NamedTuple):
     device: str | None
 
 
-Said = Mapping[str, Known | None]
+Descriptions = Mapping[str, TensorDescription | None]
 
 
 def is_tensor(value: Any) -> bool:
@@ -166,44 +166,46 @@ def lists_chunks(value: Any) -> bool:
     return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
 
 
-def known_of(value: Any, transport: GroupTransport | None) -> Known | None:
+def describe(value: Any, transport: GroupTransport | None) -> TensorDescription | None:
     """What a rank knows of one of its tensors, with the owners of a transport; None where it has nothing of it."""
     if lists_chunks(value):
         return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
     if not is_sharded(value):
-        return Known(tuple(value.shape), value.dtype, None, value.device.type)
+        return TensorDescription(tuple(value.shape), value.dtype, None, value.device.type)
     container = on_transport(container_of(value), transport)
     tensors = container.disassemble(value)
     device = tensors[0].device if tensors else container.device
-    return Known(container.layout.shape, value.dtype, container.layout, None if device is None else device.type)
+    return TensorDescription(
+        container.layout.shape, value.dtype, container.layout, None if device is None else device.type
+    )
 
 
 def _known_chunks(
     shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]], me: int
-) -> Known | None:
+) -> TensorDescription | None:
     if not chunks:
         return None
     pieces = [(me, lo, tuple(map(add, lo, tensor.shape))) for lo, tensor in chunks]
     first = chunks[0][1]
-    return Known(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
+    return TensorDescription(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
 
 
-def said(flat: Mapping[str, Any], transport: GroupTransport | None) -> Said:
+def describe_all(flat: Mapping[str, Any], transport: GroupTransport | None) -> Descriptions:
     """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing.
 
     Owners are those of the transport of all who call; without one, ranks of this process's job.
     """
-    found = dict[str, Known | None]()
+    found = dict[str, TensorDescription | None]()
     for name, value in flat.items():
         if value is None or is_tensor(value):
             try:
-                found[name] = None if value is None else known_of(value, transport)
+                found[name] = None if value is None else describe(value, transport)
             except LayoutError as error:
                 raise LayoutError(f"{name!r}: {error}") from error
     return found
 
 
-def refuse_several_jobs(told: Mapping[int, Said | None], transport: GroupTransport | None) -> None:
+def refuse_several_jobs(told: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
     """Refuse a source that several jobs give, each by its own ranks: these are tensors of one name, not replicas."""
     jobs = transport.members.jobs if transport is not None else ()
     layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
@@ -222,12 +224,12 @@ def refuse_several_jobs(told: Mapping[int, Said | None], transport: GroupTranspo
                 )
 
 
-def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, TensorInfo]:
+def combine_descriptions(told: Mapping[int, Descriptions | None], side: str) -> dict[str, TensorInfo]:
     """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
 
     A name that is None on all ranks is left out: a value like others.
     """
-    alike = dict[int, tuple[list[int], Said]]()  # most often all say the same, which is one object
+    alike = dict[int, tuple[list[int], Descriptions]]()  # most often all say the same, which is one object
     for rank, known in told.items():
         if known is not None:
             alike.setdefault(id(known), ([], known))[0].append(rank)
@@ -247,7 +249,7 @@ def tensors_of(told: Mapping[int, Said | None], side: str) -> dict[str, TensorIn
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _one(what: str, told: Iterable[tuple[list[int], Known | None]]) -> TensorInfo | None:
+def _one(what: str, told: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
     given = [(ranks, one) for ranks, one in told if one is not None]
     if not given:
         return None

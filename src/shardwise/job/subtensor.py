@@ -15,7 +15,7 @@ from shardwise.layout import Layout, places_of
 
 
 @dataclass(frozen=True)
-class View:
+class Subtensor:
     """The cells of `region`; its dims in this order. A dim that is left out has one cell there."""
 
     region: Box
@@ -29,7 +29,7 @@ class View:
         return self._hash
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> View:
+    def whole(shape: Sequence[int]) -> Subtensor:
         """All cells, as they are."""
         return _whole(tuple(shape))
 
@@ -38,7 +38,7 @@ class View:
         """Of the part."""
         return tuple(self.region.hi[dim] - self.region.lo[dim] for dim in self.order)
 
-    def narrow(self, dim: int, start: int, length: int) -> View:
+    def narrow(self, dim: int, start: int, length: int) -> Subtensor:
         """Some of the cells along a dim of the part.
 
         >>> View.whole((6, 4)).narrow(0, 2, 3).region
@@ -47,20 +47,20 @@ class View:
         lo, hi = list(self.region.lo), list(self.region.hi)
         lo[self.order[dim]] += start
         hi[self.order[dim]] = lo[self.order[dim]] + length
-        return View(Box(tuple(lo), tuple(hi)), self.order)
+        return Subtensor(Box(tuple(lo), tuple(hi)), self.order)
 
-    def select(self, dim: int, at: int) -> View:
+    def select(self, dim: int, at: int) -> Subtensor:
         """One cell along a dim, which is dropped."""
         one = self.narrow(dim, at, 1)
-        return View(one.region, self.order[:dim] + self.order[dim + 1 :])
+        return Subtensor(one.region, self.order[:dim] + self.order[dim + 1 :])
 
-    def permute(self, order: Sequence[int]) -> View:
+    def permute(self, order: Sequence[int]) -> Subtensor:
         """The dims in another order."""
-        return View(self.region, tuple(self.order[dim] for dim in order))
+        return Subtensor(self.region, tuple(self.order[dim] for dim in order))
 
     def is_whole(self, shape: Sequence[int]) -> bool:
         """True where it changes nothing."""
-        return self == View.whole(shape)
+        return self == Subtensor.whole(shape)
 
     def of_places(self, places: Places) -> Places:
         """What is seen of boxes in memory, in the coordinates of the part."""
@@ -96,12 +96,12 @@ class View:
 
 
 @lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> View:
-    return View(Box((0,) * len(shape), shape), tuple(range(len(shape))))
+def _whole(shape: tuple[int, ...]) -> Subtensor:
+    return Subtensor(Box((0,) * len(shape), shape), tuple(range(len(shape))))
 
 
 @lru_cache(maxsize=4096)
-def subtensor_layout(layout: Layout, view: View) -> Layout:
+def subtensor_layout(layout: Layout, view: Subtensor) -> Layout:
     """Where the cells of the part live; each piece that is seen is a buffer of its own."""
     if view.is_whole(layout.shape):
         return layout
@@ -116,7 +116,7 @@ def subtensor_layout(layout: Layout, view: View) -> Layout:
     return Layout.boxes(view.shape, pieces, overlap="replicas").shortest()
 
 
-def seen(tensors: Sequence[torch.Tensor], layout: Layout, view: View, owner: int) -> list[torch.Tensor]:
+def subtensor_views(tensors: Sequence[torch.Tensor], layout: Layout, view: Subtensor, owner: int) -> list[torch.Tensor]:
     """An owner's tensors of the part: views of those of the whole, in the order of the layout."""
     if view.is_whole(layout.shape):
         return list(tensors)

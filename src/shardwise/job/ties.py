@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.job.side import is_tensor, known_of, memory_of
+from shardwise.job.side import describe, is_tensor, memory_of
 from shardwise.transports import GroupTransport
 
 Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any
@@ -67,7 +67,7 @@ def _memories(values: Mapping[str, Any], transport: GroupTransport | None) -> di
     # all are alive at the same time: what is made anew for every call must not be taken for what was there before
     parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
     return {
-        name: None if value is None else (known_of(value, transport), tuple(map(_place, parts[name])))
+        name: None if value is None else (describe(value, transport), tuple(map(_place, parts[name])))
         for name, value in values.items()
     }
 

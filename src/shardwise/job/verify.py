@@ -98,7 +98,7 @@ def number(text: str) -> int:
 Tensors = Sequence[torch.Tensor]
 
 
-class Partial(NamedTuple):
+class PartialTensor(NamedTuple):
     """This rank's terms of a partial tensor."""
 
     layout: Layout
@@ -139,7 +139,9 @@ def verify(
 def _comparable(transport: Transport, moves: Sequence[Move], within: Exchange) -> list[Move]:
     """Moves whose source has values. Terms say nothing of the value: they are reduced in another way to compare."""
     reducing = [at for at, move in enumerate(moves) if move.plan.reducing]
-    partials = [Partial(moves[at].plan.source, moves[at].source, moves[at].dtype, within.device) for at in reducing]
+    partials = [
+        PartialTensor(moves[at].plan.source, moves[at].source, moves[at].dtype, within.device) for at in reducing
+    ]
     found = list(moves)
     for at, values in zip(reducing, reduced_values(transport, partials, within), strict=True):
         move = moves[at]
@@ -148,7 +150,7 @@ def _comparable(transport: Transport, moves: Sequence[Move], within: Exchange) -
     return found
 
 
-def reduced_values(transport: Transport, partials: Sequence[Partial], within: Exchange) -> list[Tensors]:
+def reduced_values(transport: Transport, partials: Sequence[PartialTensor], within: Exchange) -> list[Tensors]:
     """What partial tensors come to, spread evenly over their owners: this rank's tensors. A part of that exchange."""
     if not partials:
         return []

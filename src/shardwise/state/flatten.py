@@ -134,24 +134,24 @@ class Flat(NamedTuple):
 def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
     """The layouts of what is nested on any rank, from what all of them told."""
     found = dict[OBJ_PATH, Flat]()
-    for path in sorted({path for said in told.values() for path in said}, key=repr):
-        said = {rank: all_[path] for rank, all_ in told.items() if path in all_}
+    for path in sorted({path for shards in told.values() for path in shards}, key=repr):
+        shards = {rank: all_[path] for rank, all_ in told.items() if path in all_}
         name = repr(dotted(path))
-        dtypes = {str(one.dtype): one.dtype for one in said.values() if one.dtype is not None}
-        for what, several in ("shapes", {one.shape for one in said.values()}), ("dtypes", set(dtypes)):
+        dtypes = {str(one.dtype): one.dtype for one in shards.values() if one.dtype is not None}
+        for what, several in ("shapes", {one.shape for one in shards.values()}), ("dtypes", set(dtypes)):
             if len(several) > 1:
                 raise ValueError(f"{name} has different {what} on different ranks: {sorted(several)}")
-        pieces = [(rank, lo, hi) for rank, one in said.items() for lo, hi in one.boxes]
+        pieces = [(rank, lo, hi) for rank, one in shards.items() for lo, hi in one.boxes]
         dtype = next(iter(dtypes.values()), torch.get_default_dtype())
-        shape = next(iter(said.values())).shape
+        shape = next(iter(shards.values())).shape
         if prod(shape):
             try:
                 layout = Layout.boxes(shape, pieces, overlap="replicas").validate()
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         else:
-            layout = Layout.replicated(shape, list(said))  # nobody has a cell of it
-        found[path] = Flat(layout, dtype, {rank: one.device for rank, one in said.items()})
+            layout = Layout.replicated(shape, list(shards))  # nobody has a cell of it
+        found[path] = Flat(layout, dtype, {rank: one.device for rank, one in shards.items()})
     return found
 
 

@@ -11,14 +11,23 @@ import torch.distributed as dist
 from shardwise.containers.container import Container
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
-from shardwise.job.casts import Asked, Cast, Casts, Change, check_change, check_changes
+from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Link
 from shardwise.job.session import check_owners, group_transport
-from shardwise.job.side import FreshSide, LiveSide, Said, is_tensor, memory_of, refuse_several_jobs, said, tensors_of
-from shardwise.job.subtensor import View
+from shardwise.job.side import (
+    Descriptions,
+    FreshSide,
+    LiveSide,
+    combine_descriptions,
+    describe_all,
+    is_tensor,
+    memory_of,
+    refuse_several_jobs,
+)
+from shardwise.job.subtensor import Subtensor
 from shardwise.state.targets import Targets, containers_for
 from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
 from shardwise.torch_internals.memory import storage_of
@@ -89,16 +98,16 @@ def _described(
 ) -> tuple[dict[str, Any], FLATTEN_MAPPING, dict[str, TensorInfo]]:
     """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
 
-    def say() -> tuple[tuple[dict[str, Any], FLATTEN_MAPPING], Said | None]:
+    def say() -> tuple[tuple[dict[str, Any], FLATTEN_MAPPING], Descriptions | None]:
         if state_dict is None:
             return ({}, {}), None
         flat, paths = flatten_state_dict(state_dict)
-        return (flat, paths), said(flat, transport)
+        return (flat, paths), describe_all(flat, transport)
 
     (flat, paths), told = tell_all(transport, OPERATION, say)
     with refusals(OPERATION):
         refuse_several_jobs(told, transport)
-        sources = tensors_of(told, "state dict")
+        sources = combine_descriptions(told, "state dict")
     if None in told.values():  # somebody has to learn the rest from one who has it
         holder = next(rank for rank, one in told.items() if one is not None)
         rest = _others(flat, paths) if transport.me == holder else ({}, {})
@@ -125,7 +134,7 @@ def _plan(
         source = sources[name]
         check_owners(transport, f"{name!r}, as it is,", source.layout)
         check_owners(transport, f"{name!r}, as it is to be,", container.layout)
-        asked = casts.asked(name, source.dtype) or Asked(source.dtype, named=False)
+        asked = casts.asked(name, source.dtype) or CastRequest(source.dtype, named=False)
         named |= {name} if asked.named else set()
         becomes = asked.dtype
         targets[name] = TensorInfo(
@@ -135,7 +144,7 @@ def _plan(
     check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))
     if unused := casts.unused(targets):
         raise ValueError(f"dtype= has {unused[0]!r}, which fits no tensor that is moved")
-    found = [Link(name, name, View.whole(t.shape), View.whole(t.shape)) for name, t in targets.items()]
+    found = [Link(name, name, Subtensor.whole(t.shape), Subtensor.whole(t.shape)) for name, t in targets.items()]
     moved = {name: sources[name] for name in targets}
     return ModelPlan.of(found, moved, targets, max_bytes=max_bytes, hosts=hosts)
 

@@ -12,14 +12,23 @@ from torch.autograd.graph import increment_version
 from shardwise.containers.memory import check_written, shared
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
-from shardwise.job.casts import Cast, Change, Into, check_changes
+from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import check_owners, group_transport
-from shardwise.job.side import FreshSide, LiveSide, Said, Tensors, is_tensor, refuse_several_jobs, said, tensors_of
+from shardwise.job.side import (
+    Descriptions,
+    FreshSide,
+    LiveSide,
+    Tensors,
+    combine_descriptions,
+    describe_all,
+    is_tensor,
+    refuse_several_jobs,
+)
 from shardwise.state.traverse import dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -62,13 +71,13 @@ class Resharder:
         with refusals("Resharder"):
             sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
             refuse_several_jobs(sources, self._transport)
-            infos = tensors_of(sources, "source"), tensors_of(targets, "target")
+            infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
         def make() -> tuple[ModelPlan, tuple[LiveSide, LiveSide]]:
             check_progress(progress)
             self._transport.check_choice(transport)
             check_overflow(overflow)
-            made = _plan(self._transport, infos, rename, remap, Into.of(cast), strict, max_bytes, hosts)
+            made = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
             if plan is not None:
                 made.check(plan)
             sides = LiveSide(values[0], made.sources), LiveSide(values[1], made.targets)
@@ -155,10 +164,10 @@ Values = tuple[dict[str, Any], dict[str, Any]]
 
 def _described(
     transport: GroupTransport, source: StateDict | None, target: StateDict | None
-) -> tuple[Values, tuple[Said | None, Said | None]]:
+) -> tuple[Values, tuple[Descriptions | None, Descriptions | None]]:
     """The tensors of both sides on this rank, and what it knows of them."""
     sides = [None if given is None else _tensors(given) for given in (source, target)]
-    known = [None if side is None else said(side, transport) for side in sides]
+    known = [None if side is None else describe_all(side, transport) for side in sides]
     return (sides[0] or {}, sides[1] or {}), (known[0], known[1])
 
 
@@ -167,7 +176,7 @@ def _plan(
     known: tuple[Infos, Infos],
     rename: Rename,
     remap: Iterable[Remap],
-    cast: Into,
+    cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
     hosts: Any,

@@ -36,8 +36,8 @@ def containers_for(
             if target is not None:
                 found[name] = _container(_on(mesh, target), source.shape, transport, group)
         except Exception as error:
-            said = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
-            raise ValueError(f"the target of {name!r}: {said}") from error
+            reason = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"the target of {name!r}: {reason}") from error
     return found
 
 
@@ -75,8 +75,8 @@ def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
             raise ValueError(missing("the state dict has no", extra, names))
         left = [name for name in names if name not in tensors]
         if left:  # the nearest may be a misspelt name with something that only a tensor's own name makes a target
-            said = [name for name in _keys(to, "") if name not in left]
-            raise ValueError(missing("nothing is asked for", left, said) + "; None leaves a tensor as it is")
+            keys = [name for name in _keys(to, "") if name not in left]
+            raise ValueError(missing("nothing is asked for", left, keys) + "; None leaves a tensor as it is")
         return tensors.__getitem__
     return to if callable(to) else _Rules(to, set(names))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.exchange import Exchange, Terms
 from shardwise.job.session import SerialQueue, transport_for
-from shardwise.job.verify import LANES, Partial, reduced_values, spread, sums
+from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread, sums
 from shardwise.layout import Layout
 from shardwise.planning import plan
 from shardwise.tensor.call import Source
@@ -49,7 +49,7 @@ def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) 
         [t.resolve_conj().resolve_neg() for t in source.container.local(source.tensors)] if source.container else []
     )
     if layout.op is not None:
-        partial = Partial(layout, local, dtype, local[0].device if local else torch.device(fields["device"]))
+        partial = PartialTensor(layout, local, dtype, local[0].device if local else torch.device(fields["device"]))
         layout, (local, *_) = spread(layout), reduced_values(transport, [partial], exchange)
     total = transport.reduced(_once(layout, local, transport.me), "sum", apart=exchange.number)()
     head = f"shardwise values 1 {fields['shape']} {dtype} ".encode()

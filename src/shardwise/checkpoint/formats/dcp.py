@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint: a pickle that says which boxes of which tensors lie in which bytes of which files.
+"""torch.distributed.checkpoint: a pickle lists the boxes of every tensor, and the bytes of files that hold them.
 
-Every box is a torch.save archive of its own. They are looked into when their cells are asked for, not before.
+Every box is a torch.save archive of its own, which is read when its cells are needed.
 """
 
 from __future__ import annotations
@@ -10,72 +10,73 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from math import prod
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
-from shardwise.checkpoint.files import Files, Span, inside
-from shardwise.checkpoint.formats.dcp_nesting import step_of
-from shardwise.checkpoint.formats.moulds import Moulds
-from shardwise.checkpoint.formats.torch_save import Archive, read_archives, reader
-from shardwise.checkpoint.pickles import DEEPEST, Budget, settled, unpickle
-from shardwise.checkpoint.standins import MOST, Call, Name, Record, sizes
+from shardwise.checkpoint.files import ByteRange, Files, inside
+from shardwise.checkpoint.formats.torch_archive import Archive, ArchiveTemplates, read_archives, tensor_reader
+from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
+from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, FunctionStub, NameStub, RecordStub, sizes
 from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
-from shardwise.state.traverse import Key, Place, get_element
+from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, get_element
+from shardwise.torch_internals.serialization import OLD_SHARD_MODULE
 
 METADATA, TIED = ".metadata", "shardwise_tied"
-LOST = object()
+ABSENT = object()
+DcpPath = tuple[str | int | float | tuple[int], ...]  # a path as `.metadata` has it
+ChunkKey = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
-class Metadata(Record):
+class Metadata(RecordStub):
     """Of the whole checkpoint."""
 
     __slots__ = ()
 
 
-class TensorMetadata(Record):
+class TensorMetadata(RecordStub):
     """Of a tensor."""
 
     __slots__ = ()
 
 
-class BytesMetadata(Record):
+class BytesMetadata(RecordStub):
     """Of another value."""
 
     __slots__ = ()
 
 
-class Chunk(Record):
+class ChunkRecord(RecordStub):
     """A box of a tensor."""
 
     __slots__ = ()
 
 
-class Index(Record):
+class IndexRecord(RecordStub):
     """A name, and the first cell of a box."""
 
     __slots__ = ()
 
 
-class Properties(Record):
+class Properties(RecordStub):
     """A tuple that begins with the dtype."""
 
     __slots__ = ()
 
 
-class Stored(Record):
-    """Which bytes of which file hold a box or a value."""
+class StorageRecord(RecordStub):
+    """The file and bytes of a box or a value."""
 
     __slots__ = ()
 
 
-class Saved(Record):
-    """When and where it was saved; not looked at."""
+class SaveRecord(RecordStub):
+    """When and where it was saved; ignored."""
 
     __slots__ = ()
 
@@ -87,22 +88,22 @@ NAMES = {
             "Metadata": Metadata,
             "TensorStorageMetadata": TensorMetadata,
             "BytesStorageMetadata": BytesMetadata,
-            "ChunkStorageMetadata": Chunk,
-            "MetadataIndex": Index,
+            "ChunkStorageMetadata": ChunkRecord,
+            "MetadataIndex": IndexRecord,
             "TensorProperties": Properties,
-            "StorageMeta": Saved,
-            "_MEM_FORMAT_ENCODING": Call(Name),
+            "StorageMeta": SaveRecord,
+            "_MEM_FORMAT_ENCODING": FunctionStub(NameStub),
         }.items()
     },
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): Properties,  # up to torch 2.2
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): Call(Name),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stored,
-    ("torch", "Size"): Call(sizes),
+    (OLD_SHARD_MODULE, "TensorProperties"): Properties,
+    (OLD_SHARD_MODULE, "MEM_FORMAT_ENCODING"): FunctionStub(NameStub),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageRecord,
+    ("torch", "Size"): FunctionStub(sizes),
 }
 
 
-class Table(NamedTuple):
-    """Where everything is: row `rows[name, lo]` of the columns; `lo` is None for what is no tensor."""
+class StorageTable(NamedTuple):
+    """Where everything is: row `rows[name, lo]` of the columns; `lo` is None for values that are not tensors."""
 
     rows: dict[tuple[str, tuple[int, ...] | None], int]
     file: Ints
@@ -110,107 +111,128 @@ class Table(NamedTuple):
     stop: Ints
     paths: list[str]
 
-    def spans(self, files: Files, rows: Ints, names: Sequence[str]) -> list[Span]:
-        """The bytes of some rows; refused where a file does not have them."""
+    def ranges(self, files: Files, rows: Ints, names: Sequence[str]) -> list[ByteRange]:
+        """The bytes of some rows; refused if the file is shorter."""
         columns = (column[rows].tolist() for column in (self.file, self.start, self.stop))
-        found = [Span(self.paths[file], start, stop) for file, start, stop in zip(*columns, strict=True)]
-        for span, name in zip(found, names, strict=True):
-            size = files.size(span.file)
-            if span.stop > size:
+        ranges = [ByteRange(self.paths[file], start, stop) for file, start, stop in zip(*columns, strict=True)]
+        for one, name in zip(ranges, names, strict=True):
+            size = files.size(one.file)
+            if one.stop > size:
                 raise CheckpointError(
-                    f"{files.shown(span.file)} has {size} bytes, but {name!r} should lie in bytes {span.start} to "
-                    f"{span.stop}: it is truncated, or belongs to another checkpoint"
+                    f"{files.label(one.file)} has {size} bytes, but {name!r} should be at bytes {one.start} to "
+                    f"{one.stop}: it is truncated, or belongs to another checkpoint"
                 )
-        return found
+        return ranges
 
 
 def open_dcp(files: Files) -> Checkpoint:
     """The tensors and values that `.metadata` lists."""
-    where = files.shown(METADATA)
+    where = files.label(METADATA)
     data = files.read(METADATA)
-    said, budget = unpickle(data, where, NAMES), Budget(len(data))
-    described, stored, paths = _parts(where, said)
-    with _sound(where, "its storage_data"):
-        tied = _tied(said.get(TIED))
+    metadata, budget = unpickle(data, where, NAMES), Budget(len(data))
+    if not isinstance(metadata, Metadata):
+        raise _not_dcp(where)
+    described, stored = _described(where, metadata)
+    paths = _paths(where, metadata, len(described))
+    with _well_formed(where, "storage_data"):
+        tied = _tied(metadata.get(TIED))
         table = _table(files, stored, tied)
-    entries, values, moulds = dict[str, Entry](), dict[str, int](), Moulds(files)
+    entries, values, templates = dict[str, Entry](), dict[str, int](), ArchiveTemplates(files)
     for name, kind in described.items():
-        with _sound(where, name):
+        with _well_formed(where, name):
             if isinstance(kind, TensorMetadata):
-                entries[name] = _entry(files, name, kind, table, moulds, budget, tied.get(name, name))
+                entries[name] = _entry(files, name, kind, table, templates, budget, tied.get(name, name))
             elif isinstance(kind, BytesMetadata):
                 values[name] = table.rows[name, None]
             elif isinstance(kind, dict):
                 continue  # a skeleton, for torch
             else:
                 raise TypeError("it is neither a tensor nor a value")
-    inner = _inner(paths, values)
+    inner = _inner_leaves(paths, values)
     whole = values.keys() - {leaf.outer for leaf in inner.values()}
     nested = {name: path for name, path in paths.items() if name in entries or name in inner or name in whole}
-    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: Values(files, table, values, inner))
+    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: LazyValues(files, table, values, inner))
 
 
-def _parts(where: str, said: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[str, tuple[Any, ...]]]:
-    """What is described, where it is stored, and the paths of nested names."""
-    fields = ("state_dict_metadata", "storage_data", "planner_data")
-    described, stored, nested = (said.get(field) if isinstance(said, Metadata) else None for field in fields)
+def _not_dcp(where: object) -> CheckpointError:
+    return CheckpointError(f"{where} does not describe a checkpoint of torch.distributed in files")
+
+
+def _described(where: object, metadata: Metadata) -> tuple[dict[str, object], dict[IndexRecord, StorageRecord]]:
+    """What the checkpoint has, and where it is stored."""
+    described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict) or not all(type(n) is str for n in described):
-        raise CheckpointError(f"{where} does not describe a checkpoint of torch.distributed in files")
-    nested = nested if isinstance(nested, dict) else {}  # which planners of others write is theirs
-    paths = {name: path for name, path in nested.items() if type(name) is str and isinstance(path, tuple) and path}
-    if any(len(path) > DEEPEST for path in paths.values()):
-        raise CheckpointError(f"{where}: its planner_data has paths of more than {DEEPEST} names and numbers")
-    steps = {name: tuple(map(step_of, path)) for name, path in paths.items()}
-    if any(key is None for path in steps.values() for key in path):
-        raise CheckpointError(f"{where}: its planner_data has paths of other things than names and numbers")
-    names = max(len(described), len(steps))
-    if any(isinstance(key, Place) and not 0 <= key < names for path in steps.values() for key in path):
-        raise CheckpointError(f"{where}: its planner_data has places in tuples that {names} names cannot have")
-    return described, stored, {name: _in_lists(path, names) for name, path in steps.items()}
+        raise _not_dcp(where)
+    return described, stored
 
 
-def _in_lists(path: tuple[Any, ...], names: int) -> tuple[Any, ...]:
-    """Numbers are places in lists. Those that no list of so few names can have are keys."""
-    return tuple(Key(key) if type(key) is int and not 0 <= key < names else key for key in path)
+def _paths(where: object, metadata: Metadata, count: int) -> dict[str, OBJ_PATH]:
+    """The paths of nested names. Other planners write something else there, which is ignored."""
+    nested = metadata.get("planner_data")
+    pairs = nested.items() if isinstance(nested, dict) else ()
+    paths = {name: path for name, path in pairs if type(name) is str and isinstance(path, tuple) and path}
+    if any(len(path) > MAX_DEPTH for path in paths.values()):
+        raise CheckpointError(f"{where}: its planner_data has paths of more than {MAX_DEPTH} names and numbers")
+    names = max(count, len(paths))
+    return {name: tuple(_step_of(key, names, where) for key in path) for name, path in paths.items()}
 
 
-def _inner(paths: Mapping[str, tuple[Any, ...]], values: Mapping[str, int]) -> dict[str, Inner]:
-    """The leaves that lie inside of values."""
-    outer, found = {paths[name]: name for name in values if name in paths}, dict[str, Inner]()
+def _step_of(key: object, names: int, where: object) -> PATH_ITEM:
+    """A key of a path: floats are int keys of dicts, 1-tuples are positions in tuples, ints are positions in lists.
+
+    An int that is larger than any list of so few names is a key.
+    """
+    if type(key) is float and key.is_integer():
+        return Key(int(key))
+    if type(key) is tuple and len(key) == 1 and type(key[0]) is int:
+        if not 0 <= key[0] < names:
+            raise CheckpointError(f"{where}: its planner_data has positions in tuples that {names} names cannot have")
+        return Place(key[0])
+    if type(key) is int and not 0 <= key < names:
+        return Key(key)
+    if type(key) is str or type(key) is int:
+        return key
+    raise CheckpointError(f"{where}: its planner_data has paths with something else than names and numbers")
+
+
+def _inner_leaves(paths: Mapping[str, OBJ_PATH], values: Mapping[str, int]) -> dict[str, InnerLeaf]:
+    """The leaves inside values."""
+    outer, leaves = {paths[name]: name for name in values if name in paths}, dict[str, InnerLeaf]()
     for name, path in paths.items():
-        ends = range(1, min(len(path), DEEPEST))
+        ends = range(1, min(len(path), MAX_DEPTH))
         around = next((path[:end] for end in ends if path[:end] in outer), None) if name not in values else None
         if around is not None:
-            found[name] = Inner(outer[around], path[len(around) :])
-    return found
+            leaves[name] = InnerLeaf(outer[around], path[len(around) :])
+    return leaves
 
 
 @contextmanager
-def _sound(where: str, what: str) -> Iterator[None]:
-    """What Python says of a field that is missing, or is something else, as an error that names it."""
+def _well_formed(where: object, what: str) -> Iterator[None]:
+    """Turn errors about missing or wrong fields into a CheckpointError that names the item."""
     try:
         yield
     except (LookupError, AttributeError, TypeError, ValueError, ArithmeticError, UnpicklingError) as error:
-        lost = f"no file has {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{where}: {what!r} is not described as it should be: {lost}") from error
+        why = f"no file has {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{where}: the description of {what!r} is invalid: {why}") from error
 
 
-def _tied(said: Any) -> dict[str, str]:
-    """The names whose bytes are those of another one, as we note them: torch writes the bytes of every name apart."""
-    found = {} if said is None else said
-    if type(found) is not dict or not all(type(name) is str for pair in found.items() for name in pair):
-        raise TypeError(f"{TIED} is {brief(said)}")
-    return found
+def _tied(field: object) -> dict[str, str]:
+    """The names that share the bytes of another one; only our writer notes them. torch writes every name's bytes."""
+    tied = {} if field is None else field
+    if type(tied) is not dict or not all(type(name) is str for pair in tied.items() for name in pair):
+        raise TypeError(f"{TIED} is {brief(field)}")
+    return tied
 
 
-def _table(files: Files, stored: Mapping[Index, Stored], tied: Mapping[str, str]) -> Table:
+def _table(files: Files, stored: Mapping[IndexRecord, StorageRecord], tied: Mapping[str, str]) -> StorageTable:
     indexes, infos = [index.state for index in stored], [info.state for info in stored.values()]
     keys = [(index["fqn"], index.get("offset")) for index in indexes]
     for key, info in zip(keys, infos, strict=True):
         if info.get("transform_descriptors"):
             raise CheckpointError(
-                f"{files.shown(METADATA)}: {key[0]!r} went through {brief(info['transform_descriptors'])} when saved, "
-                f"which cannot be read here. Remedy: load it with torch.distributed.checkpoint, and save it without"
+                f"{files.label(METADATA)}: {key[0]!r} went through {brief(info['transform_descriptors'])} when saved, "
+                f"which shardwise cannot read. Remedy: load it with torch.distributed.checkpoint, and save it without"
+                f" transforms"
             )
     rows = {key: row for row, key in enumerate(keys)}
     if len(rows) < len(keys):
@@ -219,8 +241,8 @@ def _table(files: Files, stored: Mapping[Index, Stored], tied: Mapping[str, str]
     names = [info["relative_path"] for info in infos]
     number = {name: at for at, name in enumerate(sorted(set(names)))}
     start, length = (_numbers([info[field] for info in infos]) for field in ("offset", "length"))
-    paths = [inside(name, files.shown(METADATA)) for name in number]
-    table = Table(rows, ints([number[name] for name in names]), start, start + length, paths)
+    paths = [inside(name, files.label(METADATA)) for name in number]
+    table = StorageTable(rows, ints([number[name] for name in names]), start, start + length, paths)
     again = [row for row, (name, _) in enumerate(keys) if name in tied] if tied else []
     other = next((keys[row][0] for row in again if not _is_again(table, row, tied[keys[row][0]], keys[row][1])), None)
     if other is not None:
@@ -229,22 +251,22 @@ def _table(files: Files, stored: Mapping[Index, Stored], tied: Mapping[str, str]
     return table
 
 
-def _is_again(table: Table, row: int, other: str, lo: tuple[int, ...] | None) -> bool:
-    """True for a box whose bytes are those of the same box of another tensor."""
+def _is_again(table: StorageTable, row: int, other: str, lo: tuple[int, ...] | None) -> bool:
+    """True if a box has the bytes of the same box of another tensor."""
     first = None if lo is None else table.rows.get((other, lo))
     if first is None or first == row:
         return False
     return all(column[row] == column[first] for column in (table.file, table.start, table.stop))
 
 
-def _numbers(values: list[Any]) -> Ints:
-    if not all(type(value) is int and 0 <= value < MOST for value in values):
-        raise ValueError("bytes of files are whole numbers")
+def _numbers(values: list[int]) -> Ints:
+    if not all(type(value) is int and 0 <= value < MAX_SIZE for value in values):
+        raise ValueError("positions in files must be whole numbers")
     return ints(values)
 
 
-def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]], rows: Ints) -> None:
-    """Bytes are those of one box each."""
+def _check_apart(files: Files, table: StorageTable, keys: Sequence[tuple[str, object]], rows: Ints) -> None:
+    """Refuse bytes that belong to two boxes."""
     order = rows[np.lexsort((table.start[rows], table.file[rows]))]
     file, start, stop = table.file[order], table.start[order], table.stop[order]
     both = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1]))
@@ -257,34 +279,42 @@ def _check_apart(files: Files, table: Table, keys: Sequence[tuple[str, Any]], ro
     else:
         why = "one of them was overwritten"
     raise ValueError(
-        f"{files.shown(name)}: bytes {start[at + 1]} to {stop[at]} belong both to {first!r} and to {second!r}: {why}"
+        f"{files.label(name)}: bytes {start[at + 1]} to {stop[at]} belong to both {first!r} and {second!r}: {why}"
     )
 
 
 def _entry(
-    files: Files, name: str, said: TensorMetadata, table: Table, moulds: Moulds, budget: Budget, own: str
+    files: Files,
+    name: str,
+    metadata: TensorMetadata,
+    table: StorageTable,
+    templates: ArchiveTemplates,
+    budget: Budget,
+    own: str,
 ) -> Entry:
-    shape, dtype = sizes(said.state["size"]), said.state["properties"].state[0]
-    if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MOST:
+    fields = metadata.state
+    shape, dtype = sizes(fields["size"]), fields["properties"].state[0]
+    if not isinstance(dtype, torch.dtype) or prod(shape) * dtype.itemsize >= MAX_SIZE:
         raise ValueError(f"its dtype is {brief(dtype)}, its shape {shape}")
-    budget.spend(len(said.state["chunks"]))
-    chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in said.state["chunks"])
+    budget.spend(len(fields["chunks"]))
+    chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in fields["chunks"])
     alike = _boxes(shape, chunks)
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
     def locate(some: Ints) -> Located:
-        return moulds.located(table.spans(files, rows[some], [name] * len(some)), alike.boxes.take(some), name, dtype)
+        archives = table.ranges(files, rows[some], [name] * len(some))
+        return templates.locate(archives, alike.boxes.take(some), name, dtype)
 
     return Entry(name, shape, dtype, alike, table.file[rows], locate, table.paths, files, own)
 
 
 @lru_cache(maxsize=1024)
-def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Alike:
-    """Of all chunks that have cells. What torch saves has every cell once. Kept: tensors of one shape lie alike."""
+def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> Alike:
+    """The chunks that have cells. torch saves every cell once. Cached: many tensors have the same chunks."""
     both = np.array(chunks, dtype=np.int64).reshape(len(chunks), 2, len(shape)).swapaxes(0, 1)
     lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
-    if prod(size + 1 for size in shape) >= MOST or ((both < 0) | (both > whole)).any() or (hi > whole).any():
-        raise ValueError(f"a box of it does not lie inside of its shape {shape}")
+    if prod(size + 1 for size in shape) >= MAX_SIZE or ((both < 0) | (both > whole)).any() or (hi > whole).any():
+        raise ValueError(f"a box is outside its shape {shape}")
     boxes = Boxes(lo, hi) if both[1].all() else Boxes(lo, hi).take(both[1].all(axis=1))
     cells = exact_sum(boxes.volumes())
     if cells != prod(shape):
@@ -292,23 +322,25 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[Any, ...]) -> Alike:
     return Alike(boxes)
 
 
-class Inner(NamedTuple):
-    """A leaf inside of a value."""
+class InnerLeaf(NamedTuple):
+    """A leaf inside a value."""
 
     outer: str
-    path: tuple[Any, ...]
+    path: OBJ_PATH
 
 
-class Values(Mapping[str, Any]):
-    """What is no tensor: all of it is fetched together, and each value is made when it is asked for."""
+class LazyValues(Mapping[str, object]):
+    """Values that are not tensors: fetched together, and each is made when it is first used."""
 
-    def __init__(self, files: Files, table: Table, rows: Mapping[str, int], inner: Mapping[str, Inner]) -> None:
+    def __init__(
+        self, files: Files, table: StorageTable, rows: Mapping[str, int], inner: Mapping[str, InnerLeaf]
+    ) -> None:
         self._files, self._table, self._rows, self._inner = files, table, rows, inner
-        self._made = dict[str, Any]()
+        self._made = dict[str, object]()
 
     @cached_property
     def _names(self) -> dict[str, None]:
-        """With the leaves of values in their place."""
+        """With the leaves inside values in their place."""
         leaves = dict[str, list[str]]()
         for name, (outer, _) in self._inner.items():
             leaves.setdefault(outer, []).append(name)
@@ -317,26 +349,26 @@ class Values(Mapping[str, Any]):
     @cached_property
     def _archives(self) -> dict[str, Archive]:
         names = list(self._rows)
-        spans = self._table.spans(self._files, ints(list(self._rows.values())), names)
-        return dict(zip(names, read_archives(self._files, spans), strict=True))
+        archives = self._table.ranges(self._files, ints(list(self._rows.values())), names)
+        return dict(zip(names, read_archives(self._files, archives), strict=True))
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         if name not in self._inner:
             return self._value(name)
         outer, path = self._inner[name]
-        value = get_element({outer: self._value(outer)}, (outer, *path), LOST)
-        if value is LOST:
-            raise CheckpointError(f"{self._files.shown(METADATA)}: {name!r} should lie in the value {outer!r}")
+        value = get_element({outer: self._value(outer)}, (outer, *path), ABSENT)
+        if value is ABSENT:
+            raise CheckpointError(f"{self._files.label(METADATA)}: the value {outer!r} has no {name!r}")
         return value
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str) -> object:
         if name in self._rows and name not in self._made:
             archive = self._archives[name]
-            what, tensor = f"{name!r} in {archive.where}", reader(self._files, archive, name)
-            self._made[name] = settled(archive.root(), what, tensor)
+            read = tensor_reader(self._files, archive, name)
+            self._made[name] = without_stubs(archive.root(), f"{name!r} in {archive.where}", read)
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:

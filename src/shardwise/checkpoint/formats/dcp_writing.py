@@ -1,30 +1,57 @@
 """Writes what torch.distributed.checkpoint loads: a file of torch.save archives for every rank, then `.metadata`.
 
-Behind its archives, where torch does not look, a file has a list of them: an interrupted conversion goes on from there.
+After its archives, where torch does not look, a file has a list of them: an interrupted conversion resumes from there.
+
+Nested names. torch's reader makes a list wherever a path goes on with anything but a str, and turns the keys of dicts
+into str when it looks up where a value belongs. What would come out changed is therefore written in another way, so
+that torch's reader rebuilds the same dicts and lists, and ours the same keys:
+
+- A dict with int keys that holds tensors also has its skeleton, the dict without the tensors, as an item of its own.
+  torch's reader starts from it, and fills in the tensors. Int keys are floats in paths: they find the same key of the
+  skeleton, and our reader can tell them from positions in lists.
+- A dict with int keys, a tuple, or a list that torch does not enter is one value if it holds no tensors. The paths of
+  the leaves in it are written, too: torch ignores them, and our reader finds the leaves by them.
+- The rest is refused: other values beside tensors under int keys, and tensors inside tuples.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 import torch
 
-from shardwise.checkpoint.formats.dcp import METADATA, TIED
-from shardwise.checkpoint.formats.dcp_nesting import nesting
-from shardwise.checkpoint.formats.torch_archive import Stored, saved, write_archive
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit
-from shardwise.checkpoint.structure import check_inside, check_steps
-from shardwise.checkpoint.values import CARRIED, encoded
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.atomic_files import OutputFolder
+from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
+from shardwise.checkpoint.formats.torch_archive import TensorRecord, torch_save_bytes, write_archive
+from shardwise.checkpoint.formats.writers import (
+    Contents,
+    TensorPart,
+    check_alone,
+    check_key_types,
+    check_overlaps,
+    commit,
+)
+from shardwise.checkpoint.values import CARRIED, encode
+from shardwise.errors import CheckpointError
+from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
+from shardwise.torch_internals.serialization import storage_info
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import metadata as torch_metadata
 
 END, MAGIC = Struct("<Q16s"), b"shardwise items\n"
+OTHER_FORMATS = (
+    "Remedy: str keys (torch's get_optimizer_state_dict gives them), or another format: the default of save, "
+    "'sharded' or 'torch.save' of convert"
+)
+Paths = Mapping[str, OBJ_PATH]
+ItemKey = tuple[str, tuple[int, ...] | None, tuple[int, ...]]  # name, first cell and shape
 
 
 class Item(NamedTuple):
@@ -39,72 +66,70 @@ class Item(NamedTuple):
 
 
 class DcpWriter:
-    """Every owner writes a file; the first one also has the values."""
+    """Writes a file for every owner; that of the first one also has the values."""
 
-    def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
+    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None:
         self.folder, self._owners, self._token = folder, list(owners), token
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = METADATA
 
     @staticmethod
     def fits(contents: Contents) -> None:
-        """What torch's own reader rebuilds as it was."""
-        check_inside(contents)
-        check_steps(contents)
+        """Refuse what torch's reader would change."""
+        check_overlaps(contents)
+        check_key_types(contents)
         nesting(contents)
         for name, value in contents.values.items():
-            encoded(value, name, CARRIED)
+            encode(value, name, CARRIED)
 
     def check(self, contents: Contents) -> None:
-        """An earlier one stays whole until this one is."""
+        """Refuse a checkpoint of another format. An earlier one stays until this one is complete."""
         check_alone(self.folder, METADATA)
 
     def file(self, owner: int) -> str:
-        """The name of the file of an owner."""
+        """The file name of an owner."""
         return f"__{self._numbers[owner]}_{self._token}.distcp"
 
-    def write(self, me: int, parts: Sequence[Part], contents: Contents) -> list[Item]:
-        """Its archives, one after the other, unless an earlier try at the same has written them."""
+    def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> list[Item]:
+        """Write the archives of an owner one after the other, unless an earlier try has written them."""
         items, at, name = list[Item](), 0, self.file(me)
         values = nesting(contents).values if me == self._owners[0] else {}
-        earlier = _listed(self.folder, name)
-        if [item[:3] for item in earlier] == _asked(parts, values) and earlier:
+        earlier = _read_items(self.folder, name)
+        if [item[:3] for item in earlier] == _item_keys(parts, values) and earlier:
             self.folder.reused.append(name)
             return earlier
         with self.folder.write(name) as file:
             for part in parts:
-                size = write_archive(file, Stored("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
+                size = write_archive(file, TensorRecord("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
                 items.append(Item(part.name, part.box.lo, part.shape, name, at, size))
                 at += size
             for key, value in values.items():
-                data = saved(value)
+                data = torch_save_bytes(value)
                 file.write(data)
                 items.append(Item(key, None, (), name, at, len(data)))
                 at += len(data)
-            file.write(_list(items))
+            file.write(_items_bytes(items))
         return items
 
-    def finish(self, told: Mapping[int, list[Item]], contents: Contents) -> list[str]:
-        """The metadata; then files of the checkpoint that it replaces may go."""
-        items = [item for listed in told.values() for item in listed]
-        text = io.BytesIO()
-        pickle.dump(_metadata(items, contents), text)
+    def finish(self, results: Mapping[int, list[Item]], contents: Contents) -> list[str]:
+        """Write the metadata. Returns the files of the checkpoint that it replaces."""
+        items = [item for listed in results.values() for item in listed]
         files = {self.file(owner) for owner in self._owners}
-        return commit(self.folder, METADATA, text.getvalue(), files)
+        return commit(self.folder, METADATA, pickle.dumps(_metadata(items, contents)), files)
 
     def undo(self, me: int) -> None:
         """Remove the file of an owner."""
         self.folder.remove(self.file(me))
 
 
-def _list(items: Sequence[Item]) -> bytes:
-    """The end of a file: its items, how long that is, and what it is."""
+def _items_bytes(items: Sequence[Item]) -> bytes:
+    """The end of a file: its items, their length in bytes, and the magic number."""
     text = json.dumps(items).encode()
     return text + END.pack(len(text), MAGIC)
 
 
-def _listed(folder: Folder, name: str) -> list[Item]:
-    """The items of a file; none where they do not fill it, or cannot be read."""
+def _read_items(folder: OutputFolder, name: str) -> list[Item]:
+    """The items of a file; none if they cannot be read, or do not fill the file."""
     end = folder.tail(name, END.size)
     if len(end) < END.size or END.unpack(end)[1] != MAGIC:
         return []
@@ -119,36 +144,156 @@ def _listed(folder: Folder, name: str) -> list[Item]:
     return []
 
 
-def _asked(parts: Sequence[Part], values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What a file is to have, as its list begins."""
-    return [(part.name, part.box.lo, part.shape) for part in parts] + [(key, None, ()) for key in values]
+def _item_keys(parts: Sequence[TensorPart], values: Iterable[str]) -> list[ItemKey]:
+    """What a file should have."""
+    return [*((part.name, part.box.lo, part.shape) for part in parts), *((key, None, ()) for key in values)]
 
 
-def _metadata(items: Sequence[Item], contents: Contents) -> Any:
-    from torch.distributed.checkpoint import metadata as torchs
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metadata:
+    from torch.distributed.checkpoint import metadata as torch_metadata  # slow to import
 
-    listed, places = dict[str, Any](), dict[Any, Any]()
-    chunks = {name: list[Any]() for name in contents.tensors}
+    listed = dict[str, object]()
+    places = dict[torch_metadata.MetadataIndex, object]()
+    chunks = {name: list[torch_metadata.ChunkStorageMetadata]() for name in contents.tensors}
     again = defaultdict[str, list[str]](list)
     for name, one in contents.tied.items():
         again[one].append(name)
     for item in items:
-        lo, place = None if item.lo is None else torch.Size(item.lo), _StorageInfo(item.file, item.start, item.size)
+        lo, place = None if item.lo is None else torch.Size(item.lo), storage_info(item.file, item.start, item.size)
         for name in (item.name, *again[item.name]):
-            places[torchs.MetadataIndex(name, lo)] = place
+            places[torch_metadata.MetadataIndex(name, lo)] = place
             if lo is not None:
-                chunks[name].append(torchs.ChunkStorageMetadata(lo, torch.Size(item.shape)))
+                chunks[name].append(torch_metadata.ChunkStorageMetadata(lo, torch.Size(item.shape)))
             else:
-                listed[name] = torchs.BytesStorageMetadata()
+                listed[name] = torch_metadata.BytesStorageMetadata()
     for name, (dtype, layout) in contents.tensors.items():
-        properties = torchs.TensorProperties(dtype=dtype)
-        listed[name] = torchs.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
+        properties = torch_metadata.TensorProperties(dtype=dtype)
+        listed[name] = torch_metadata.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
     nested = nesting(contents)
-    version = getattr(torchs, "CURRENT_DCP_VERSION", None)
-    found = torchs.Metadata(
-        {**nested.skeletons, **listed}, dict(nested.paths), places, **({"version": version} if version else {})
-    )
+    version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
+    described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **listed})
+    made = torch_metadata.Metadata(described, dict(nested.paths), places, **({"version": version} if version else {}))
     if contents.tied:
-        found.__dict__[TIED] = dict(contents.tied)  # torch leaves it alone: without it, shared bytes are an error to us
-    return found
+        made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes
+    return made
+
+
+class Nesting(NamedTuple):
+    """The contents of a checkpoint as torch's reader has to see them."""
+
+    values: Mapping[str, object]
+    paths: Mapping[str, DcpPath]
+    skeletons: Mapping[str, object]
+
+
+def nesting(contents: Contents) -> Nesting:
+    """By the rules at the top of this file; refuses what torch's reader would change."""
+    tensors, values = ({name: contents.path_of(name) for name in part} for part in (contents.tensors, contents.values))
+    _check(tensors, values)
+    groups = _groups(tensors.values(), values.values())
+    _check_names({**tensors, **values}, map(dotted, groups))
+    paths = {name: _dcp_path(path) for name, path in {**tensors, **values}.items()}
+    skeletons = _skeletons(tensors)
+    return Nesting(
+        _grouped(contents.values, values, groups),
+        {**paths, **{dotted(root): root for root in groups}, **{name: root for name, (root, _) in skeletons.items()}},
+        {name: skeleton for name, (_, skeleton) in skeletons.items()},
+    )
+
+
+def _outermost(path: OBJ_PATH) -> OBJ_PATH | None:
+    """The outermost container on a path that torch would not rebuild: a dict with int keys, or a tuple."""
+    return next((path[:at] for at, key in enumerate(path) if type(key) in (Key, Place)), None)
+
+
+def _groups(tensors: Iterable[OBJ_PATH], values: Iterable[OBJ_PATH]) -> set[OBJ_PATH]:
+    """The containers that are stored as one value: those that torch would change, and lists that it does not enter."""
+    changed = {root for path in values if (root := _outermost(path))}
+    stored = {_within(path, changed) or path for path in values}
+    if all(int not in map(type, path) for path in stored):
+        return {path for path in changed if _within(path, changed) is None}
+    entered = {inside for path in tensors for inside, _ in _lists(path)}
+    entered |= {inside for path in stored for inside, end in _lists(path) if end < len(path)}
+    roots = changed | {inside for path in stored for inside, _ in _lists(path) if inside not in entered}
+    return {path for path in roots if _within(path, roots) is None}
+
+
+def _within(path: OBJ_PATH, groups: Collection[OBJ_PATH]) -> OBJ_PATH | None:
+    """The outermost of some containers that a path leads into."""
+    return next((path[:end] for end in range(1, len(path)) if path[:end] in groups), None)
+
+
+def _lists(path: OBJ_PATH) -> Iterable[tuple[OBJ_PATH, int]]:
+    """The lists on a path, and where each run of nested lists ends: torch enters them for what is there."""
+    end = len(path)
+    for at in range(len(path) - 1, 0, -1):
+        if type(path[at]) is int:
+            yield path[:at], end
+        else:
+            end = at
+
+
+def _check(tensors: Paths, values: Paths) -> None:
+    odd = {name: path for name, path in {**tensors, **values}.items() if not {*map(type, path)} <= {str, int}}
+    inner = {name: root for name, path in odd.items() if name in values and (root := _outermost(path)) is not None}
+    around = {path[:end] for path in tensors.values() for end in range(len(path))} if inner else ()
+    for name, path in odd.items():
+        if type(path[0]) is not str:
+            _refuse(name, "has an int as a key of the outermost dict")
+        if any(type(key) is Key and int(float(key)) != int(key) for key in path):
+            _refuse(name, "has a key of more than 53 bits")
+        if name in tensors and any(type(key) is Place for key in path):
+            _refuse(name, "is a tensor inside a tuple")
+        if name in inner and inner[name] in around:
+            _refuse(name, f"is not a tensor, and is beside tensors in {dotted(inner[name])!r}, which has int keys")
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise CheckpointError(
+        f"{name!r} {why}: torch.distributed.checkpoint would read back something else. {OTHER_FORMATS}"
+    )
+
+
+def _check_names(paths: Paths, groups: Iterable[str]) -> None:
+    """Refuse names that torch cannot distinguish: it joins keys by dots."""
+    for name, path in paths.items():
+        if name != dotted(path):
+            _refuse(dotted(path), "is the name of two things ('a.b' and 'b' in 'a', or 1 and '1')")
+    for name in groups:
+        if name in paths:
+            _refuse(name, "is the name of two things")
+
+
+def _grouped(values: Mapping[str, object], paths: Paths, groups: set[OBJ_PATH]) -> dict[str, object]:
+    """The values that are stored: some of them contain others."""
+    stored = dict[str, object]()
+    for name, value in values.items():
+        path = paths[name]
+        root = _within(path, groups)
+        if root is None:
+            stored[name] = value
+        else:
+            set_element(stored, (dotted(root), *path[len(root) :]), value)
+    return stored
+
+
+def _skeletons(tensors: Paths) -> dict[str, tuple[OBJ_PATH, object]]:
+    """Dicts with int keys, without their tensors: by a name of their own, the path and the dict."""
+    roots, trees = {root for path in tensors.values() if (root := _outermost(path))}, dict[str, object]()
+    for path in tensors.values() if roots else ():
+        for root in (path[:end] for end in range(1, len(path)) if path[:end] in roots):
+            set_element(trees, (dotted(root), *path[len(root) :]), None)
+    return {_unused(f"{dotted(root)}{{}}", tensors): (root, trees[dotted(root)]) for root in roots}
+
+
+def _unused(name: str, names: Paths) -> str:
+    return name if name not in names else _unused(f"{name}{{}}", names)
+
+
+def _dcp_path(path: OBJ_PATH) -> DcpPath:
+    return path if {*map(type, path)} <= {str, int} else tuple(map(_step, path))
+
+
+def _step(key: PATH_ITEM) -> PATH_ITEM | float | tuple[int]:
+    """A key of a path, as it is written."""
+    return float(key) if type(key) is Key else (int(key),) if type(key) is Place else key

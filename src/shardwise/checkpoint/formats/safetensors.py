@@ -1,22 +1,30 @@
-"""safetensors: a header in JSON that says for every tensor its dtype, shape and bytes, and then those bytes."""
+"""safetensors files: a JSON header with dtype, shape and byte range of every tensor, then the bytes.
+
+A checkpoint has one or several, with an index as Hugging Face writes it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 
+from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.entry import Checkpoint, Entry, whole_entry
 from shardwise.checkpoint.files import Files, inside
-from shardwise.checkpoint.standins import MOST_DIMS
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_alone, check_dotted
+from shardwise.checkpoint.unpickle_stubs import MAX_DIMS, MAX_SIZE
+from shardwise.checkpoint.values import JsonObject, JsonValue
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OUTPUT_NAME = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # of the files that SafetensorsWriter writes
 MOST_HEADER = 100_000_000  # bytes; the limit of the format itself
 DTYPES = {
     name: getattr(torch, attribute)
@@ -46,8 +54,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Tensor(NamedTuple):
-    """What a header says of a tensor: its bytes are counted from the start of the file."""
+class HeaderTensor(NamedTuple):
+    """A tensor in a header; bytes are counted from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,91 +64,92 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file has."""
+    """The contents of a file."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, HeaderTensor]
     metadata: dict[str, str]
 
 
 def read_header(files: Files, name: str) -> Header:
-    """The header of a file; refused where it is not one, or does not fit the file."""
-    where, size = files.shown(name), files.size(name)
+    """The header of a file; refused if it is damaged, or does not match the size of the file."""
+    where, size = files.label(name), files.size(name)
     if size < 8:
-        raise CheckpointError(f"{where} has {size} bytes: no safetensors file is so short")
+        raise CheckpointError(f"{where} has {size} bytes, too few for a safetensors file")
     length = int.from_bytes(files.read(name, 0, 8), "little")
     if length > min(size - 8, MOST_HEADER):
         raise CheckpointError(f"{where}: a header of {length} bytes in a file of {size}: it is truncated or damaged")
-    said = parsed(files.read(name, 8, 8 + length), f"{where}, bytes 8 to {8 + length}")
-    metadata = said.pop("__metadata__", {})
+    fields = parse_json(files.read(name, 8, 8 + length), where)
+    metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{where}: __metadata__ must map names to texts")
-    tensors = {key: _tensor(key, where, value, 8 + length, size) for key, value in said.items()}
+        raise CheckpointError(f"{where}: __metadata__ must map names to strings")
+    tensors = {key: _tensor(key, where, value, 8 + length, size) for key, value in fields.items()}
     _check_order(where, tensors, 8 + length, size)
-    return Header(tensors, metadata)
+    return Header(tensors, cast("dict[str, str]", metadata))
 
 
-def parsed(text: bytes, where: str) -> dict[str, Any]:
-    """JSON that is an object, in which no name comes twice."""
+def parse_json(text: bytes, where: object) -> JsonObject:
+    """A JSON object, in which no name comes twice."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def unique(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             raise ValueError(f"{twice!r} comes twice")
-        return found
+        return fields
 
     try:
-        said = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: this is not the JSON of a checkpoint: {error}") from error
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{where}: expected an object, but found {type(said).__name__}")
-    return said
+        raise CheckpointError(f"{where}: not the JSON of a checkpoint: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, but found {type(value).__name__}")
+    return value
 
 
-def _tensor(name: str, where: str, said: Any, data: int, size: int) -> Tensor:
+def _tensor(name: str, where: object, value: JsonValue, data: int, size: int) -> HeaderTensor:
     try:
-        dtype, shape, offsets = DTYPES.get(said["dtype"]), said["shape"], said["data_offsets"]
+        fields = cast("JsonObject", value)
+        dtype, shape, offsets = DTYPES.get(cast("str", fields["dtype"])), fields["shape"], fields["data_offsets"]
     except (KeyError, TypeError):
         raise CheckpointError(f"{name!r} in {where} has no dtype, shape and data_offsets") from None
     if dtype is None:
         raise CheckpointError(
-            f"{name!r} in {where} has dtype {brief(said['dtype'])}, which is not known here: known are "
-            f"{', '.join(DTYPES)}"
+            f"{name!r} in {where} has the unknown dtype {brief(fields['dtype'])}: known are {', '.join(DTYPES)}"
         )
     if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"{name!r} in {where} has shape {brief(shape)} and data_offsets {brief(offsets)}: both must be whole "
-            f"numbers, and the shape one of at most {MOST_DIMS} dims"
+            f"numbers, and the shape one of at most {MAX_DIMS} dims"
         )
     start, stop, needed = data + offsets[0], data + offsets[1], prod(shape) * dtype.itemsize
     if not data <= start <= stop <= size:
         raise CheckpointError(
-            f"{name!r} in {where} should lie in bytes {start} to {stop}, but the file has {size}: it is truncated"
+            f"{name!r} in {where} should be at bytes {start} to {stop}, but the file has {size}: it is truncated"
         )
     if stop - start != needed:
         raise CheckpointError(
-            f"{name!r} in {where} has {stop - start} bytes, but {said['dtype']} of shape {tuple(shape)} takes {needed}"
+            f"{name!r} in {where} has {stop - start} bytes, but {fields['dtype']} of shape {tuple(shape)} needs "
+            f"{needed}"
         )
-    return Tensor(dtype, tuple(shape), start, stop)
+    return HeaderTensor(dtype, tuple(shape), start, stop)
 
 
-def are_sizes(values: Any) -> bool:
-    """True for a list of whole numbers, none of them negative or absurd."""
-    if not isinstance(values, list) or len(values) > MOST_DIMS:
+def are_sizes(values: object) -> TypeGuard[list[int]]:
+    """True for a list of sizes: whole numbers, not negative, not huge."""
+    if not isinstance(values, list) or len(values) > MAX_DIMS:
         return False
-    for value in values:  # noqa: SIM110  # of every tensor of every file: a generator takes twice as long
-        if type(value) is not int or not 0 <= value < 2**62:
+    for value in values:  # noqa: SIM110  # runs for every tensor of every file: a generator takes twice as long
+        if type(value) is not int or not 0 <= value < MAX_SIZE:
             return False
     return True
 
 
-def _check_order(where: str, tensors: Mapping[str, Tensor], data: int, size: int) -> None:
-    """Bytes are those of one tensor each, and none is left over."""
+def _check_order(where: object, tensors: Mapping[str, HeaderTensor], data: int, size: int) -> None:
+    """Every byte belongs to exactly one tensor."""
     at, before = data, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if tensor.start < at:
-            raise CheckpointError(f"{where}: bytes {tensor.start} to {at} belong both to {before!r} and to {name!r}")
+            raise CheckpointError(f"{where}: bytes {tensor.start} to {at} belong to both {before!r} and {name!r}")
         if tensor.start > at:
             raise CheckpointError(f"{where}: bytes {at} to {tensor.start} belong to no tensor")
         at, before = tensor.stop, name
@@ -149,69 +158,156 @@ def _check_order(where: str, tensors: Mapping[str, Tensor], data: int, size: int
 
 
 def header_bytes(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file that has these tensors one after the other, with the length before it."""
-    said: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    """The start of a file with these tensors in order: the length of the header, and the header."""
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
         stop = at + prod(shape) * dtype.itemsize
-        said[name] = {"dtype": name_of(dtype, name), "shape": list(shape), "data_offsets": [at, stop]}
+        fields[name] = {"dtype": dtype_name(dtype, name), "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
-    text = json.dumps(said, separators=(",", ":")).encode()
+    text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MOST_HEADER:
-        raise CheckpointError(f"a header of {len(text)} bytes is more than the format allows: write more files")
-    text += b" " * (-(8 + len(text)) % 64)  # so that the elements of all dtypes are aligned
+        raise CheckpointError(f"a header of {len(text)} bytes is larger than the format allows: write more files")
+    text += b" " * (-(8 + len(text)) % 64)  # aligns the elements of all dtypes
     return len(text).to_bytes(8, "little") + text
 
 
 def check_storable(name: str, dtype: torch.dtype) -> None:
-    """Refuse what has no place in a header."""
+    """Refuse what a header cannot hold."""
     if name == "__metadata__":
-        raise CheckpointError(f"a tensor of safetensors cannot be called {name!r}: rename= gives it another name")
-    name_of(dtype, name)
+        raise CheckpointError(f"a safetensors tensor cannot be called {name!r}: rename it with rename=")
+    dtype_name(dtype, name)
 
 
-def name_of(dtype: torch.dtype, what: str) -> str:
-    """What the format calls a dtype."""
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """The name of a dtype in headers."""
     if dtype not in NAMES:
-        raise CheckpointError(f"{what!r} is {dtype}, which safetensors cannot hold: cast it, or choose another format")
+        raise CheckpointError(
+            f"{tensor!r} is {dtype}, which safetensors cannot hold: cast it, or choose another format"
+        )
     return NAMES[dtype]
 
 
 def read_index(files: Files, name: str) -> dict[str, str]:
-    """Which file each tensor is in, by an index as Hugging Face writes it."""
-    where = files.shown(name)
-    said = parsed(files.read(name), where).get("weight_map")
-    if not isinstance(said, dict):
+    """The file of each tensor, by an index as Hugging Face writes it."""
+    where = files.label(name)
+    weight_map = parse_json(files.read(name), where).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise CheckpointError(f"{where} has no weight_map")
-    return {tensor: inside(file, where) for tensor, file in said.items()}
+    return {tensor: inside(file, where) for tensor, file in weight_map.items()}
 
 
 def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
-    """The tensors of some files; `expected` says in which of them each should be."""
+    """The tensors of some files; `expected`: the file of each, by an index."""
     entries, metadata, first = dict[str, Entry](), dict[str, str](), dict[str, str]()
     for number, file in enumerate(names):
         header = read_header(files, file)
         metadata |= header.metadata
         for name, tensor in header.tensors.items():
             if expected is not None and expected.get(name, file) != file:
-                continue  # as it is in another file, too
+                continue  # another file has it, too
             if first.setdefault(name, file) != file:
-                both = f"{files.shown(first[name])} and {files.shown(file)}"
-                raise CheckpointError(f"{name!r} is both in {both}: an index must say which of them counts")
+                both = f"{files.label(first[name])} and {files.label(file)}"
+                raise CheckpointError(f"{name!r} is in both {both}: add an index that says which one counts")
             entries[name] = whole_entry(name, tensor.shape, tensor.dtype, number, tensor.start, names, files)
     for name, file in (expected or {}).items():
         if name not in entries:
-            raise CheckpointError(f"{files.shown(file)} should have {name!r}, by the index, but does not")
+            raise CheckpointError(f"{files.label(file)} does not have {name!r}, although the index says so")
     return Checkpoint(files, "safetensors", entries, metadata=metadata)
 
 
-def open_indexed(files: Files, index: str) -> Checkpoint:
-    """As an index says."""
+def open_indexed(
+    files: Files,
+    index: str,
+    opener: Callable[[Files, Sequence[str], Mapping[str, str]], Checkpoint] = open_files,
+) -> Checkpoint:
+    """The files that an index lists."""
     expected = read_index(files, index)
-    return open_files(files, sorted(set(expected.values())), expected)
+    return opener(files, sorted(set(expected.values())), expected)
 
 
 def looks_like_one(files: Files, name: str) -> bool:
-    """True for a file that begins as one does, whatever its name."""
+    """True for a file that begins as one, whatever its name."""
     start = files.read(name, 0, min(9, files.size(name)))
     return len(start) == 9 and start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= MOST_HEADER
+
+
+def write_parts(folder: OutputFolder, file: str, parts: Mapping[str, TensorPart], token: str) -> None:
+    """Write a safetensors file of these parts, unless an earlier try has written it."""
+    header = header_bytes(
+        {key: (part.dtype, part.shape) for key, part in parts.items()}, {"format": "pt", "shardwise": token}
+    )
+    if folder.has(file, header, len(header) + sum(part.bytes for part in parts.values())):
+        folder.reused.append(file)
+        return
+    with folder.write(file) as opened:
+        opened.write(header)
+        for part in parts.values():
+            part.write(opened)
+
+
+class SafetensorsWriter:
+    """Writes a file for every owner, and an index if there are several. `name`: that of a single file."""
+
+    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
+        self.folder, self._owners, self._token, self._name = folder, list(owners), token, name
+        self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
+        self._unfinished = list[str]()  # files of another conversion that was interrupted
+
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Refuse dtypes that safetensors has no name for, and two tensors of one name."""
+        check_dotted(contents)
+        for name, (dtype, _) in contents.tensors.items():
+            check_storable(name, dtype)
+
+    def check(self, contents: Contents) -> None:
+        """File names are fixed: the directory may only have files of this conversion, or of an unfinished one.
+
+        Files of an unfinished one are removed, so that they are never mistaken for a part of this one.
+        """
+        if self._name is not None:
+            return  # a single file is replaced when the new one is complete
+        check_alone(self.folder, INDEX)
+        names = [name for name in self.folder.names() if name == INDEX or name.endswith(".safetensors")]
+        starts = {name: self.folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
+        for name, start in starts.items():
+            if b'"shardwise"' not in start or not (name == INDEX or OUTPUT_NAME.fullmatch(name)):
+                raise CheckpointError(
+                    f"{self.folder.path_of(name)} is not a part of this conversion: give another path"
+                )
+        others = [name for name, start in starts.items() if self._token.encode() not in start]
+        complete = [name for name in others if name == INDEX or (name == SINGLE and len(self._owners) > 1)]
+        if complete:
+            raise CheckpointError(
+                f"{self.folder.path_of(complete[0])} belongs to another, complete conversion: give another path"
+            )
+        if len(self._owners) == 1:
+            self._unfinished = [name for name in others if name != SINGLE]
+            return
+        for name in others:
+            self.folder.remove(name)
+
+    def file(self, owner: int) -> str:
+        """The file name of an owner."""
+        count = len(self._owners)
+        if count == 1:
+            return self._name or SINGLE
+        return f"model-{self._owners.index(owner) + 1:05d}-of-{count:05d}.safetensors"
+
+    def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
+        """Write the file of an owner."""
+        write_parts(self.folder, self.file(me), {part.name: part for part in parts}, self._token)
+
+    def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
+        """Write the index, if there are several files. Returns files of unfinished conversions."""
+        if len(self._owners) > 1:
+            with self.folder.write(INDEX) as file:
+                file.write(self._index(contents))
+        return self._unfinished
+
+    def _index(self, contents: Contents) -> bytes:
+        where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
+        total = sum(prod(layout.shape) * dtype.itemsize for dtype, layout in contents.tensors.values())
+        metadata = {"total_size": total, "shardwise": self._token}
+        return json.dumps({"metadata": metadata, "weight_map": where}, indent=2).encode()

@@ -1,9 +1,9 @@
-"""Our own format: a safetensors file for every rank, and an index that says where all boxes of every tensor are.
+"""Our own format: a safetensors file for every rank, and an index with the boxes of every tensor.
 
-The tensor `w` of a file is stored under `w@4,0` where its part begins at row 4. The index, `shardwise.json`, is written
-last: without it there is no checkpoint. For every tensor it has the dtype, the shape and the layout, in the notation of
-layouts, whose owners are numbers of files; beside them values that are no tensors, and nested names. A tensor that is
-`tied` to another one has its parts under that one's name.
+A part of tensor `w` that begins at row 4 is stored under `w@4,0`. The index, `shardwise.json`, is written last: without
+it there is no checkpoint. For every tensor it has dtype, shape and layout, in layout notation with file numbers as
+owners. It also has the values that are not tensors, and nested names. A tensor that is `tied` to another one shares the
+parts under that name.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
     Header,
-    name_of,
-    parsed,
+    dtype_name,
+    parse_json,
     read_header,
+    write_parts,
 )
-from shardwise.checkpoint.formats.writers import Contents, Part, check_alone, commit, write_parts
-from shardwise.checkpoint.structure import check_steps
-from shardwise.checkpoint.values import STORED, decoded, encoded
-from shardwise.checkpoint.writing import Folder
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_alone, check_key_types, commit
+from shardwise.checkpoint.values import STORED, JsonObject, JsonValue, decode, encode
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
 from shardwise.layout import Grid, Layout, parse
 from shardwise.notation import read
 from shardwise.quoting import brief
-from shardwise.state.traverse import Key, is_step
+from shardwise.state.traverse import OBJ_PATH, Key, is_step
 
 INDEX = "shardwise.json"
 VERSION = 1
-FEW_PARTS, LINE = 4096, 32
+FEW_PARTS, LINE = 4096, 32  # parts that need no check; bytes of a part in a header
 
 
 def key_of(name: str, lo: Sequence[int]) -> str:
@@ -51,37 +51,37 @@ def key_of(name: str, lo: Sequence[int]) -> str:
 
 
 class ShardedWriter:
-    """Writes it: a file for every owner, then the index."""
+    """Writes a file for every owner, then the index."""
 
-    def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None:
+    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None:
         self.folder, self._owners, self._token = folder, list(owners), token
         self._numbers = {owner: number for number, owner in enumerate(self._owners)}
         self.main = INDEX
 
     @staticmethod
     def fits(contents: Contents) -> None:
-        """Any tensor of a known dtype, and any value that JSON can spell."""
-        check_steps(contents)
+        """Refuse unknown dtypes, and values that JSON cannot hold."""
+        check_key_types(contents)
         for name, (dtype, _) in contents.tensors.items():
-            name_of(dtype, name)
+            dtype_name(dtype, name)
         for name, value in contents.values.items():
-            encoded(value, name, STORED)
+            encode(value, name, STORED)
 
     def check(self, contents: Contents) -> None:
-        """An earlier one stays whole until this one is."""
+        """Refuse a checkpoint of another format. An earlier one stays until this one is complete."""
         check_alone(self.folder, INDEX)
 
     def file(self, owner: int) -> str:
-        """The name of the file of an owner."""
+        """The file name of an owner."""
         return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
 
-    def write(self, me: int, parts: Sequence[Part], contents: Contents) -> None:
-        """The file of an owner, also where it has nothing: the index names one for each."""
-        stored = {key_of(part.name, part.box.lo): part for part in parts}
-        write_parts(self.folder, self.file(me), stored, self._token)
+    def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
+        """Write the file of an owner, even if it is empty: the index lists one for each."""
+        keyed = {key_of(part.name, part.box.lo): part for part in parts}
+        write_parts(self.folder, self.file(me), keyed, self._token)
 
-    def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
-        """The index; then files of the checkpoint that it replaces may go."""
+    def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
+        """Write the index. Returns the files of the checkpoint that it replaces."""
         files = [self.file(owner) for owner in self._owners]
         return commit(self.folder, INDEX, index_bytes(files, contents, self._numbers), files)
 
@@ -91,96 +91,100 @@ class ShardedWriter:
 
 
 def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int]) -> bytes:
-    """The index as a file."""
-    texts = {  # most tensors lie as others do
+    """The index file."""
+    texts = {  # many tensors have the same layout
         layout: str(layout.relabel({owner: numbers[owner] for owner in layout.owners()}))
         for layout in {layout for _, layout in contents.tensors.values()}
     }
-    listed = {
-        name: {"dtype": name_of(dtype, name), "shape": list(layout.shape), "layout": texts[layout]}
+    listed: dict[str, dict[str, object]] = {
+        name: {"dtype": dtype_name(dtype, name), "shape": list(layout.shape), "layout": texts[layout]}
         for name, (dtype, layout) in contents.tensors.items()
     }
     for name, one in contents.tied.items():
         listed[name]["tied"] = one
-    said = {
+    index = {
         "shardwise": VERSION,
         "files": list(files),
         "tensors": listed,
-        "values": {name: encoded(value, name, STORED) for name, value in contents.values.items()},
-        "paths": {name: encoded(list(path), name) for name, path in contents.paths.items() if path != (name,)},
+        "values": {name: encode(value, name, STORED) for name, value in contents.values.items()},
+        "paths": {name: encode(list(path), name) for name, path in contents.paths.items() if path != (name,)},
     }
-    return json.dumps(said, indent=1).encode()
+    return json.dumps(index, indent=1).encode()
 
 
 def open_sharded(files: Files) -> Checkpoint:
-    """By its index alone; files are looked at when something of them is needed."""
-    where = files.shown(INDEX)
-    said = parsed(files.read(INDEX), where)
-    if said.get("shardwise") != VERSION:
-        raise CheckpointError(f"{where} is of version {brief(said.get('shardwise'))}: version {VERSION} is known here")
-    parts: list[Any] = [said.get(name) for name in ("files", "tensors", "values", "paths")]
-    if not isinstance(parts[0], list) or not all(isinstance(part, dict) for part in parts[1:]):
-        raise CheckpointError(f"{where} has no files, tensors, values and paths")
-    names, (tensors, values, paths) = [inside(name, where) for name in parts[0]], parts[1:]
+    """Reads only the index; other files are read when needed."""
+    where = files.label(INDEX)
+    index = parse_json(files.read(INDEX), where)
+    if index.get("shardwise") != VERSION:
+        raise CheckpointError(
+            f"{where} has version {brief(index.get('shardwise'))}, but only version {VERSION} is supported"
+        )
+    listed, tensors, values, paths = map(index.get, ("files", "tensors", "values", "paths"))
+    if not isinstance(listed, list) or not (
+        isinstance(tensors, dict) and isinstance(values, dict) and isinstance(paths, dict)
+    ):
+        raise CheckpointError(f"{where} lacks files, tensors, values or paths")
+    names = [inside(name, where) for name in listed]
     nested = {name: _path(path, name, where, len(paths)) for name, path in paths.items()}
     headers = Headers(files, names)
-    entries = Lazy(tensors, partial(_entry, headers, where, tensors))
+    entries = LazyEntries(tensors, partial(_entry, headers, where, tensors))
     return Checkpoint(
         files,
         "sharded",
         entries,
-        paths={name: (name,) for name in (*tensors, *values)} | nested,  # the index leaves out what is not nested
-        objects=lambda: {name: _decoded(value, name, where) for name, value in values.items()},
+        paths={name: (name,) for name in (*tensors, *values)} | nested,  # the index lists only nested ones
+        objects=lambda: {name: _decode(value, name, where) for name, value in values.items()},
     )
 
 
-def _path(said: Any, name: str, where: str, names: int) -> tuple[Any, ...]:
-    found = _decoded(said, name, where)
-    if not isinstance(found, list) or not found or not all(map(is_step, found)):
-        raise CheckpointError(f"{name!r} in {where} has the path {brief(found)}: a list of names and numbers is one")
-    if any(not isinstance(key, str | Key) and not 0 <= key < names for key in found):
-        raise CheckpointError(f"{name!r} in {where} has the path {brief(found)}: no list of {names} names is so long")
-    return tuple(found)
+def _path(value: JsonValue, name: str, where: object, names: int) -> OBJ_PATH:
+    path = _decode(value, name, where)
+    if not isinstance(path, list) or not path or not all(map(is_step, path)):
+        raise CheckpointError(f"{name!r} in {where} has the path {brief(path)}: expected a list of names and numbers")
+    if any(not isinstance(key, str | Key) and not 0 <= key < names for key in path):
+        raise CheckpointError(f"{name!r} in {where} has the path {brief(path)}: no list of {names} names is so long")
+    return tuple(path)
 
 
-def _decoded(said: Any, name: str, where: str) -> Any:
+def _decode(value: JsonValue, name: str, where: object) -> object:
     try:
-        return decoded(said)
+        return decode(value)
     except Exception as error:  # whatever a damaged index leads to
-        raise CheckpointError(f"{name!r} in {where} is no value that is known here: {error}") from error
+        raise CheckpointError(f"{name!r} in {where} is not a recognized value: {error}") from error
 
 
-class Lazy(Mapping[str, Entry]):
-    """Entries that are made when they are first looked at: a large checkpoint has very many."""
+class LazyEntries(Mapping[str, Entry]):
+    """Entries that are made when first used: a large checkpoint has very many."""
 
-    def __init__(self, said: Mapping[str, Any], make: Callable[[str, Any], Entry]) -> None:
-        self._said, self._make, self._made = said, make, dict[str, Entry]()
+    def __init__(self, described: Mapping[str, JsonValue], make: Callable[[str, JsonValue], Entry]) -> None:
+        self._described, self._make, self._made = described, make, dict[str, Entry]()
 
     def __getitem__(self, name: str) -> Entry:
-        found = self._made.get(name)
-        if found is None:
-            found = self._made[name] = self._make(name, self._said[name])
-        return found
+        entry = self._made.get(name)
+        if entry is None:
+            entry = self._made[name] = self._make(name, self._described[name])
+        return entry
 
     def __contains__(self, name: object) -> bool:
-        return name in self._said
+        return name in self._described
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._said)
+        return iter(self._described)
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._described)
 
 
 class Headers:
-    """The headers of files, read when they are first needed."""
+    """The headers of files, read when first needed."""
 
     def __init__(self, files: Files, names: Sequence[str]) -> None:
         self.files, self.names = files, names
         self._read = dict[int, Header]()
 
     def check_room(self, layout: Layout) -> None:
-        """Refuse more parts than the files can have: a line of a header takes so many bytes at least."""
+        """Refuse more parts than the files can have: each takes at least LINE bytes of a header."""
         parts = prod(len(axis.part) for axis in layout.form.axes) if isinstance(layout.form, Grid) else 0
         if parts > FEW_PARTS and parts > sum(self.files.size(name) for name in self.names) // LINE:
             raise ValueError(f"the layout {layout} has {parts} parts, more than its files can hold")
@@ -192,55 +196,56 @@ class Headers:
         return self._read[number]
 
 
-def _entry(headers: Headers, where: str, all_said: Mapping[str, Any], name: str, said: Any) -> Entry:
+def _entry(headers: Headers, where: object, tensors: JsonObject, name: str, value: JsonValue) -> Entry:
     try:
-        dtype, shape, layout = said["dtype"], tuple(said["shape"]), str(said["layout"])
+        fields = cast("dict[str, Any]", value)
+        dtype, shape, layout = fields["dtype"], tuple(fields["shape"]), str(fields["layout"])
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{name!r} in {where} has no dtype, shape and layout") from error
+        raise CheckpointError(f"{name!r} in {where} lacks dtype, shape or layout") from error
     try:
-        headers.check_room(_laid_out(layout, len(headers.names)))
-        stored = _stored(dtype, shape, layout, len(headers.names))
+        headers.check_room(_file_layout(layout, len(headers.names)))
+        parts = _stored_parts(dtype, shape, layout, len(headers.names))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
-    own = _own(all_said, name, said, where)
-    locate = partial(_locate, headers, own, stored)
-    return Entry(name, stored.shape, stored.dtype, stored.alike, stored.file, locate, headers.names, headers.files, own)
+    own = _own_name(tensors, name, fields, where)
+    locate = partial(_locate, headers, own, parts)
+    return Entry(name, parts.shape, parts.dtype, parts.alike, parts.file, locate, headers.names, headers.files, own)
 
 
-def _own(tensors: Mapping[str, Any], name: str, said: Mapping[str, Any], where: str) -> str:
-    """The name that a tensor has in its files: that of the one that it is tied to."""
-    one = said.get("tied", name)
-    alike = {key: value for key, value in said.items() if key != "tied"}
+def _own_name(tensors: JsonObject, name: str, fields: JsonObject, where: object) -> str:
+    """The name of a tensor in its files: that of the one that it is tied to."""
+    one = fields.get("tied", name)
+    alike = {key: value for key, value in fields.items() if key != "tied"}
     if one != name and (not isinstance(one, str) or tensors.get(one) != alike):
         raise CheckpointError(
-            f"{name!r} in {where} is tied to {one!r}, which is not a tensor of its own that lies alike"
+            f"{name!r} in {where} is tied to {one!r}, which is not an untied tensor with the same layout"
         )
-    if one == name and "tied" in said:
-        raise CheckpointError(f"{name!r} in {where} is tied to {one!r}: to itself")
+    if one == name and "tied" in fields:
+        raise CheckpointError(f"{name!r} in {where} is tied to itself")
     return str(one)
 
 
-class Stored(NamedTuple):
-    """How tensors of one layout are stored: their boxes, the file of each, and what it is called there."""
+class StoredParts(NamedTuple):
+    """How tensors of one layout are stored: their boxes, and the file and key of each."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     alike: Alike
     file: Ints
-    known: dict[int, tuple[int, str, tuple[int, ...]]]  # of boxes that were asked for
+    known: dict[int, tuple[int, str, tuple[int, ...]]]  # a cache for `part`
 
     def part(self, row: int) -> tuple[int, str, tuple[int, ...]]:
-        """Of a box: its file, how its key ends, and its shape."""
-        found = self.known.get(row)
-        if found is None:
+        """The file, the end of the key, and the shape of a box."""
+        part = self.known.get(row)
+        if part is None:
             box = self.alike.boxes.box(row)
-            found = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
-        return found
+            part = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
+        return part
 
 
 @lru_cache(maxsize=4096)
-def _laid_out(text: str, files: int) -> Layout:
-    """A layout whose owners are numbers of files: more of them are refused before there is a part for each."""
+def _file_layout(text: str, files: int) -> Layout:
+    """A layout with file numbers as owners; more owners are refused before memory is used for each."""
     spelling = read(text)
     if max(spelling.owners or (prod(spelling.mesh) - 1,)) >= files:
         raise ValueError(f"the layout {text} has more owners than there are files: {files}")
@@ -248,32 +253,32 @@ def _laid_out(text: str, files: int) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _stored(dtype: str, shape: tuple[int, ...], text: str, files: int) -> Stored:
-    """By what the index says. Kept: tensors of one shape lie alike."""
-    layout = _laid_out(text, files)
+def _stored_parts(dtype: str, shape: tuple[int, ...], text: str, files: int) -> StoredParts:
+    """From the fields of the index. Cached: many tensors have the same."""
+    layout = _file_layout(text, files)
     if dtype not in DTYPES:
-        raise ValueError(f"its dtype {dtype!r} is not known here")
+        raise ValueError(f"its dtype {dtype!r} is unknown: known are {', '.join(DTYPES)}")
     if layout.shape != shape or layout.op is not None:
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
-    if isinstance(layout.form, Grid):  # the same, for all owners at once
+    if isinstance(layout.form, Grid):  # a fast path, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
-        return Stored(layout.shape, DTYPES[dtype], Alike(layout.form.cells.boxes.take(row)), owner, {})
-    found = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
-    boxes = Boxes.of([piece.box for _, piece in found], layout.ndim)
-    owners = ints([owner for owner, _ in found])
-    return Stored(layout.shape, DTYPES[dtype], Alike(boxes), owners, {})
+        return StoredParts(layout.shape, DTYPES[dtype], Alike(layout.form.cells.boxes.take(row)), owner, {})
+    pieces = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
+    boxes = Boxes.of([piece.box for _, piece in pieces], layout.ndim)
+    owners = ints([owner for owner, _ in pieces])
+    return StoredParts(layout.shape, DTYPES[dtype], Alike(boxes), owners, {})
 
 
-def _locate(headers: Headers, name: str, stored: Stored, rows: Ints) -> Located:
+def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Located:
     starts = list[int]()
-    for number, ending, shape in map(stored.part, rows.tolist()):
+    for number, ending, shape in map(parts.part, rows.tolist()):
         key = name + ending
         tensor = headers.of(number).tensors.get(key)
-        if tensor is None or tensor.dtype != stored.dtype or tensor.shape != shape:
-            found = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"
-            where = headers.files.shown(headers.names[number])
+        if tensor is None or tensor.dtype != parts.dtype or tensor.shape != shape:
+            actual = "does not have it" if tensor is None else f"has {tensor.dtype} of shape {tensor.shape}"
+            where = headers.files.label(headers.names[number])
             raise CheckpointError(
-                f"{where} should have {key!r}, {stored.dtype} of shape {shape}, but {found}: "
+                f"{where} should have {key!r}, {parts.dtype} of shape {shape}, but {actual}: "
                 f"it is not the file that the index was written for"
             )
         starts.append(tensor.start)

@@ -1,161 +1,97 @@
-"""torch.save: a zip archive with a pickle that describes everything, and a member per storage."""
+"""torch.save files: one archive with nested dicts of tensors and other values, or several with an index."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import torch
 
+from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.entry import Checkpoint, Entry, Located, whole_box
-from shardwise.checkpoint.files import WORDS, Files, Span
-from shardwise.checkpoint.foreign import Foreign, is_foreign_class
-from shardwise.checkpoint.formats.safetensors import read_index
-from shardwise.checkpoint.pickles import check_tree, refuse, settled, tensors_in, unpickle
-from shardwise.checkpoint.standins import MOST, Foreigners, SavedTensor
-from shardwise.checkpoint.zips import BEGIN, Directory, Member, contents, directories, starts
+from shardwise.checkpoint.files import ByteRange, Files
+from shardwise.checkpoint.formats.safetensors import open_indexed as open_by_index
+from shardwise.checkpoint.formats.torch_archive import (
+    Archive,
+    Records,
+    TensorRecord,
+    read_archives,
+    tensor_reader,
+    write_archive,
+)
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_keys, check_overlaps
+from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class
+from shardwise.checkpoint.pickles import count_tensors, refuse, without_stubs
+from shardwise.checkpoint.unpickle_stubs import TensorStub
+from shardwise.checkpoint.zips import BEGIN, data_starts
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
-from shardwise.state.traverse import OBJ_PATH, flatten_state_dict
+from shardwise.state.traverse import OBJ_PATH, flatten_state_dict, unflatten_state_dict
 
-LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how files began before torch 1.6
-AGAIN = "load it with torch.load and save it again with torch.save"
-EXPANDED = 64  # the most MiB that a few bytes can be repeated to, or times that they can be
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how files of torch before 1.6 begin
+RESAVE = "load it with torch.load and save it again with torch.save"
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
-class Archive(NamedTuple):
-    """What torch.save wrote into some bytes of a file: the pickle, and the members beside it."""
-
-    span: Span
-    where: str
-    pickle: bytes
-    members: Directory
-    folder: str
-
-    def root(self) -> Any:
-        """What was saved, with stand-ins for its tensors."""
-        value = unpickle(self.pickle, self.where, Foreigners())
-        check_tree(value, self.where, 8 * len(self.pickle) + 1000)
-        return value
-
-    def told_before(self, storage: Member) -> bool:
-        """True where all that says what a storage has lies before it."""
-        told = (self.members.get(f"{self.folder}{name}") for name in ("data.pkl", "byteorder"))
-        return all(member is None or member.stop <= storage.header for member in told)
-
-    def storage(self, tensor: SavedTensor, what: str) -> Member:
-        """The member that has the elements of a tensor; refused where it has too few."""
-        member = self.members.get(f"{self.folder}data/{tensor.storage.key}")
-        if member is None:
-            raise CheckpointError(f"{self.where} has no storage {tensor.storage.key!r}, which {what} is in")
-        needed, size = tensor.elements * tensor.dtype.itemsize, tensor.dtype.itemsize
-        if not needed <= tensor.storage.bytes == member.size or prod(tensor.shape) * size >= MOST:
-            raise CheckpointError(
-                f"{self.where}: {what} (shape {tensor.shape}, strides {tensor.strides}) needs {needed} bytes of "
-                f"storage {tensor.storage.key!r}, which should have {tensor.storage.bytes} and has {member.size}"
-            )
-        if prod(tensor.shape) * size > EXPANDED * (member.size + 2**20):
-            raise CheckpointError(
-                f"{self.where}: {what} (shape {tensor.shape}, strides {tensor.strides}) repeats {member.size} bytes "
-                f"of its storage to {prod(tensor.shape) * size}. Remedy: save it after clone(), or before expand()"
-            )
-        return member
-
-
-def read_archives(files: Files, spans: Sequence[Span]) -> list[Archive]:
-    """What torch.save wrote into these bytes; nothing of the pickles is run yet."""
-    found = directories(files, spans)
-    where = [f"{files.shown(span.file)}, bytes {span.start} to {span.stop}" for span in spans]
-    folders = list(map(_folder, where, found))
-    pickles = [members[f"{folder}data.pkl"] for members, folder in zip(found, folders, strict=True)]
-    orders = [(at, f"{folder}byteorder") for at, folder in enumerate(folders) if f"{folder}byteorder" in found[at]]
-    texts = contents(files, pickles + [found[at][name] for at, name in orders])
-    for (at, _), order in zip(orders, texts[len(spans) :], strict=True):
-        if order != b"little":
-            raise CheckpointError(f"{where[at]}: its byte order is {order[:16]!r}; only 'little' can be read")
-    return list(map(Archive, spans, where, texts, found, folders))
-
-
-def _folder(where: str, members: Directory) -> str:
-    """The folder in the archive that all its members are in."""
-    folder = next(
-        (name[: -len("data.pkl")] for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), ""
-    )
-    if not folder:
-        raise CheckpointError(f"{where}: this archive has no data.pkl: it was not written by torch.save")
-    if f"{folder}constants.pkl" in members:
-        raise CheckpointError(
-            f"{where}: this is a TorchScript program, no checkpoint. Remedy: load it with torch.jit.load, and save its "
-            f"state_dict() with torch.save"
-        )
-    return folder
-
-
 def looks_like_one(files: Files, name: str) -> bool:
-    """True for a file that begins as one does, whatever its name; also for those that are refused with a reason."""
+    """True for a file that begins as one, whatever its name; also for old ones, which are refused with a reason."""
     start = files.read(name, 0, min(512, files.size(name)))
     known = name.endswith(ENDINGS) or b"/data.pkl" in start
     return start.startswith(LEGACY) or (start.startswith(BEGIN) and known)
 
 
 def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
-    """The tensors and values of some files; `expected` says in which of them each should be."""
-    entries, paths, values = dict[str, Entry](), dict[str, OBJ_PATH](), dict[str, tuple[Archive, Any]]()
+    """The tensors and values of some files; `expected`: the file of each, by an index."""
+    entries, paths, values = dict[str, Entry](), dict[str, OBJ_PATH](), dict[str, tuple[Archive, object]]()
     for number, file in enumerate(names):
         archive = _open(files, file)
         flat, nested = _flat(archive)
         for name, value in flat.items():
             if expected is not None and expected.get(name, file) != file:
-                continue  # as it is in another file, too
+                continue  # another file has it, too
             if name in paths:
                 raise CheckpointError(
-                    f"{name!r} is in {files.shown(file)} and in another of these files: an index must "
-                    f"say which of them counts"
+                    f"{name!r} is in {files.label(file)} and in another file: add an index that says which one counts"
                 )
             paths[name] = nested[name]
-            if isinstance(value, SavedTensor):
+            if isinstance(value, TensorStub):
                 entries[name] = _entry(name, value, archive, number, names, files)
             else:
                 values[name] = archive, value
     _check_hidden(values.values() if not entries else ())
     for name, file in (expected or {}).items():
         if name not in paths:
-            raise CheckpointError(f"{files.shown(file)} should have {name!r}, by the index, but does not")
-    return Checkpoint(files, "torch.save", entries, paths=paths, objects=lambda: _settled(files, values))
+            raise CheckpointError(f"{files.label(file)} does not have {name!r}, although the index says so")
+    return Checkpoint(files, "torch.save", entries, paths=paths, objects=lambda: _objects(files, values))
 
 
-def _check_hidden(values: Iterable[tuple[Archive, Any]]) -> None:
-    """Refuse files whose tensors all lie in objects of unknown classes, such as whole models."""
+def _check_hidden(values: Iterable[tuple[Archive, object]]) -> None:
+    """Refuse files with all tensors inside objects of unknown classes, such as whole models."""
     for archive, value in values:
-        if isinstance(value, Foreign) and tensors_in(value):
+        if isinstance(value, UnknownObject) and count_tensors(value):
             refuse(archive.where, value.module, value.qualname)
 
 
 def open_indexed(files: Files, index: str) -> Checkpoint:
-    """As an index says."""
-    expected = read_index(files, index)
-    return open_files(files, sorted(set(expected.values())), expected)
+    """The files that an index lists."""
+    return open_by_index(files, index, open_files)
 
 
 def _open(files: Files, name: str) -> Archive:
     size = files.size(name)
     start = files.read(name, 0, min(len(LEGACY), size))
     if start.startswith(LEGACY):
-        raise CheckpointError(f"{files.shown(name)} is from before torch 1.6. Remedy: {AGAIN}")
+        raise CheckpointError(f"{files.label(name)} is from before torch 1.6. Remedy: {RESAVE}")
     if not start.startswith(BEGIN):
-        raise CheckpointError(f"{files.shown(name)} is no archive of torch.save. Remedy: {AGAIN}")
-    return read_archives(files, [Span(name, 0, size)])[0]
+        raise CheckpointError(f"{files.label(name)} is not a torch.save archive. Remedy: {RESAVE}")
+    return read_archives(files, [ByteRange(name, 0, size)])[0]
 
 
-def _flat(archive: Archive) -> tuple[dict[str, Any], dict[str, OBJ_PATH]]:
-    """One level of names with dots; what is no dict gets names."""
+def _flat(archive: Archive) -> tuple[dict[str, object], dict[str, OBJ_PATH]]:
+    """One level of dotted names; values outside dicts get names."""
     root = archive.root()
-    if isinstance(root, Foreign) or is_foreign_class(root):  # something that was never a checkpoint
+    if isinstance(root, UnknownObject) or is_unknown_class(root):  # not a checkpoint
         refuse(archive.where, root.module, root.qualname)
-    if isinstance(root, SavedTensor):
+    if isinstance(root, TensorStub):
         root = {"tensor": root}
     elif isinstance(root, list | tuple):
         root = {str(at): item for at, item in enumerate(root)}
@@ -163,17 +99,17 @@ def _flat(archive: Archive) -> tuple[dict[str, Any], dict[str, OBJ_PATH]]:
         root = {"value": root}
     try:
         return flatten_state_dict(root)
-    except Exception as error:  # keys that are nothing like names
-        raise CheckpointError(f"{archive.where}: its values cannot be given names: {error}") from error
+    except Exception as error:  # keys that cannot be names
+        raise CheckpointError(f"{archive.where}: cannot give names to its values: {error}") from error
 
 
-def _entry(name: str, tensor: SavedTensor, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
+def _entry(name: str, tensor: TensorStub, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
     shape, size = tensor.shape, tensor.dtype.itemsize
-    member = archive.storage(tensor, repr(name))
+    member = archive.storage(tensor, name)
     alike = whole_box(shape)
 
     def locate(rows: Ints) -> Located:
-        start = starts(files, [member])[0] + tensor.offset * size if len(rows) else 0
+        start = data_starts(files, [member])[0] + tensor.offset * size if len(rows) else 0
         strides = None if tensor.strides == row_major(shape) else ints([tensor.strides])[: len(rows)]
         return Located(np.full(len(rows), start), strides)
 
@@ -181,25 +117,47 @@ def _entry(name: str, tensor: SavedTensor, archive: Archive, number: int, names:
     return Entry(name, shape, tensor.dtype, alike, np.full(alike.boxes.count, number), locate, names, files, shared)
 
 
-def _settled(files: Files, values: Mapping[str, tuple[Archive, Any]]) -> dict[str, Any]:
+def _objects(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict[str, object]:
     return {
-        name: settled(value, f"{name!r} in {archive.where}", reader(files, archive, name))
+        name: without_stubs(value, f"{name!r} in {archive.where}", tensor_reader(files, archive, name))
         for name, (archive, value) in values.items()
     }
 
 
-def reader(files: Files, archive: Archive, name: str) -> Callable[[SavedTensor], torch.Tensor]:
-    """Makes real tensors of those that lie inside a value; such as share a storage go on sharing it."""
-    storages = dict[str, torch.Tensor]()
+class TorchSaveWriter:
+    """Writes one file, with values and nested names."""
 
-    def read(tensor: SavedTensor) -> torch.Tensor:
-        member, key = archive.storage(tensor, f"a tensor in {name!r}"), tensor.storage.key
-        if not prod(tensor.shape):
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if key not in storages:
-            storages[key] = torch.frombuffer(bytearray(contents(files, [member])[0]), dtype=torch.uint8)
-        size, whole = tensor.dtype.itemsize, storages[key]
-        words = whole[: whole.numel() // size * size].view(WORDS[size])
-        return words.as_strided(tensor.shape, tensor.strides, tensor.offset).view(tensor.dtype)
+    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
+        if len(owners) != 1:
+            raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
+        self.folder, self.main = folder, name or "model.pt"
 
-    return read
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Refuse leaves inside other leaves, and keys that cannot be written."""
+        check_overlaps(contents)
+        check_keys(contents)
+
+    def check(self, contents: Contents) -> None:
+        """Nothing to check: an old file is replaced when the new one is complete."""
+
+    def file(self, owner: int) -> str:
+        """The only file."""
+        return self.main
+
+    def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
+        """Write everything."""
+        keys = {part.name: str(at) for at, part in enumerate(parts)}
+        records: Records = {keys[part.name]: (part.bytes, part.write) for part in parts}
+        tensors = {
+            name: TensorRecord(keys[contents.tied.get(name, name)], dtype, layout.shape)
+            for name, (dtype, layout) in contents.tensors.items()
+        }
+        flat = {**tensors, **contents.values}
+        paths = {name: contents.path_of(name) for name in flat}
+        with self.folder.write(self.main) as file:
+            write_archive(file, unflatten_state_dict(flat, paths), records)
+
+    def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
+        """Nothing to do: there is no index."""
+        return []

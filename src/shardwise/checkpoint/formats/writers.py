@@ -1,4 +1,4 @@
-"""The formats that can be written, each rank a part of it."""
+"""What the writers of all formats share: the contents, checks, the commit of an index, and the write lock."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
-from shardwise.checkpoint.formats.safetensors import header_bytes
-from shardwise.checkpoint.locking import DAY, Lock, Record
-from shardwise.checkpoint.writing import ASIDE, Folder, hidden, writable
+from shardwise.checkpoint.atomic_files import DAY, PARTIAL, FileLock, OutputFolder, WriterRecord, sidecar_name, writable
+from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class
+from shardwise.checkpoint.unpickle_stubs import RecordStub, Stub
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
+from shardwise.quoting import brief
+from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted
 
 
-class Part(NamedTuple):
-    """A box of a tensor; `write` writes its values, row-major, to a file."""
+class TensorPart(NamedTuple):
+    """A box of a tensor; `write` writes its elements, row-major, to a file."""
 
     name: str
     box: Box
@@ -34,20 +36,20 @@ class Part(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its values."""
+        """Of its elements."""
         return self.box.volume * self.dtype.itemsize
 
 
 class Contents(NamedTuple):
-    """What the index of a checkpoint says, but for where files have it."""
+    """What a checkpoint has."""
 
-    tensors: Mapping[str, tuple[torch.dtype, Layout]]  # the owners are those who wrote
-    values: Mapping[str, Any]
-    paths: Mapping[str, tuple[Any, ...]]
-    tied: Mapping[str, str] = {}  # names that have no parts of their own: those of another name are theirs, too
+    tensors: Mapping[str, tuple[torch.dtype, Layout]]  # the owners are the writers
+    values: Mapping[str, object]
+    paths: Mapping[str, OBJ_PATH]
+    tied: Mapping[str, str] = {}  # names without parts of their own: they share those of another name
 
-    def path_of(self, name: str) -> tuple[Any, ...]:
-        """Where a leaf lies; names without a path are keys of the outermost dict."""
+    def path_of(self, name: str) -> OBJ_PATH:
+        """The path of a leaf; names without one are keys of the outermost dict."""
         return self.paths.get(name, (name,))
 
 
@@ -57,18 +59,64 @@ OURS, OURS_IN_BYTES = re.compile(NAMES), re.compile(NAMES.encode())
 LOCK, TRIES = ".shardwise.lock", 1000
 
 
+def check_overlaps(contents: Contents) -> None:
+    """Refuse a leaf inside another leaf, or at the same path."""
+    names = dict[OBJ_PATH, str]()
+    for name in (*contents.tensors, *contents.values):
+        other = names.setdefault(contents.path_of(name), name)
+        if other != name:
+            raise CheckpointError(
+                f"{name!r} and {other!r} would have the same path: leave one of them out with select="
+            )
+    for path, name in names.items():
+        around = next((names[path[:end]] for end in range(1, len(path)) if path[:end] in names), None)
+        if around is not None:
+            raise CheckpointError(f"{name!r} would be inside {around!r}: rename it with rename=")
+
+
+def check_key_types(contents: Contents) -> None:
+    """Refuse keys of other types than str and int: an index cannot hold them."""
+    for name in (*contents.tensors, *contents.values):
+        for key in contents.path_of(name):
+            if type(key) not in (str, int, Key, Place):
+                raise CheckpointError(
+                    f"{name!r} has the key {brief(key)} ({type(key).__name__}): keys must be str or int. "
+                    f"Remedy: give it another key, or convert to format='torch.save'"
+                )
+
+
+def check_keys(contents: Contents) -> None:
+    """Refuse keys that are objects of unknown classes."""
+    for name in (*contents.tensors, *contents.values):
+        for key in contents.path_of(name):
+            if isinstance(key, UnknownObject | Stub | RecordStub) or is_unknown_class(key):
+                raise CheckpointError(
+                    f"{name!r} has the key {brief(key)}, which cannot be written: leave it out with select="
+                )
+
+
+def check_dotted(contents: Contents) -> None:
+    """Refuse two tensors of one dotted name, for formats that have no other name."""
+    for name in contents.tensors:
+        plain = dotted(contents.path_of(name))
+        if plain != name and plain in contents.tensors:
+            raise CheckpointError(
+                f"{name!r} and another leaf are both called {plain!r}: rename= one, or choose another format"
+            )
+
+
 def token_of(name: str) -> str | None:
-    """The token in the name of a file of ours; None for those of others.
+    """The token in the name of a file that shardwise wrote; None for other files.
 
     >>> token_of("__0_0123456789abcdef.distcp"), token_of("__0_0.distcp")
     ('0123456789abcdef', None)
     """
-    found = OURS.fullmatch(name)
-    return found and (found[1] or found[2])
+    match = OURS.fullmatch(name)
+    return match and (match[1] or match[2])
 
 
-def check_alone(folder: Folder, index: str) -> None:
-    """Refuse a directory that has a checkpoint of another format: it would be two at once."""
+def check_alone(folder: OutputFolder, index: str) -> None:
+    """Refuse a directory with a checkpoint of another format."""
     others = [name for name in folder.names() if name in INDEXES and name != index]
     if others:
         raise CheckpointError(
@@ -76,47 +124,47 @@ def check_alone(folder: Folder, index: str) -> None:
         )
 
 
-def commit(folder: Folder, index: str, data: bytes, files: Collection[str]) -> list[str]:
-    """Write the index of these files; returns those that the index before it named, which are not needed any more."""
-    _check_there(folder, files)
-    old = _named(folder, [index])
+def commit(folder: OutputFolder, index: str, data: bytes, files: Collection[str]) -> list[str]:
+    """Write the index of these files; returns the files of the old index, which are not needed any more."""
+    _check_exist(folder, files)
+    old = _indexed_files(folder, [index])
     with folder.write(index) as file:
         file.write(data)
-    _check_there(folder, files)
+    _check_exist(folder, files)
     return sorted(old - set(files))
 
 
-def _named(folder: Folder, indexes: Collection[str]) -> set[str]:
-    """The files of ours that indexes in a directory name."""
-    found = set[str]()
+def _indexed_files(folder: OutputFolder, indexes: Collection[str]) -> set[str]:
+    """The files of ours that the indexes in a directory list."""
+    files = set[str]()
     for index in set(indexes) & set(folder.names()):
-        found |= {match[0].decode() for match in OURS_IN_BYTES.finditer(folder.read(index))}
-    return found
+        files |= {match[0].decode() for match in OURS_IN_BYTES.finditer(folder.read(index))}
+    return files
 
 
-class Claim:
-    """The right to write to a directory, or to one file. `unfinished`: the next writer must know what this one left."""
+class WriteClaim:
+    """The right to write to a directory or a file. `unfinished`: keep a record of the files for the next writer."""
 
     unfinished = False
 
 
 @contextmanager
-def claimed(folder: Folder, token: str, name: str | None = None) -> Iterator[Claim]:
-    """No other save or conversion writes to the directory, or to the file of that name, until this ends.
+def claim_folder(folder: OutputFolder, token: str, name: str | None = None) -> Iterator[WriteClaim]:
+    """No other save or conversion writes to the directory, or to the file `name`, until this ends.
 
-    What one that died has left aside goes, and so do its other files, unless they are of this `token` and can be used
-    again. Object stores have no locks: there nobody is kept out.
+    Partial files of dead writers are removed, and so are their other files, unless they have this `token` and can be
+    reused. Object stores have no locks: concurrent writers are not detected there.
     """
-    claim = Claim()
+    claim = WriteClaim()
     if folder.local is None:
         yield claim
         return
-    lock, made = _lock(folder, folder.local, LOCK if name is None else hidden(name, "lock"))
+    lock, made = _lock(folder, folder.local, LOCK if name is None else sidecar_name(name, "lock"))
     others = lock.records
     try:
-        others = _cleared(folder, lock, token)
-        old = sorted(_named(folder, INDEXES[:2])) if name is None else []
-        lock.write([*others, Record.mine(folder.run, token, old)])
+        others = _clean_up(folder, lock, token)
+        old = sorted(_indexed_files(folder, INDEXES[:2])) if name is None else []
+        lock.write([*others, WriterRecord.mine(folder.run, token, old)])
         claim.unfinished = True
         yield claim
         claim.unfinished, made = False, []
@@ -129,99 +177,88 @@ def claimed(folder: Folder, token: str, name: str | None = None) -> Iterator[Cla
                 one.rmdir()
 
 
-def _lock(folder: Folder, path: Path, name: str) -> tuple[Lock, list[Path]]:
-    """And the directories that were made for it."""
+def _lock(folder: OutputFolder, path: Path, name: str) -> tuple[FileLock, list[Path]]:
+    """The lock, and the directories that were made for it."""
     made = list[Path]()
     for _ in range(TRIES):
         made += folder.make()
-        with writable(folder.shown(name)), suppress(FileNotFoundError):  # another writer failed, and took back all
-            lock = Lock(path / name, folder.path if name == LOCK else folder.shown(name[1 : -len(".lock")]))
+        with (
+            writable(folder.path_of(name)),
+            suppress(FileNotFoundError),
+        ):  # another writer failed, and removed the directory
+            lock = FileLock(path / name, folder.path if name == LOCK else folder.path_of(name[1 : -len(".lock")]))
             if lock.current:
                 return lock, made
             lock.release(keep=True)
-    raise CheckpointError(f"{folder.shown(name)} cannot be locked: it disappears again and again")
+    raise CheckpointError(f"{folder.path_of(name)} cannot be locked: other writers keep removing it")
 
 
-def _cleared(folder: Folder, lock: Lock, token: str) -> list[Record]:
-    """Remove what writers that died have left; returns the records of those that may live on another host."""
-    mine = Record.mine(folder.run, token, [])
+def _clean_up(folder: OutputFolder, lock: FileLock, token: str) -> list[WriterRecord]:
+    """Remove the files of dead writers; returns the records of writers that may still run on another host."""
+    mine = WriterRecord.mine(folder.run, token, [])
     dead = [one for one in lock.records if one.host == mine.host or mine.since - one.since > DAY]
     dead = dead if lock.owner == geteuid() else []
     runs, tokens = {one.run for one in dead}, {one.token for one in dead} - {token}
     old = {name for one in dead for name in one.old}
-    needed = _named(folder, INDEXES[:2]) if dead else set[str]()
+    needed = _indexed_files(folder, INDEXES[:2]) if dead else set[str]()
     for name in folder.names() if dead else ():
-        aside, mark = ASIDE.fullmatch(name), token_of(name)
+        partial, mark = PARTIAL.fullmatch(name), token_of(name)
         unneeded = mark is not None and name not in needed and (mark in tokens or name in old)
-        if unneeded or (aside and aside[1] in runs):
+        if unneeded or (partial and partial[1] in runs):
             folder.discard(name, lock.owner)
     return [one for one in lock.records if one not in dead]
 
 
-def _check_there(folder: Folder, files: Iterable[str]) -> None:
-    """Refuse to go on where files that were written are not there any more."""
-    gone = folder.lost(files)
-    if gone:
+def _check_exist(folder: OutputFolder, files: Iterable[str]) -> None:
+    """Refuse to continue if files that were written do not exist any more."""
+    missing = folder.missing(files)
+    if missing:
         raise CheckpointError(
-            f"{folder.shown(gone[0])} was written, and is gone: is something else saved to the same place? "
-            f"Give every checkpoint a path of its own"
+            f"{folder.path_of(missing[0])} was written, but does not exist any more: does something else write to the "
+            f"same path? Give every checkpoint a path of its own"
         )
 
 
-def names_token(folder: Folder, index: str, token: str) -> bool:
-    """True where the index that is there names files of that token, or cannot be read."""
+def names_token(folder: OutputFolder, index: str, token: str) -> bool:
+    """True if the index lists files of this token, or cannot be read."""
     try:
         return index in folder.names() and token.encode() in folder.read(index)
     except CheckpointError:
         return True
 
 
-def write_parts(folder: Folder, file: str, parts: Mapping[str, Part], token: str) -> None:
-    """A safetensors file of these parts, unless an earlier try at the same has written it."""
-    header = header_bytes(
-        {key: (part.dtype, part.shape) for key, part in parts.items()}, {"format": "pt", "shardwise": token}
-    )
-    if folder.has(file, header, len(header) + sum(part.bytes for part in parts.values())):
-        folder.reused.append(file)
-        return
-    with folder.write(file) as opened:
-        opened.write(header)
-        for part in parts.values():
-            part.write(opened)
-
-
 class Writer(Protocol):
-    """Writes a checkpoint: everybody its parts, then one of them the index. `token` tells it from earlier ones."""
+    """Writes a checkpoint: every owner its parts, then one of them the index. `token` marks the files of this one."""
 
-    folder: Folder
-    main: str  # the file that is opened to read it
+    folder: OutputFolder
+    main: str  # the file to open for reading
 
-    def __init__(self, folder: Folder, owners: Sequence[int], token: str) -> None: ...
+    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None: ...
 
     @staticmethod
     def fits(contents: Contents) -> None:
-        """Refuse what the format cannot hold. It looks at no file: every rank finds the same."""
+        """Refuse what the format cannot hold. It reads no files, so every rank gets the same result."""
         ...
 
     def check(self, contents: Contents) -> None:
         """Refuse a directory that it must not write to."""
         ...
 
-    def write(self, me: int, parts: Sequence[Part], contents: Contents) -> Any:
-        """Write the parts of an owner; returns what the one who writes the index has to know of it."""
+    def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> object:
+        """Write the parts of an owner; returns what `finish` needs."""
         ...
 
     def file(self, owner: int) -> str:
-        """The name of the file of an owner."""
+        """The file name of an owner."""
         ...
 
-    def finish(self, told: Mapping[int, Any], contents: Contents) -> list[str]:
-        """Write the index: from now on this is the checkpoint. Returns the files that are not needed any more."""
+    def finish(self, results: Mapping[int, Any], contents: Contents) -> list[str]:
+        """Write the index, which makes the checkpoint valid. Returns files that are not needed any more."""
         ...
 
 
 class Saver(Writer, Protocol):
-    """A writer whose earlier checkpoint stays whole until the new one is: what failed is taken back."""
+    """A writer that leaves the earlier checkpoint alone until the new one is complete, and can undo a failed write."""
 
     def undo(self, me: int) -> None:
         """Remove what `write` wrote."""
