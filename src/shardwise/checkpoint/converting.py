@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from pathlib import PurePath
-from typing import IO, Any
+from typing import IO
 
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.cli_options import size_in_bytes
@@ -26,10 +26,10 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClai
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
-from shardwise.checkpoint.shares import written
+from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.streaming import CHUNK, Stream
-from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.values import is_listed
+from shardwise.checkpoint.writer_assignment import assign_writers
 from shardwise.errors import CheckpointError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -122,7 +122,7 @@ def _contents(
     opened: Checkpoint,
     streams: Mapping[str, Stream],
     layouts: Mapping[str, Layout],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     ties: Mapping[str, str],
 ) -> Contents:
     """What is written. Tied tensors lie as the one that they are tied to."""
@@ -150,7 +150,7 @@ def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequ
         raise
 
 
-def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, Any]:
+def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
     """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
     check_objects(objects)
     found = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
@@ -160,7 +160,7 @@ def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: s
     return found if objects == "carry" else {key: value for key, value in found.items() if is_listed(value)}
 
 
-def _is_lost(value: Any, objects: Objects | None, format: str) -> bool:
+def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
     """True for a value that would be lost, although it has tensors inside or was to be carried."""
     inside, opaque = tensors_in(value) > 0, opaque_in(value) is not None
     if objects == "carry":
@@ -168,7 +168,7 @@ def _is_lost(value: Any, objects: Objects | None, format: str) -> bool:
     return inside and (format == "safetensors" or not is_listed(value))
 
 
-def _loss(value: Any, format: str) -> str:
+def _loss(value: object, format: str) -> str:
     """What would be lost, why, and what to do."""
     what = "its tensors" if tensors_in(value) else "it"
     lost, drop = f"{brief(opaque_in(value) or value)}: {what} would be lost", "objects='drop' leaves it out"
@@ -186,14 +186,14 @@ def _written(
     chunk: int,
     jobs: int,
     progress: Progress,
-) -> dict[int, Any]:
+) -> dict[int, object]:
     """Write all files; what the writer says of each."""
     total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
     with shown(progress, total, "convert", here=True) as tell:
         count = Count(tell, total)
         parts = _parts(streams, contents, chunk, count)
 
-        def write(owner: int) -> Any:
+        def write(owner: int) -> object:
             told = writer.write(owner, parts[owner], contents)
             if writer.file(owner) in writer.folder.reused:
                 count.add(sum(part.bytes for part in parts[owner]))
@@ -250,7 +250,7 @@ def _layouts(
         if format not in ("sharded", "dcp"):
             raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
         return {
-            name: written(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
+            name: assign_writers(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
             for turn, (name, stream) in enumerate(streams.items())
         }
     if format == "sharded":
@@ -269,7 +269,7 @@ def _layouts(
 
 def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
     """The names whose tensors come from the same bytes as those of an earlier name, and are to lie alike; and that."""
-    first, found = dict[Any, str](), dict[str, str]()
+    first, found = dict[Hashable, str](), dict[str, str]()
     for name, stream in streams.items():
         if stream.origin is not None and stream.size:
             layout = None if rules is None else rules.layout(name, stream.shape)
@@ -339,7 +339,7 @@ def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
     """Tells this conversion from others: of other files or other values, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
-    said: list[Any] = [
+    said: list[object] = [
         format,
         opened.path,
         sorted(opened.metadata.items()),

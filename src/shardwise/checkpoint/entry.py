@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from shardwise.exchange.reduce import Look
 from shardwise.geometry import Box, Boxes, Ints, Places, Window, gaps, join, tiles
 from shardwise.layout import Layout
 
+OutputFile = IO[bytes]
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
 BATCH = 2**24  # bytes that are copied at a time where tensors are small
@@ -188,7 +189,7 @@ class Entry:
             for at in product(*map(range, cut.shape[:outer]))
         ]
 
-    def copy(self, cut: Window, file: Any) -> None:
+    def copy(self, cut: Window, file: OutputFile) -> None:
         """Append the bytes between the first and the last element of a cut to a file."""
         self._check_dtype()
         self.files.copy(self._span(cut), file)
@@ -333,7 +334,7 @@ class Checkpoint(Mapping[str, Entry]):
         entries: Mapping[str, Entry],
         *,
         paths: Mapping[str, tuple[Any, ...]] | None = None,
-        objects: Callable[[], Mapping[str, Any]] = dict,
+        objects: Callable[[], Mapping[str, object]] = dict,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.files, self.format, self._entries = files, format, entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -13,11 +13,10 @@ from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.matching import Local, match
-from shardwise.checkpoint.meta_tensors import filled, replacements
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.read_once import Prepared, load_once
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.sharing import Prepared, load_once
 from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.memory import check_written
@@ -30,7 +29,8 @@ from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
 from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
 from shardwise.job.ties import Ties, tied, ties_of
-from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
+from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
+from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
 T = TypeVar("T")
 Read = Literal["each", "once"]
@@ -98,7 +98,7 @@ def load(
             how = max_bytes, progress
             shared = load_once(callers, targets, state.flat, prepare, *how, count_losses=count_losses)
 
-        def finish() -> tuple[tuple[Prepared, dict[str, Any]], list[Lost]]:
+        def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
             prepared, losses = shared or each()
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
@@ -106,20 +106,20 @@ def load(
         (prepared, values), told = callers.tell(finish)
         with callers.refusals():
             _refuse_losses(told, disjoint=once)
-    for name, value in {**values, **filled(state.replaced, prepared.linked)}.items():
+    for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
         set_element(into, state.paths[name], value)
 
 
 class State(NamedTuple):
     """The state dict of a rank: its leaves, their paths, and those that are new since the meta device had them."""
 
-    flat: dict[str, Any]
+    flat: dict[str, object]
     paths: FLATTEN_MAPPING
     replaced: dict[str, torch.Tensor]
 
 
 def _described(
-    callers: Callers, opened: Callable[[], Checkpoint], into: Mapping[Any, Any], same: Mapping[str, str], *, once: bool
+    callers: Callers, opened: Callable[[], Checkpoint], into: StateDict, same: Mapping[str, str], *, once: bool
 ) -> tuple[Checkpoint, State, dict[str, TensorInfo], dict[str, str]]:
     """The checkpoint and the state dict of this rank; what is known of all tensors, and what is tied."""
 
@@ -129,7 +129,7 @@ def _described(
         names = names_there(nested, checkpoint)
         flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
         paths = {names.get(name, name): path for name, path in nested.items()}
-        replaced = replacements(flat)
+        replaced = _replacements(flat)
         flat |= replaced
         state = State(flat, paths, replaced)
         return (checkpoint, state), (describe_all(flat, callers.transport), ties_of(flat, callers.transport))
@@ -140,6 +140,23 @@ def _described(
         if once:
             callers.check(targets)
     return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in told.items()})
+
+
+def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Tensors with memory that replace those on the meta device, by name. Tied names get one tensor."""
+    made, replaced = dict[Hashable, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) and is_meta(value):
+            local, spec = local_of(value)
+            key = storage_of(local), local.storage_offset(), local.shape, local.stride(), local.dtype, spec
+            replaced[name] = made[key] if key in made else made.setdefault(key, with_memory(value))
+    return replaced
+
+
+def _filled(replaced: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The replacements that have values after these names were filled, with those that are tied to them."""
+    memory = {id(replaced[name]) for name in names if name in replaced}
+    return {name: tensor for name, tensor in replaced.items() if id(tensor) in memory}
 
 
 def _links(
@@ -207,7 +224,7 @@ def _once(
 
 def _load_each(
     listed: Sequence[tuple[Link, Entry, TensorInfo]],
-    flat: Mapping[str, Any],
+    flat: Mapping[str, object],
     callers: Callers,
     progress: Progress,
     losses: Losses | None,
@@ -241,7 +258,7 @@ def _refuse_losses(told: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> Non
         raise RefusedCastError(refusal(found.listed(), "All tensors of the target were written"))
 
 
-def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> list[str]:
+def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
     """The names of values that are no tensors and are to be set."""
     names = [name for name, value in flat.items() if not is_tensor(value)]
     tensors = [name for name in names if name in checkpoint and flat[name] is not None]
@@ -274,12 +291,12 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
     return [name for name in found if name not in opaque]
 
 
-def _where(value: Any, name: str) -> str:
+def _where(value: object, name: str) -> str:
     """Where the parts of an object of an unknown class are."""
     if not isinstance(value, Opaque) or not value.filled:
         return ""
     return f" (what it holds is in .{' and .'.join(value.filled)} of checkpoint.open(path).objects[{name!r}])"
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, dict | list | tuple) and not value)

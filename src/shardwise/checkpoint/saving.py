@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from shardwise.checkpoint.comparing import differing_replicas, sample_sums
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
-from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encode, refuse_modules
+from shardwise.checkpoint.writer_assignment import assign_writers
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import (
@@ -35,7 +35,7 @@ from shardwise.job.side import (
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
-from shardwise.state.traverse import flatten_state_dict, is_step
+from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
 
 T = TypeVar("T")
 REMOVING = 8  # files of an earlier checkpoint that are removed at a time
@@ -43,7 +43,7 @@ WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": 
 
 
 def save(
-    state_dict: Mapping[Any, Any],
+    state_dict: StateDict,
     path: PathLike,
     *,
     format: str = "safetensors",
@@ -122,11 +122,11 @@ def _claim(
 
 
 def _described(
-    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: PathLike
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorInfo], dict[str, str], list[str]]:
+    callers: Callers, state_dict: StateDict, format: str, path: PathLike
+) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
     """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
 
-    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Descriptions, list[str], Ties]]:
+    def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING, dict[str, int]], tuple[Descriptions, list[str], Ties]]:
         _check(format)
         flat, paths = flatten_state_dict(state_dict)
         refuse_modules(flat)
@@ -176,7 +176,7 @@ def _layouts(tensors: Mapping[str, TensorInfo], differing: Sequence[str]) -> dic
     held = {name: tensor.layout for name, tensor in tensors.items()}
     held |= {name: Layout.replicated(tensors[name].shape, held[name].owners()[:1]) for name in differing}
     return {
-        name: (tensor.dtype, written(name, held[name], tensor.dtype.itemsize, turn))
+        name: (tensor.dtype, assign_writers(name, held[name], tensor.dtype.itemsize, turn))
         for turn, (name, tensor) in enumerate(tensors.items())
     }
 
@@ -201,7 +201,7 @@ def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, con
     return found
 
 
-def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[TensorPart]:
+def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
     check_local(f"{name!r} of the state dict", memory, tensor, me)

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, local_shapes, places_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Tensors = Sequence[torch.Tensor]
 
@@ -93,7 +97,7 @@ def _told_apart(chunks: list[Chunk]) -> list[Chunk]:
     return _told_apart(cut)
 
 
-def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[Any]:
+def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[WriteItem]:
     """DCP's items of what this rank writes; what a checkpoint cannot hold is refused before anything is written."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -111,14 +115,14 @@ def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[A
     return [item(chunk.box) for chunk in chunks_of(layout, owner).all if chunk.written]
 
 
-def chunk_list(layout: Layout, owner: int) -> list[Any]:
+def chunk_list(layout: Layout, owner: int) -> list[ChunkStorageMetadata]:
     """DCP's chunks of what this rank reads."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(*_sized(chunk.box)) for chunk in chunks_of(layout, owner).all]
 
 
-def tensor_shard(index: Any, shards: Tensors, layout: Layout, owner: int) -> torch.Tensor:
+def tensor_shard(index: MetadataIndex, shards: Tensors, layout: Layout, owner: int) -> torch.Tensor:
     """The memory of a chunk, apart from autograd. Of several with one first cell the index says which one is read."""
     known = chunks_of(layout, owner)
     numbers = known.by_corner.get(tuple(index.offset or ()), [])
@@ -157,17 +161,18 @@ def _check(fqn: str, layout: Layout, shards: Tensors) -> None:
         check_memory(shard, f"dcp.save: {fqn!r}")
 
 
-def check_shards(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
+def check_shards(shards: Sequence[object], layout: Layout, me: int) -> None:
     """Refuse shards that are not what the layout gives this rank."""
     expected = local_shapes(layout, me)
-    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
-    if strange:
-        raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
-    found = tuple(tuple(shard.shape) for shard in shards)
-    if found != expected:
+    tensors = [shard for shard in shards if isinstance(shard, torch.Tensor)]
+    if len(tensors) < len(shards):
+        strange = next(shard for shard in shards if not isinstance(shard, torch.Tensor))
+        raise LayoutError(f"a shard must be a tensor, not {strange!r}")
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    if shapes != expected:
         raise LayoutError(
-            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(found)}"
+            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(shapes)}"
         )
-    if len(shards) > 1 and len({(shard.dtype, shard.device) for shard in shards}) > 1:
-        kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in tensors})
         raise LayoutError(f"the shards of a rank must have one dtype and device, not {', '.join(kinds)}")

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.sharded import OwnContainer, ShardedTensor
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
 from shardwise.torch_internals import (
     DTensorContainer,
+    ShardedLike,
+    SpecLike,
     TorchShardedContainer,
     is_dtensor,
     is_mesh,
@@ -27,6 +30,7 @@ from shardwise.transports import GroupTransport
 from shardwise.transports.members import Members, of_job
 
 Tensors = Sequence[torch.Tensor]
+Sharded = torch.Tensor | ShardedLike  # a DTensor or a ShardedTensor, ours or torch's
 
 TARGETS = (
     "a Layout, its notation, (DeviceMesh, placements), a sharding spec, or a sharded tensor to look like "
@@ -64,8 +68,8 @@ class Container(Protocol):
         """The inverse of `local`."""
         ...
 
-    def assemble(self, tensors: Tensors) -> Any:
-        """The inverse of `taken`; None on a rank that holds nothing."""
+    def assemble(self, tensors: Tensors) -> torch.Tensor | None:
+        """The inverse of `disassemble`; None on a rank that holds nothing."""
         ...
 
     def gradient(self, arrived: object = None) -> Container:
@@ -75,6 +79,18 @@ class Container(Protocol):
     def gradient_of(self, grads: Tensors) -> Container | None:
         """How the gradients that came lie; None where only ranks that hold some of them know."""
         ...
+
+
+@runtime_checkable
+class ContainerSpec(Protocol):
+    """A sharding spec of shardwise.sharded_tensor: it fits tensors of any shape."""
+
+    def container_for(self, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
+        """The container of a tensor of that shape."""
+        ...
+
+
+Target = Layout | str | tuple[DeviceMesh, object] | SpecLike | ContainerSpec | Sharded
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class Renumbered:
         """As in its job."""
         return self.container.from_local(local)
 
-    def assemble(self, tensors: Tensors) -> Any:
+    def assemble(self, tensors: Tensors) -> torch.Tensor | None:
         """The container of its job."""
         return self.container.assemble(tensors)
 
@@ -141,18 +157,18 @@ def on_transport(container: Container, transport: GroupTransport | None) -> Cont
     return found
 
 
-def is_sharded(x: Any) -> bool:
+def is_sharded(x: object) -> TypeGuard[torch.Tensor]:
     """True for a sharded tensor of any kind."""
     if type(x) is torch.Tensor:  # asked of every tensor of a model, several times
         return False
     return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
 
 
-def container_of(x: Any) -> Container:
+def container_of(x: object) -> Container:
     """How a sharded tensor lies."""
     if isinstance(x, ShardedTensor):
         return x.container
-    if is_chunked(x):
+    if isinstance(x, torch.Tensor) and is_chunked(x):
         whole_shape(x)  # refused by itself where that is not known
         what = f"a DTensor of {type(x._local_tensor).__name__}" if is_dtensor(x) else f"a {type(x).__name__}"
         raise LayoutError(
@@ -171,7 +187,7 @@ def container_of(x: Any) -> Container:
     )
 
 
-def target_container(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
+def target_container(to: object, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
     """What was asked for, for a tensor of that shape."""
     if isinstance(to, str):
         to = parse(to)
@@ -179,9 +195,8 @@ def target_container(to: Any, shape: Sequence[int], group: dist.ProcessGroup | N
         return OwnContainer(to.validate(), group)
     if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
         return on_mesh(*to, shape)
-    if hasattr(to, "container_for"):
-        container: Container = to.container_for(shape, group)
-        return container
+    if isinstance(to, ContainerSpec):
+        return to.container_for(shape, group)
     if is_spec(to):
         if not of_job(group):
             raise RefusedValueError(
@@ -194,7 +209,7 @@ def target_container(to: Any, shape: Sequence[int], group: dist.ProcessGroup | N
     raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")
 
 
-def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
+def layout_of(x: Sharded | Target, shape: Sequence[int] | None = None) -> Layout:
     """Where every cell of a sharded tensor lives: a DTensor, our ShardedTensor or torch's.
 
     Whatever can be asked for as a target is understood as well; for those that fit any tensor, (DeviceMesh,
@@ -205,6 +220,6 @@ def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
     """
     if shape is not None or isinstance(x, Layout | str):
         return target_container(x, shape or (), None).layout
-    if is_spec(x) or hasattr(x, "container_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
+    if is_spec(x) or isinstance(x, ContainerSpec) or (isinstance(x, tuple) and any(map(is_mesh, x[:1]))):
         raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
     return x.layout if isinstance(x, ShardedTensor) else container_of(x).layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +19,10 @@ def refuse(name: str, case: str = "", remedy: str = COMPUTE) -> NoReturn:
     raise UnsupportedError(f"torch function {name!r}{case} is not supported for ShardedTensor! {remedy}")
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Callable[..., object]) -> str:
     """What it is called; of what reads or sets a property, the property."""
-    return str(func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__)
+    owner = func.__self__ if func.__name__ in ("__get__", "__set__") else func  # type: ignore[attr-defined]
+    return str(owner.__name__)
 
 
 def _functions(names: str) -> Iterator[tuple[str, Any]]:

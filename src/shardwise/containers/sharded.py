@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 
 from shardwise import report
 from shardwise.containers import chunks
@@ -21,6 +22,9 @@ from shardwise.layout import Layout, local_boxes, parse
 from shardwise.transports.members import of_job, owner_here
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
     from shardwise.containers.container import Container
 
 Tensors = Sequence[torch.Tensor]
@@ -62,7 +66,7 @@ class OwnContainer:
         """As they are to lie."""
         return self.gradient()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnContainer:
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnContainer:
         """Itself: it is frozen, and a process group cannot be copied."""
         return self
 
@@ -190,7 +194,7 @@ class ShardedTensor(torch.Tensor):
         return all(shard.is_leaf for shard in self.shards)
 
     @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
+    def grad_fn(self) -> Node | None:  # type: ignore[override]
         """What autograd made the first of the shards by; None for leaves."""
         return next((shard.grad_fn for shard in self.shards if shard.grad_fn is not None), None)
 
@@ -216,7 +220,8 @@ class ShardedTensor(torch.Tensor):
         found = [grad for grad in grads if grad is not None]
         if not found or len(found) < len(grads):
             return None
-        grad: ShardedTensor = self._container.gradient().assemble(found)
+        grad = self._container.gradient().assemble(found)
+        assert isinstance(grad, ShardedTensor), "this rank has a part of it"
         return grad
 
     @grad.setter
@@ -260,7 +265,7 @@ class ShardedTensor(torch.Tensor):
         """The same with shards on the CPU."""
         return self._each(torch.Tensor.cpu)
 
-    def cuda(self, device: Any = None) -> ShardedTensor:  # type: ignore[override]
+    def cuda(self, device: torch.device | str | int | None = None) -> ShardedTensor:  # type: ignore[override]
         """The same with shards on a GPU, the current one unless told."""
         return self._each(lambda shard: shard.cuda(device))
 
@@ -317,7 +322,7 @@ class ShardedTensor(torch.Tensor):
         """True where the other lies in the same way and has values as near as that. All ranks of the group call."""
         return self._compared("allclose", other, lambda a, b: torch.allclose(a, b, rtol, atol, equal_nan))
 
-    def _compared(self, what: str, other: Any, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
+    def _compared(self, what: str, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
         from shardwise.job.agree import together_or_alone  # which makes ShardedTensors
 
         def mine() -> bool:
@@ -333,7 +338,7 @@ class ShardedTensor(torch.Tensor):
         """True where the other has that layout, and the same cells here: groups may give this process other numbers."""
         return other.layout == layout and local_boxes(*other._part()) == local_boxes(*self._part())
 
-    def _alike(self, other: Any, what: str, container: Container) -> ShardedTensor:
+    def _alike(self, other: object, what: str, container: Container) -> ShardedTensor:
         """The other, if it lies in that way."""
         if not isinstance(other, ShardedTensor):
             refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {container.layout!r}")
@@ -375,7 +380,7 @@ class ShardedTensor(torch.Tensor):
         """Of a result that ranks without a part do not get, ask whether it is None."""
         refuse("__bool__", remedy="Ask `x is None`, or look at its values: .shards")
 
-    def _fits_in_place(self, other: Any) -> bool:
+    def _fits_in_place(self, other: object) -> bool:
         """Never: a module that is converted gets new parameters."""
         return False
 
@@ -388,15 +393,15 @@ class ShardedTensor(torch.Tensor):
 
     # --- as torch's distributed checkpoints see it (torch.distributed.checkpoint) -------------------------------------
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """What this rank writes."""
         return chunks.write_items(fqn, self._container.disassemble(self), *self._part())
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Which boxes this rank holds, to be read."""
         return chunks.chunk_list(*self._part())
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of one of those boxes."""
         return chunks.tensor_shard(index, self._container.disassemble(self), *self._part())
 
@@ -410,20 +415,20 @@ class ShardedTensor(torch.Tensor):
         """The same shards, in the same group."""
         return self._each(lambda shard: shard)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedTensor:
         """Copied shards, in the same group. A parameter stays one."""
         if isinstance(self, torch.nn.Parameter):
             return _parameter(self._deepcopied, (memo,))
         return self._deepcopied(memo)
 
-    def _deepcopied(self, memo: dict[int, Any]) -> ShardedTensor:
+    def _deepcopied(self, memo: dict[int, object]) -> ShardedTensor:
         return self._each(lambda shard: deepcopy(shard, memo))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Tensors have one of their own, which comes first. A parameter stays one."""
         return (_parameter, self.__reduce__()[:2]) if isinstance(self, torch.nn.Parameter) else self.__reduce__()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""
         if not of_job(self.group):
             raise UnsupportedError(
@@ -457,7 +462,7 @@ def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
     return ShardedTensor(shards, layout)
 
 
-def _parameter(make: Callable[..., ShardedTensor], given: tuple[Any, ...]) -> ShardedTensor:
+def _parameter(make: Callable[..., ShardedTensor], given: tuple[object, ...]) -> ShardedTensor:
     """What is made, marked as torch.nn.Parameter marks it."""
     found = make(*given)
     found._is_param = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -27,7 +27,7 @@ class Made(Protocol):
         """Tells apart what differs."""
         ...
 
-    def listed(self) -> dict[str, Any]:
+    def listed(self) -> dict[str, object]:
         """All that it depends on, by name."""
         ...
 
@@ -59,7 +59,7 @@ def agree_on(
     return made, own
 
 
-def _differ(told: Mapping[int, dict[str, Any]]) -> None:
+def _differ(told: Mapping[int, dict[str, object]]) -> None:
     (first, one), *others = told.items()
     for rank, other in others:
         difference = first_difference(one, other, f"on rank {first}", f"on rank {rank}")
@@ -67,7 +67,7 @@ def _differ(told: Mapping[int, dict[str, Any]]) -> None:
             raise ValueError(f"the ranks ask for different things: {difference}")
 
 
-def first_difference(one: Any, other: Any, here: str, there: str, where: str = "") -> str | None:
+def first_difference(one: object, other: object, here: str, there: str, where: str = "") -> str | None:
     """What differs first in two nested dicts, in words.
 
     >>> first_difference({"a": {"x": 1}}, {"a": {"x": 2}}, "here", "there")

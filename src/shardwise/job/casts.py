@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -189,13 +189,13 @@ class Casts:
     names: Container[str] = field(default=(), compare=False)  # of all tensors, which patterns can be spelled like
 
     @staticmethod
-    def of(cast: Any, option: str = "cast=") -> Casts:
+    def of(cast: object, option: str = "cast=") -> Casts:
         """From what a user gave."""
         listed = [] if cast is None else [cast] if isinstance(cast, torch.dtype) else cast
         if not isinstance(listed, list | tuple):
             raise TypeError(f"{option} must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
         rest = [rule for rule in listed if isinstance(rule, torch.dtype)]
-        rules: list[Any] = [rule for rule in listed if not isinstance(rule, torch.dtype)]
+        rules = [rule for rule in listed if not isinstance(rule, torch.dtype)]
         if len(rest) > 1 or not all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in rules):
             raise TypeError(
                 f"{option} must be rules [(pattern, dtype), ...] and at most one dtype for the rest, not {cast!r}"
@@ -236,7 +236,7 @@ class TargetCasts:
     allowed: bool = True
 
     @staticmethod
-    def of(cast: Any) -> TargetCasts:
+    def of(cast: object) -> TargetCasts:
         """From what a user gave: True, False, or what a conversion takes."""
         return TargetCasts(Casts(), cast) if isinstance(cast, bool) else TargetCasts(Casts.of(cast))
 

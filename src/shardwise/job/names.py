@@ -7,9 +7,10 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Rename = Mapping[str, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any] | None
+Names = str | Sequence[str]
+Rename = Mapping[str, Names] | Sequence[tuple[str, Names]] | Callable[[str], Names] | None
 SHOWN = 8
 LIKELY = 200  # characters of a name that is compared with others: to compare takes their square
 ONE = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)  # what stands for one character: ?, [abc], or itself
@@ -88,7 +89,7 @@ def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
     return list(several)
 
 
-def _by_rules(name: str, rename: Any, names: Container[str]) -> Any:
+def _by_rules(name: str, rename: object, names: Container[str]) -> object:
     if not isinstance(rename, Mapping | list | tuple):
         raise TypeError(f"it must be a mapping, rules [(pattern, name), ...] or a function, not {rename!r}")
     for rule in rename.items() if isinstance(rename, Mapping) else rename:

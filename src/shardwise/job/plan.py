@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,10 +22,12 @@ from shardwise.job.casts import travels_as
 from shardwise.job.names import missing
 from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor, subtensor_layout
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
 from shardwise.planning import Plan, plan, size
 from shardwise.report import draw, matrix
 
+HostsOption = int | Mapping[int, Hashable] | Mesh | None  # owners per host, owner -> host, or a mesh that knows
+HostsKey = int | tuple[tuple[int, Hashable], ...] | Mesh | None  # the same, hashable
 SINGLE = "the tensor"  # the name of a tensor that has no other
 BUCKET = 2**28  # bytes that a rank stages at a time, unless told
 
@@ -51,7 +52,9 @@ class PlannedLink:
     device: str
 
     @staticmethod
-    def of(link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> PlannedLink:
+    def of(
+        link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption
+    ) -> PlannedLink:
         """In rounds only where it would stage too much."""
         ours, theirs = (
             subtensor_layout(source.layout, link.source_view),
@@ -75,32 +78,40 @@ class PlannedLink:
         return self.plan.max_bytes is not None
 
 
-def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
+def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
     """One for all tensors that move alike: what is found out about it is found out once."""
-    if isinstance(hosts, list | set):  # which `plan` refuses, in words
-        return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=hosts)  # type: ignore[arg-type]
-    return _kept(source, target, itemsize, limit, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
+    return _cached_plan(source, target, itemsize, limit, _hosts_key(hosts))
 
 
 @lru_cache(maxsize=4096)
-def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
+def _cached_plan(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsKey) -> Plan:
     named = dict(hosts) if isinstance(hosts, tuple) else hosts
     return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
 
 
+def _hosts_key(hosts: HostsOption) -> HostsKey:
+    """The option as a key of the caches."""
+    if isinstance(hosts, Mapping):
+        return tuple(hosts.items())
+    given: object = hosts
+    if isinstance(given, list | set):
+        raise PlanError(f"hosts must be a number of owners per host, or owner -> host, or a mesh, not {hosts!r}")
+    return hosts
+
+
 @lru_cache(maxsize=4096)
-def _single(source: TensorInfo, target: TensorInfo, limit: int | None, hosts: Any) -> ModelPlan:
+def _single(source: TensorInfo, target: TensorInfo, limit: int | None, hosts: HostsKey) -> ModelPlan:
     link = Link(SINGLE, SINGLE, Subtensor.whole(source.shape), Subtensor.whole(target.shape))
     named = dict(hosts) if isinstance(hosts, tuple) else hosts
     entry = PlannedLink.of(link, source, target, limit, named)
     return ModelPlan((entry,), {SINGLE: source}, {SINGLE: target}, limit)
 
 
-def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> ModelPlan:
+def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption) -> ModelPlan:
     """The plan of one tensor. Kept by value: the same moves come back step after step."""
-    if source.shape != target.shape or isinstance(hosts, list | set):  # which `plan` refuses, in words
-        plan(source.layout, target.layout, hosts=hosts)
-    return _single(source, target, max_bytes, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
+    if source.shape != target.shape:
+        plan(source.layout, target.layout, hosts=hosts)  # which refuses it, in words
+    return _single(source, target, max_bytes, _hosts_key(hosts))
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ class ModelPlan:
         targets: Mapping[str, TensorInfo],
         *,
         max_bytes: int | None = None,
-        hosts: Any = None,
+        hosts: HostsOption = None,
     ) -> ModelPlan:
         """The same on every rank, from the same values."""
         limit: object = max_bytes
@@ -255,18 +266,18 @@ class ModelPlan:
         note = f"from {link.source}" if link.source != link.target else ""
         return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
 
-    def listed(self) -> dict[str, Any]:
+    def listed(self) -> dict[str, object]:
         """All that it depends on, by name."""
         return self._listed(str)
 
-    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, Any]:
-        def told(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, object]:
+        def told(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
             return {
                 name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
                 for name, t in tensors.items()
             }
 
-        links = defaultdict[str, dict[str, Any]](dict)
+        links = defaultdict[str, dict[str, object]](dict)
         for link in (entry.link for entry in self.entries):
             links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
         hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
@@ -292,5 +303,5 @@ class ModelPlan:
             raise PlanError(f"the plan file is of another model: {difference}")
 
 
-def _view(view: Any) -> list[list[int]]:
+def _view(view: Subtensor) -> list[list[int]]:
     return [list(view.region.lo), list(view.region.hi), list(view.order)]

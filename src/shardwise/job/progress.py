@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 Progress = Callable[[int, int], None] | Literal["bar"] | None
 
@@ -39,13 +42,13 @@ class Count:
                 self._tell(self._done, self._total)
 
 
-def check_progress(progress: Any) -> None:
+def check_progress(progress: object) -> None:
     """Refuse what is none."""
     if progress is not None and progress != "bar" and not callable(progress):
         raise ValueError(f"progress= must be a function of (done, total), 'bar' or None, not {progress!r}")
 
 
-def _bar() -> Any:
+def _bar() -> Bar:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwise.job.names import Rename, filled, matched, missing, renamed
 from shardwise.job.subtensor import Subtensor
@@ -135,7 +135,7 @@ class Transposed:
 Remap = Concat | Stack | Transposed
 
 
-def _dim(dim: Any, shape: Shape) -> int:
+def _dim(dim: object, shape: Shape) -> int:
     if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
         raise ValueError(f"there is no dim {dim!r} in a shape of {len(shape)} dims")
     return dim % len(shape)
@@ -191,10 +191,10 @@ def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
     return given
 
 
-def _checked(remap: Any) -> list[Remap]:
+def _checked(remap: object) -> list[Remap]:
     """Refuse what are no rules."""
-    rules = list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
-    for rule in rules:
+    rules, given = list[Remap](), list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
+    for rule in given:
         if not isinstance(rule, Remap):
             raise TypeError(f"remap= must be a list of Concat, Stack and Transposed, but has {rule!r}")
         several = rule.parts if isinstance(rule, Concat) and not isinstance(rule.parts, str) else ()
@@ -205,6 +205,7 @@ def _checked(remap: Any) -> list[Remap]:
             raise ValueError(f"{rule}: `part` needs {{}} where the number of a part is")
         if isinstance(rule, Concat) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
             raise ValueError(f"{rule}: `parts` must be a list of different names")
+        rules.append(rule)
     return rules
 
 

@@ -126,7 +126,7 @@ _transports = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupTr
 
 
 def transport_for(
-    group: dist.ProcessGroup | None, container: Container | None, to: Any, *, failed: bool
+    group: dist.ProcessGroup | None, container: Container | None, to: object, *, failed: bool
 ) -> GroupTransport | None:
     """The transport of a call. All ranks that call must come to the same, and one that passes None knows little:
 
@@ -168,7 +168,7 @@ def _mesh_transport(group: dist.ProcessGroup, ranks: Sequence[int]) -> GroupTran
     return transport
 
 
-def _transport(group: Any, owners: Sequence[int] | None = None) -> GroupTransport:
+def _transport(group: object, owners: Sequence[int] | None = None) -> GroupTransport:
     """Made at first use, which is a call of all its ranks. `owners`, of some, are ranks of the group's only job."""
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ExchangeError(f"rank {job_rank()} is not in the group: only ranks of the group may call")

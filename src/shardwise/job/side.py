@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -37,7 +37,7 @@ class PlainContainer(OwnContainer):
         """Where it is to be."""
         return self.on
 
-    def disassemble(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Itself."""
         return [x]
 
@@ -65,7 +65,7 @@ class Side(Protocol):
 class LiveSide:
     """Tensors of a state dict, by name."""
 
-    def __init__(self, values: Mapping[str, Any], names: Iterable[str]) -> None:
+    def __init__(self, values: Mapping[str, object], names: Iterable[str]) -> None:
         self.values, self._names = values, list(names)
 
     def memory(self, name: str) -> Tensors:
@@ -117,9 +117,9 @@ class FreshSide:
         """Nothing is read here."""
 
 
-def memory_of(value: Any, *, apart: bool = True) -> Tensors:
+def memory_of(value: object, *, apart: bool = True) -> Tensors:
     """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
-    if value is None:
+    if not isinstance(value, torch.Tensor) and not is_tensor(value):
         return []
     if lists_chunks(value):
         tensors = [tensor for _, tensor in chunks_in(value)]
@@ -156,17 +156,17 @@ class TensorDescription(NamedTuple):
 Descriptions = Mapping[str, TensorDescription | None]
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """True for what can be moved."""
     return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
 
 
-def lists_chunks(value: Any) -> bool:
+def lists_chunks(value: object) -> TypeGuard[torch.Tensor]:
     """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what no process group places."""
     return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
 
 
-def describe(value: Any, transport: GroupTransport | None) -> TensorDescription | None:
+def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDescription | None:
     """What a rank knows of one of its tensors, with the owners of a transport; None where it has nothing of it."""
     if lists_chunks(value):
         return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
@@ -190,7 +190,7 @@ def _known_chunks(
     return TensorDescription(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
 
 
-def describe_all(flat: Mapping[str, Any], transport: GroupTransport | None) -> Descriptions:
+def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -> Descriptions:
     """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing.
 
     Owners are those of the transport of all who call; without one, ranks of this process's job.

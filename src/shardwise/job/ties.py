@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def ties_of(flat: Mapping[str, Any], transport: GroupTransport | None = None) -> dict[str, tuple[str, bool]]:
+def ties_of(flat: Mapping[str, object], transport: GroupTransport | None = None) -> dict[str, tuple[str, bool]]:
     """The tied names of a flat state dict, as this rank sees it: those that have no memory here may be tied elsewhere.
 
     >>> w = torch.ones(3)
@@ -35,9 +34,9 @@ def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def _addresses(value: Any) -> Hashable:
+def _addresses(value: object) -> Hashable:
     """Quick to tell: most tensors lie elsewhere than all others. Empty where there are no cells."""
-    if type(value) in PLAIN and value.layout == torch.strided:
+    if isinstance(value, torch.Tensor) and type(value) in PLAIN and value.layout == torch.strided:
         address = value.data_ptr()
         return (address,) if address else ()
     return tuple(tensor.data_ptr() for tensor in memory_of(value, apart=False) if tensor.numel() and _is_plain(tensor))
@@ -58,16 +57,16 @@ def tied(told: Mapping[int, Ties]) -> dict[str, str]:
     return found
 
 
-def _has_cells(value: Any) -> bool:
+def _has_cells(value: object) -> bool:
     return any(tensor.numel() for tensor in memory_of(value))
 
 
-def _memories(values: Mapping[str, Any], transport: GroupTransport | None) -> dict[str, Hashable]:
+def _memories(values: Mapping[str, object], transport: GroupTransport | None) -> dict[str, Hashable]:
     """Equal for what lies in the same memory, in the same way; and for what has none here."""
     # all are alive at the same time: what is made anew for every call must not be taken for what was there before
     parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
     return {
-        name: None if value is None else (describe(value, transport), tuple(map(_place, parts[name])))
+        name: (describe(value, transport) if is_tensor(value) else None, tuple(map(_place, parts[name])))
         for name, value in values.items()
     }
 

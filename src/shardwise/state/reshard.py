@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.container import Container
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
-from shardwise.job.plan import ModelPlan, TensorInfo
+from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Link
 from shardwise.job.session import check_owners, group_transport
@@ -29,11 +29,16 @@ from shardwise.job.side import (
 )
 from shardwise.job.subtensor import Subtensor
 from shardwise.state.targets import Targets, containers_for
-from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
+from shardwise.state.traverse import (
+    FLATTEN_MAPPING,
+    STATE_DICT_TYPE,
+    StateDict,
+    flatten_state_dict,
+    unflatten_state_dict,
+)
 from shardwise.torch_internals.memory import storage_of
 from shardwise.transports import GroupTransport, TransportChoice
 
-StateDict = Mapping[Any, Any]
 OPERATION = "reshard_state_dict"
 
 
@@ -41,17 +46,17 @@ def reshard_state_dict(
     state_dict: StateDict | None,
     to: Targets,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     dtype: Cast = None,
     overflow: Overflow = "refuse",
     max_bytes: int | None = None,
-    hosts: Any = None,
+    hosts: HostsOption = None,
     free: bool = False,
     verify: bool = False,
     progress: Progress = None,
     transport: TransportChoice = "auto",
-) -> dict[str, Any]:
+) -> STATE_DICT_TYPE:
     """A state dict with its tensors in other shardings. Every rank of the group calls; None where it has nothing of it.
 
     `to` says for every tensor what `reshard` takes as a target: as a mapping from names, as rules [(pattern, target),
@@ -95,10 +100,10 @@ def reshard_state_dict(
 
 def _described(
     state_dict: StateDict | None, transport: GroupTransport
-) -> tuple[dict[str, Any], FLATTEN_MAPPING, dict[str, TensorInfo]]:
+) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo]]:
     """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
 
-    def say() -> tuple[tuple[dict[str, Any], FLATTEN_MAPPING], Descriptions | None]:
+    def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING], Descriptions | None]:
         if state_dict is None:
             return ({}, {}), None
         flat, paths = flatten_state_dict(state_dict)
@@ -116,7 +121,7 @@ def _described(
     return flat, paths, sources
 
 
-def _others(flat: Mapping[str, Any], paths: FLATTEN_MAPPING) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+def _others(flat: Mapping[str, object], paths: FLATTEN_MAPPING) -> tuple[dict[str, object], FLATTEN_MAPPING]:
     """All but the tensors."""
     return {name: value for name, value in flat.items() if not is_tensor(value)}, paths
 
@@ -127,7 +132,7 @@ def _plan(
     containers: Mapping[str, Container],
     casts: Casts,
     max_bytes: int | None,
-    hosts: Any,
+    hosts: HostsOption,
 ) -> ModelPlan:
     targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(containers)
     for name, container in containers.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
-from shardwise.job.plan import ModelPlan, TensorInfo
+from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import check_owners, group_transport
@@ -29,10 +28,8 @@ from shardwise.job.side import (
     is_tensor,
     refuse_several_jobs,
 )
-from shardwise.state.traverse import dotted, flatten_state_dict
+from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
-
-StateDict = Mapping[Any, Any]
 
 
 class Resharder:
@@ -60,7 +57,7 @@ class Resharder:
         overflow: Overflow = "refuse",
         strict: bool = True,
         max_bytes: int | None = None,
-        hosts: Any = None,
+        hosts: HostsOption = None,
         verify: bool = False,
         plan: str | None = None,
         progress: Progress = None,
@@ -148,7 +145,7 @@ def _check_apart(plan: ModelPlan, targets: Mapping[str, Tensors], sources: Mappi
             raise ValueError(f"{name!r} of the target shares memory with {other!r} of the {side}: give it its own")
 
 
-def _tensors(state_dict: StateDict) -> dict[str, Any]:
+def _tensors(state_dict: StateDict) -> dict[str, torch.Tensor | None]:
     """The tensors of a state dict by name; None stands for one of which this rank has nothing."""
     flat, paths = flatten_state_dict(state_dict)
     found = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
@@ -159,7 +156,7 @@ def _tensors(state_dict: StateDict) -> dict[str, Any]:
 
 
 Infos = dict[str, TensorInfo]
-Values = tuple[dict[str, Any], dict[str, Any]]
+Values = tuple[Mapping[str, object], Mapping[str, object]]
 
 
 def _described(
@@ -179,7 +176,7 @@ def _plan(
     cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
-    hosts: Any,
+    hosts: HostsOption,
 ) -> ModelPlan:
     for side, tensors in zip(("source", "target"), known, strict=True):
         for name, tensor in tensors.items():

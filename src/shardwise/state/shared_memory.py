@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.containers.container import target_container
+from shardwise.containers.container import Target, target_container
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.side import is_tensor, memory_of
 from shardwise.layout import Layout, local_shapes, parse
 from shardwise.transports.members import owner_here
 
+if TYPE_CHECKING:
+    from shardwise.transports.segments import Shared
+
 T = TypeVar("T")
 
 
 def empty(
-    to: Any,
+    to: Target,
     shape: Sequence[int] | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -66,7 +69,7 @@ def share_(x: T) -> T:
     return x
 
 
-def _tensors(x: Any) -> list[torch.Tensor]:
+def _tensors(x: object) -> list[torch.Tensor]:
     if isinstance(x, nn.Module):
         return [local for one in (*x.parameters(), *x.buffers()) for local in memory_of(one)]
     if isinstance(x, Mapping):
@@ -81,7 +84,7 @@ def _shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return _memory().new(max(size, 1))[:size].view(dtype).view(tuple(shape))
 
 
-def _memory() -> Any:
+def _memory() -> Shared:
     if sys.platform != "linux":
         raise ExchangeError("shared memory between ranks needs Linux")
     from shardwise.transports.segments import shared

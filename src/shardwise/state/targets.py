@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Container as Names
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.container import Container, is_sharded, on_transport, target_container
 from shardwise.job.names import matched, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import PlainContainer, is_tensor
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
+from shardwise.state.traverse import StateDict
 from shardwise.torch_internals import is_mesh, is_placement
 from shardwise.torch_internals.memory import is_chunked
 from shardwise.transports import GroupTransport
 
-Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
+Targets = StateDict | Sequence[tuple[str, object]] | Callable[[str], object]
 
 
 def containers_for(
     sources: Mapping[str, TensorInfo],
     to: Targets,
-    mesh: Any,
+    mesh: DeviceMesh | None,
     transport: GroupTransport,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Container]:
@@ -41,7 +42,7 @@ def containers_for(
     return found
 
 
-def _on(mesh: Any, target: Any) -> Any:
+def _on(mesh: DeviceMesh | None, target: object) -> object:
     """Placements with their mesh. One that is replicated is so along all axes."""
     if not _are_placements(target):
         return target
@@ -52,7 +53,7 @@ def _on(mesh: Any, target: Any) -> Any:
 
 
 def _container(
-    target: Any, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None
+    target: object, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None
 ) -> Container:
     if isinstance(target, torch.Tensor) and not (is_sharded(target) or is_chunked(target)):
         container: Container = PlainContainer(
@@ -65,7 +66,7 @@ def _container(
     return container
 
 
-def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
+def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], object]:
     """What is asked for, by name."""
     if isinstance(to, Mapping):
         known = set(names)
@@ -84,19 +85,19 @@ def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
 class _Rules:
     """Ordered rules: of those that fit a name, the first one holds."""
 
-    def __init__(self, rules: Any, names: Names[str]) -> None:
+    def __init__(self, rules: object, names: Names[str]) -> None:
         if not isinstance(rules, list | tuple):
             raise TypeError(
                 f"to= must be a mapping, rules [(pattern, target), ...] or a function, not {rules!r}; "
                 f"[('*', target)] is the same for all"
             )
-        self._rules, self._names = list[tuple[str, Any]](), names
+        self._rules, self._names = list[tuple[str, object]](), names
         for rule in rules:
             if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
                 raise ValueError(f"a rule is a pair (pattern, target), such as ('*', target), not {rule!r}")
             self._rules.append((rule[0], rule[1]))
 
-    def __call__(self, name: str) -> Any:
+    def __call__(self, name: str) -> object:
         for pattern, target in self._rules:
             if matched(pattern, name, self._names) is not None:
                 return target
@@ -104,7 +105,7 @@ class _Rules:
         raise ValueError(f"no rule fits: there are {rules or 'none'}; end with '*'")
 
 
-def _listed(to: Mapping[Any, Any], prefix: str, names: set[str]) -> Iterator[tuple[str, Any]]:
+def _listed(to: StateDict, prefix: str, names: set[str]) -> Iterator[tuple[str, object]]:
     """What a mapping asks for, by name: nested as the state dict, or with dots. What asks for nothing is left out."""
     for key, value in to.items():
         name = f"{prefix}{key}"
@@ -118,14 +119,14 @@ def _listed(to: Mapping[Any, Any], prefix: str, names: set[str]) -> Iterator[tup
             yield name, value
 
 
-def _keys(to: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+def _keys(to: StateDict, prefix: str) -> Iterator[str]:
     for key, value in to.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def _asks(value: Any) -> bool:
+def _asks(value: object) -> bool:
     """True for what can only be a target, or lead to one."""
     if isinstance(value, str):
         return "/" in value
@@ -133,7 +134,7 @@ def _asks(value: Any) -> bool:
     return asks or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
 
 
-def _are_placements(target: Any) -> bool:
+def _are_placements(target: object) -> bool:
     """True for what says nothing of a mesh: words, placements, or a sequence of those."""
     if isinstance(target, str):
         return "/" not in target  # as notation has

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 
@@ -11,7 +11,9 @@ PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
 STATE_DICT_ITEM = object
 STATE_DICT_TYPE = dict[str, Any]
+StateDict = Mapping[Any, object]  # what is accepted: keys of any type, nested or flat
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
+Keep = Callable[[Any], bool]
 
 
 class Key(int):
@@ -22,15 +24,15 @@ class Place(int):
     """A place in a tuple."""
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     containers = "local_shards", "shards", "__create_chunk_list__"
     return isinstance(value, torch.Tensor) or any(hasattr(value, name) for name in containers)
 
 
 def traverse_state_dict(
-    state_dict: Mapping[Any, Any],
+    state_dict: StateDict,
     visitor: Callable[[OBJ_PATH, Any], None],
-    keep_traversing: Callable[[Any], bool] | None = _is_tensor,
+    keep_traversing: Keep | None = _is_tensor,
 ) -> None:
     """Call `visitor(path, value)` for every leaf.
 
@@ -47,18 +49,22 @@ def traverse_state_dict(
     _visit((), state_dict, visitor, keep_traversing or (lambda _: False), [])
 
 
-def _check_mapping(value: Any) -> None:
+def _check_mapping(value: object) -> None:
     if not isinstance(value, Mapping):
         hint = ": give its state_dict()" if hasattr(value, "state_dict") else ""
         raise TypeError(f"a state dict is a mapping, not {type(value).__name__}{hint}")
 
 
 def _visit(
-    path: OBJ_PATH, value: Any, visitor: Callable[..., None], keep: Callable[[Any], bool], inside: list[int]
+    path: OBJ_PATH,
+    value: object,
+    visitor: Callable[[OBJ_PATH, Any], None],
+    keep: Callable[[Any], bool],
+    inside: list[int],
 ) -> None:
     if id(value) in inside:
         raise ValueError(f"the state dict contains itself at {'.'.join(map(str, path))}")
-    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep, [], set()) else []
+    items = _items(value) if isinstance(value, Mapping) or _entered(value, keep, [], set()) else []
     if not items and path:
         visitor(path, value)
         return
@@ -66,14 +72,14 @@ def _visit(
         _visit((*path, key), item, visitor, keep, [*inside, id(value)])
 
 
-def _items(value: Any) -> list[tuple[PATH_ITEM, Any]]:
+def _items(value: Mapping[Any, object] | Sequence[object]) -> list[tuple[PATH_ITEM, object]]:
     if isinstance(value, Mapping):
         return [(Key(key) if type(key) is int else key, item) for key, item in value.items()]
     place = Place if isinstance(value, tuple) else int
     return [(place(at), item) for at, item in enumerate(value)]
 
 
-def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int], dull: set[int]) -> bool:
+def _entered(value: object, keep: Keep, inside: list[int], dull: set[int]) -> TypeGuard[Sequence[object]]:
     """True for a list or tuple with something to see, if only itself. `dull` ones are known to have nothing."""
     if not isinstance(value, list | tuple) or isinstance(value, torch.Size) or id(value) in dull:
         return False
@@ -86,7 +92,7 @@ def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int], dull: s
     return False
 
 
-def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
+def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: object) -> None:
     """Set a value along a path; containers on the way are made as the path says.
 
     >>> root = {}
@@ -100,7 +106,7 @@ def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
     _put(root_dict, path, value)
 
 
-def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
+def _put(container: object, path: OBJ_PATH, value: object) -> object:
     """The container with the value: the same one, but for tuples, which are made anew."""
     key, rest = path[0], path[1:]
     if container is None:
@@ -111,13 +117,13 @@ def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
         return container
     if not isinstance(key, int) or not isinstance(container, list | tuple):
         raise ValueError(f"{key!r} leads into {type(container).__name__}, which has no such items")
-    items: list[Any] = list(container) if isinstance(container, tuple) else container
+    items: list[object] = list(container) if isinstance(container, tuple) else container
     items.extend([None] * (key + 1 - len(items)))
     items[key] = _put(items[key], rest, value) if rest else value
     return tuple(items) if isinstance(container, tuple) else items
 
 
-def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
+def get_element(root_dict: StateDict, path: OBJ_PATH, default_value: object = None) -> Any:
     """What is at a path, or the default.
 
     >>> get_element({"a": [1, {"b": 5}]}, ("a", 1, "b")), get_element({"a": [1]}, ("a", 1), "nothing")
@@ -134,12 +140,12 @@ def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any
     return found
 
 
-def is_step(key: Any) -> bool:
+def is_step(key: object) -> bool:
     """True for a key of a path that a file can hold: a text or a whole number."""
     return isinstance(key, str | int) and not isinstance(key, bool)
 
 
-def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
+def flatten_state_dict(state_dict: StateDict) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
     """One level of names with dots, and the path of each, for `unflatten_state_dict`.
 
     >>> flat, paths = flatten_state_dict({"a": {1: "x"}, "b": ({}, torch.Size([2]))})
@@ -148,7 +154,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, 
     >>> unflatten_state_dict(flat, paths)
     {'a': {1: 'x'}, 'b': ({}, torch.Size([2]))}
     """
-    leaves = list[tuple[OBJ_PATH, Any]]()
+    leaves = list[tuple[OBJ_PATH, object]]()
     traverse_state_dict(state_dict, lambda path, value: leaves.append((path, value)))
     plain = {dotted(path) for path, _ in leaves}
     flat, paths = STATE_DICT_TYPE(), FLATTEN_MAPPING()
@@ -180,7 +186,7 @@ def spelled(path: OBJ_PATH) -> str:
     return "/".join(f"{key!r}:{type(key).__name__}" for key in path)
 
 
-def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
+def unflatten_state_dict(state_dict: Mapping[str, object], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
     """The nested state dict again."""
     nested = STATE_DICT_TYPE()
     for name, value in state_dict.items():

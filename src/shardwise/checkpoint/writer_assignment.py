@@ -15,7 +15,7 @@ Owned = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corner
 WHOLE = 2**22  # bytes of a box that one of its replicas writes whole: smaller parts are not worth their names
 
 
-def written(name: str, layout: Layout, itemsize: int, turn: int) -> Layout:
+def assign_writers(name: str, layout: Layout, itemsize: int, turn: int) -> Layout:
     """The boxes that every owner writes. `turn` moves small ones on to the next replica, so that all write as much."""
     if layout.op is not None:
         raise CheckpointError(

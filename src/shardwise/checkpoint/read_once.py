@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry
-from shardwise.checkpoint.shares import Owned, slices
+from shardwise.checkpoint.writer_assignment import Owned, slices
 from shardwise.containers.memory import check_written
 from shardwise.exchange.overflow import Losses
 from shardwise.geometry import Box, Boxes
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 def load_once(
     callers: Callers,
     targets: Mapping[str, TensorInfo],
-    flat: Mapping[str, Any],
+    flat: Mapping[str, object],
     prepare: Callable[[], Prepared],
     max_bytes: int | None,
     progress: Progress,
@@ -50,7 +50,7 @@ def load_once(
     def make() -> tuple[ModelPlan, Prepared]:
         prepared = prepare()
         entries = {link.source: entry for link, entry, _ in prepared.links}
-        layouts = readers(entries.values(), callers.owners)
+        layouts = assign_readers(entries.values(), callers.owners)
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
         links = [link for link, _, _ in prepared.links]
         used = {link.target for link in links}
@@ -94,7 +94,7 @@ class FileSide:
         self._mapped.clear()
 
 
-def readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
+def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
     """Who reads what: boxes as they are stored, one after the other, in shares of equally many bytes."""
     listed = list(entries)
     total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in listed)), 0
