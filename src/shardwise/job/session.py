@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from contextvars import copy_context
+from functools import wraps
 from threading import Condition, Thread
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.torch_internals import DTensorContainer, default_group, home_of, 
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Task = tuple[Callable[[], Any], Future[Any]]
 
@@ -120,6 +122,20 @@ def _as_here(work: Callable[[], T]) -> Callable[[], T]:
             return context.run(work)
 
     return run
+
+
+def accepts_wire(call: Callable[P, T]) -> Callable[P, T]:
+    """`wire=` as another spelling of the keyword `transport=`."""
+
+    @wraps(call)
+    def with_transport(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "wire" in kwargs:
+            if "transport" in kwargs:
+                raise TypeError("transport= and wire= are two spellings of one option: give transport= alone")
+            kwargs["transport"] = kwargs.pop("wire")
+        return call(*args, **kwargs)
+
+    return with_transport
 
 
 _transports = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupTransport]]()

@@ -16,7 +16,7 @@ from shardwise.job.job import Job
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Link
-from shardwise.job.session import check_owners, group_transport
+from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import (
     Descriptions,
     FreshSide,
@@ -42,6 +42,7 @@ from shardwise.transports import GroupTransport, TransportChoice
 OPERATION = "reshard_state_dict"
 
 
+@accepts_wire
 def reshard_state_dict(
     state_dict: StateDict | None,
     to: Targets,

@@ -17,7 +17,7 @@ from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
-from shardwise.job.session import check_owners, group_transport
+from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import (
     Descriptions,
     FreshSide,
@@ -45,6 +45,7 @@ class Resharder:
     `plan`: a file that must be of this plan. `transport`: as in `reshard`.
     """
 
+    @accepts_wire
     def __init__(
         self,
         source: StateDict | None,
