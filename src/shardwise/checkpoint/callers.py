@@ -63,5 +63,5 @@ class Callers:
 
     def from_first(self, say: Callable[[], S]) -> S:
         """What the first of them says. What goes wrong for one is raised for all."""
-        _, told = self.tell(lambda: (None, say()))
-        return next(iter(told.values()))
+        _, answers = self.tell(lambda: (None, say()))
+        return next(iter(answers.values()))

@@ -95,11 +95,11 @@ def convert(
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
-    ties, kept = _ties(streams, parts), _kept(opened, select, objects, format)
+    ties, values = _ties(streams, parts), _values_to_write(opened, select, objects, format)
     if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
-        ties, kept = {}, {}
-    contents = _contents(opened, streams, layouts, kept, ties)
+        ties, values = {}, {}
+    contents = _contents(opened, streams, layouts, values, ties)
     owners = sorted({owner for _, layout in contents.tensors.values() for owner in layout.owners()}) or [0]
     token = _token(opened, streams, contents, format)
     writer = _writer(format, folder, owners, token, name)
@@ -108,8 +108,8 @@ def convert(
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claim_folder(folder, token, name) as claim, _resumable(claim, folder, token, owners):
         writer.check(contents)
-        told = _written(writer, owners, streams, contents, chunk, jobs, progress)
-        for old in writer.finish(told, contents):
+        files = _write_files(writer, owners, streams, contents, chunk, jobs, progress)
+        for old in writer.finish(files, contents):
             writer.folder.remove(old)
         made = open(folder.path_of(writer.main))
         made.reused, made.lost = tuple(folder.reused), lost
@@ -150,14 +150,14 @@ def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequ
         raise
 
 
-def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
+def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
     """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
     check_objects(objects)
-    found = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
-    lost = [key for key, value in found.items() if objects != "drop" and _is_lost(value, objects, format)]
+    values = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
+    lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
-        raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(found[lost[0]], format)}")
-    return found if objects == "carry" else {key: value for key, value in found.items() if is_listed(value)}
+        raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
+    return values if objects == "carry" else {key: value for key, value in values.items() if is_listed(value)}
 
 
 def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
@@ -178,7 +178,7 @@ def _loss(value: object, format: str) -> str:
     return f"{lost}, as {LIMITED[format]}. Remedy: {other}; {drop}"
 
 
-def _written(
+def _write_files(
     writer: Writer,
     owners: Sequence[int],
     streams: Mapping[str, Stream],
@@ -194,10 +194,10 @@ def _written(
         parts = _parts(streams, contents, chunk, count)
 
         def write(owner: int) -> object:
-            told = writer.write(owner, parts[owner], contents)
+            file = writer.write(owner, parts[owner], contents)
             if writer.file(owner) in writer.folder.reused:
                 count.add(sum(part.bytes for part in parts[owner]))
-            return told
+            return file
 
         return dict(ordered(owners, write, jobs))
 
@@ -216,15 +216,15 @@ def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, Outpu
         {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"},
     )
     ending = PurePath(path).suffix
-    said = format or endings.get(ending, "safetensors")
-    if said not in FORMATS:
+    chosen_format = format or endings.get(ending, "safetensors")
+    if chosen_format not in FORMATS:
         raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
-    if endings.get(ending) == said and name:
+    if endings.get(ending) == chosen_format and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
-        return said, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
-    return said, OutputFolder(path, durable=durable), None
+        return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
+    return chosen_format, OutputFolder(path, durable=durable), None
 
 
 def _for_model(rules: Rules, source: Checkpoint) -> Rules:
@@ -269,13 +269,13 @@ def _layouts(
 
 def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
     """The names whose tensors come from the same bytes as those of an earlier name, and are to lie alike; and that."""
-    first, found = dict[Hashable, str](), dict[str, str]()
+    first, ties = dict[Hashable, str](), dict[str, str]()
     for name, stream in streams.items():
         if stream.origin is not None and stream.size:
             layout = None if rules is None else rules.layout(name, stream.shape)
             one = first.setdefault((stream.origin, layout), name)
-            found |= {name: one} if one != name else {}
-    return found
+            ties |= {name: one} if one != name else {}
+    return ties
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
@@ -300,14 +300,14 @@ def _parts(
     streams: Mapping[str, Stream], contents: Contents, chunk: int, done: Count
 ) -> Mapping[int, list[TensorPart]]:
     """What every file is to have."""
-    found = defaultdict[int, list[TensorPart]](list)
+    parts = defaultdict[int, list[TensorPart]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
         empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
         _, layout = contents.tensors[name]
         for owner in layout.owners():
             for box in [piece.box for piece in layout.pieces(owner)] or empty:
-                found[owner].append(TensorPart(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
-    return found
+                parts[owner].append(TensorPart(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
+    return parts
 
 
 def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -> None:
@@ -327,8 +327,8 @@ def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> 
     """Refuse to write over what is read."""
     onto = same_location(opened.files.root, folder.path)
     if name is not None:
-        listed = {id(entry.paths): entry.paths for entry in opened.values()}
-        used = {path for paths in listed.values() for path in paths}
+        tables = {id(entry.paths): entry.paths for entry in opened.values()}
+        used = {path for paths in tables.values() for path in paths}
         onto = any(same_location(opened.files.path(path), folder.path_of(name)) for path in used)
     if onto:
         raise CheckpointError(
@@ -339,20 +339,20 @@ def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
     """Tells this conversion from others: of other files or other values, or to something else."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
-    said: list[object] = [
+    facts: list[object] = [
         format,
         opened.path,
         sorted(opened.metadata.items()),
         [(path, opened.files.stamp(path)) for path in files],
     ]
-    said += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
+    facts += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew
-        said += [
+        facts += [
             (name, blake2b(torch_save_bytes(value), digest_size=8).digest()) for name, value in contents.values.items()
         ]
-    said += sorted(contents.tied.items())
+    facts += sorted(contents.tied.items())
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
-    return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
+    return blake2b(repr((facts, links)).encode(), digest_size=8).hexdigest()
 
 
 def _verify(
@@ -366,6 +366,6 @@ def _verify(
     if lacking:
         raise CheckpointError(missing(f"{made.path} has no", lacking, made))
     pairs = {name: (stream, stream_of(made[names[name]])) for name, stream in streams.items()}
-    found = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
-    if found:
-        raise CheckpointError(f"{made.path} is not what was to be written: {found[0]} (and {len(found) - 1} more)")
+    differences = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
+    if differences:
+        raise CheckpointError(f"{made.path} is not what was to be written: {differences[0]} (and {len(differences) - 1} more)")

@@ -83,9 +83,9 @@ def load(
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        listed = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
-        linked = {link.target for link, _, _ in listed}
-        return Prepared(_once(checkpoint, listed, ties, check=callers.first), linked, others)
+        linked_entries = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
+        linked = {link.target for link, _, _ in linked_entries}
+        return Prepared(_once(checkpoint, linked_entries, ties, check=callers.first), linked, others)
 
     def each() -> tuple[Prepared, Losses]:
         prepared, losses = prepare(), Losses()
@@ -103,9 +103,9 @@ def load(
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
         # nobody returns while another still reads: who returns may delete the files
-        (prepared, values), told = callers.tell(finish)
+        (prepared, values), losses_by_rank = callers.tell(finish)
         with callers.refusals():
-            _refuse_losses(told, disjoint=once)
+            _refuse_losses(losses_by_rank, disjoint=once)
     for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
         set_element(into, state.paths[name], value)
 
@@ -134,12 +134,12 @@ def _described(
         state = State(flat, paths, replaced)
         return (checkpoint, state), (describe_all(flat, callers.transport), ties_of(flat, callers.transport))
 
-    (checkpoint, state), told = callers.tell(say, same)
+    (checkpoint, state), by_rank = callers.tell(say, same)
     with callers.refusals():
-        targets = combine_descriptions({rank: known for rank, (known, _) in told.items()}, "state dict")
+        targets = combine_descriptions({rank: known for rank, (known, _) in by_rank.items()}, "state dict")
         if once:
             callers.check(targets)
-    return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in told.items()})
+    return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in by_rank.items()})
 
 
 def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -178,20 +178,20 @@ def _links(
         if ties and several:
             reached = links(have, wanted, rename=rename, remap=remap, strict=False, whole=False, empty=True)
             wanted = _untied(wanted, ties, {link.target for link in reached})
-        found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
+        planned = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
         cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    listed = [(link, checkpoint[link.source], targets[link.target]) for link in found]
-    for link, _, tensor in listed:
+    linked_entries = [(link, checkpoint[link.source], targets[link.target]) for link in planned]
+    for link, _, tensor in linked_entries:
         if tensor.layout.op is not None:
             raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in listed]
+    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in linked_entries]
     try:
         check_changes(changes, lambda change: cast.check(change, checkpoint, targets))
     except ValueError as error:
         raise RefusedCastError(f"{checkpoint.path}: {error}") from error
-    return listed
+    return linked_entries
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
@@ -201,29 +201,29 @@ def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container
 
 
 def _once(
-    checkpoint: Checkpoint, listed: Sequence[tuple[Link, Entry, TensorInfo]], ties: Mapping[str, str], *, check: bool
+    checkpoint: Checkpoint, linked_entries: Sequence[tuple[Link, Entry, TensorInfo]], ties: Mapping[str, str], *, check: bool
 ) -> list[tuple[Link, Entry, TensorInfo]]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
     streams = dict[str, Stream]()
-    for link, entry, tensor in listed if ties else ():
+    for link, entry, tensor in linked_entries if ties else ():
         before = streams[link.target].sources if link.target in streams else ()
         streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
     first = dict[str, str]()
     again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
     for name, one in again.items() if check else ():
-        found = (
+        differences = (
             compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
         )
-        if found:
+        if differences:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
-                f"({found[0].what}): give each its own memory, or leave one of them out"
+                f"({differences[0].what}): give each its own memory, or leave one of them out"
             )
-    return [one for one in listed if one[0].target not in again]
+    return [one for one in linked_entries if one[0].target not in again]
 
 
 def _load_each(
-    listed: Sequence[tuple[Link, Entry, TensorInfo]],
+    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
     flat: Mapping[str, object],
     callers: Callers,
     progress: Progress,
@@ -234,28 +234,28 @@ def _load_each(
     What casts lose of it is counted in the same pass.
     """
     todo = list[Reading]()
-    for link, entry, tensor in listed:
+    for link, entry, tensor in linked_entries:
         memory = memory_of(flat.get(link.target))
         check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
         for one in memory:
             check_written(one, repr(link.target))
-        found = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
+        copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
         look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
         todo.append(
-            Reading(entry, found.sources(entry, link.source_view), [cut.of(memory) for cut in found.there], look)
+            Reading(entry, copies.sources(entry, link.source_view), [cut.of(memory) for cut in copies.there], look)
         )
     total = sum(reading.bytes for reading in todo) if progress is not None else 0
     with shown(progress, total, "load", here=callers.first) as tell:
         read_into(todo, Count(tell, total).add)
 
 
-def _refuse_losses(told: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
+def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
     """Refuse what casts have lost on any rank. Of parts that ranks may have in common the worst counts."""
-    found = Losses()
-    for lost in (one for several in told.values() for one in several):
-        found.add(lost) if disjoint else found.keep_worst(lost)
-    if found.listed():
-        raise RefusedCastError(refusal(found.listed(), "All tensors of the target were written"))
+    losses = Losses()
+    for lost in (one for several in by_rank.values() for one in several):
+        losses.add(lost) if disjoint else losses.keep_worst(lost)
+    if losses.listed():
+        raise RefusedCastError(refusal(losses.listed(), "All tensors of the target were written"))
 
 
 def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
@@ -279,8 +279,8 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) ->
     if lacking and strict:
         reason = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
         raise CheckpointError(f"{reason}; strict=False leaves them as they are")
-    found = [name for name in names if name in checkpoint.objects]
-    opaque = {name: one for name in found if (one := opaque_in(checkpoint.objects[name])) is not None}
+    stored = [name for name in names if name in checkpoint.objects]
+    opaque = {name: one for name in stored if (one := opaque_in(checkpoint.objects[name])) is not None}
     if opaque and strict:
         name, one = next(iter(opaque.items()))
         raise CheckpointError(
@@ -288,7 +288,7 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) ->
             f"Remedy: leave {name!r} out{_where(checkpoint.objects[name], name)}, allow the class with "
             f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
         )
-    return [name for name in found if name not in opaque]
+    return [name for name in stored if name not in opaque]
 
 
 def _where(value: object, name: str) -> str:

@@ -96,10 +96,10 @@ class FileSide:
 
 def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
     """Who reads what: boxes as they are stored, one after the other, in shares of equally many bytes."""
-    listed = list(entries)
-    total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in listed)), 0
-    found = dict[str, Layout]()
-    for entry in listed:
+    stored = list(entries)
+    total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in stored)), 0
+    layouts = dict[str, Layout]()
+    for entry in stored:
         pieces, boxes = list[Owned](), entry.boxes
         columns = boxes.volumes().tolist(), boxes.lo.tolist(), boxes.hi.tolist()
         for volume, lo, hi in zip(*columns, strict=True):
@@ -108,8 +108,8 @@ def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str,
             whole = (owners[first], tuple(lo), tuple(hi))
             pieces += [whole] if first == last else slices(Box(*whole[1:]), owners[first : last + 1])
             before += size
-        found[entry.name] = Layout.boxes(entry.shape, pieces, overlap="replicas")
-    return found
+        layouts[entry.name] = Layout.boxes(entry.shape, pieces, overlap="replicas")
+    return layouts
 
 
 def _mapped(entry: Entry, layout: Layout, me: int) -> list[torch.Tensor]:

@@ -82,14 +82,14 @@ def save(
         fits = partial(WRITERS[format].fits, contents)
         token, claim = _claim(callers, OutputFolder(path, durable=durable, run=token_hex(8)), fits, stack)
         try:
-            writer, told = callers.tell(write)
+            writer, files = callers.tell(write)
         except BaseException as error:
             # what all know of ends it for all; else others may go on, and write an index that names what we wrote
             if callers.alone or (isinstance(error, Exception) and not callers.broken):
                 undo()
             raise
         try:
-            old = callers.from_first(lambda: writer.finish(told, contents) if callers.first else [])
+            old = callers.from_first(lambda: writer.finish(files, contents) if callers.first else [])
         except Exception:
             # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
             if not callers.broken and not callers.from_first(
@@ -139,23 +139,23 @@ def _described(
         mine = flat, paths, {} if callers.alone else sample_sums(flat)
         return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
-    (flat, paths, marked), told = callers.tell(say, {"format": format, "path": str(path)})
+    (flat, paths, marked), by_rank = callers.tell(say, {"format": format, "path": str(path)})
     with callers.refusals():
-        tensors = _all_tensors(callers, told)
-    ties = tied({rank: ties for rank, (*_, ties) in told.items()})
+        tensors = _all_tensors(callers, by_rank)
+    ties = tied({rank: ties for rank, (*_, ties) in by_rank.items()})
     return flat, paths, tensors, ties, differing_replicas(tensors, marked, callers.highest)
 
 
-def _all_tensors(callers: Callers, told: Mapping[int, tuple[Descriptions, list[str], Ties]]) -> dict[str, TensorInfo]:
+def _all_tensors(callers: Callers, by_rank: Mapping[int, tuple[Descriptions, list[str], Ties]]) -> dict[str, TensorInfo]:
     """The tensors of all ranks, which must have the same other values."""
-    (first, (_, names, _)), *others = told.items()
+    (first, (_, names, _)), *others = by_rank.items()
     for rank, (_, other, _) in others:
         if other != names:
             strange = sorted(set(names) ^ set(other)) or names
             raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-    given = {rank: one for rank, (one, *_) in told.items()}
-    refuse_several_jobs(given, callers.transport)
-    tensors = combine_descriptions(given, "state dict")
+    descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
+    refuse_several_jobs(descriptions, callers.transport)
+    tensors = combine_descriptions(descriptions, "state dict")
     callers.check(tensors)
     _check_whole(tensors)
     return tensors
@@ -173,18 +173,18 @@ def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
 
 def _layouts(tensors: Mapping[str, TensorInfo], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
     """Who writes what. Of those that differ between ranks the first rank writes all."""
-    held = {name: tensor.layout for name, tensor in tensors.items()}
-    held |= {name: Layout.replicated(tensors[name].shape, held[name].owners()[:1]) for name in differing}
+    sources = {name: tensor.layout for name, tensor in tensors.items()}
+    sources |= {name: Layout.replicated(tensors[name].shape, sources[name].owners()[:1]) for name in differing}
     return {
-        name: (tensor.dtype, assign_writers(name, held[name], tensor.dtype.itemsize, turn))
+        name: (tensor.dtype, assign_writers(name, sources[name], tensor.dtype.itemsize, turn))
         for turn, (name, tensor) in enumerate(tensors.items())
     }
 
 
 def _unlike(names: Sequence[str]) -> str:
-    listed = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
+    shown = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
     return (
-        f"save: {listed} differ{'s' * (len(names) == 1)} between ranks, though plain tensors are the same on all: "
+        f"save: {shown} differ{'s' * (len(names) == 1)} between ranks, though plain tensors are the same on all: "
         f"those of the first rank that has them are saved. What every rank has of its own needs a name of its own"
     )
 
@@ -195,10 +195,10 @@ def _check(format: str) -> None:
 
 
 def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, contents: Contents) -> Saver:
-    found = WRITERS[format](folder, callers.owners, token)
+    writer = WRITERS[format](folder, callers.owners, token)
     if callers.first:
-        found.check(contents)
-    return found
+        writer.check(contents)
+    return writer
 
 
 def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:

@@ -64,19 +64,19 @@ class Stream:
 
     def losses(self, chunk: int = CHUNK) -> Losses:
         """What the cast loses of all cells; nothing is read where it can lose nothing."""
-        found, whole = Losses(), Box((0,) * len(self.shape), self.shape)
+        losses, whole = Losses(), Box((0,) * len(self.shape), self.shape)
         for part in self._parts(whole, chunk) if self.may_overflow else ():
             for entry, here, _ in self._cuts(Places.packed(part)):
                 if may_overflow(entry.dtype, self.dtype):
-                    found.look(repr(self.name), entry.views(here), self.dtype)
-        return found
+                    losses.look(repr(self.name), entry.views(here), self.dtype)
+        return losses
 
     def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Window], list[Window]]]:
         for link, entry in self.sources:
             there = link.target_view.of_places(packed)
             if there.boxes.count:
-                found = entry.within(link.source_view.back(there.boxes))
-                here, to = placed(link.source_view.of_places(found), there)
+                stored = entry.within(link.source_view.back(there.boxes))
+                here, to = placed(link.source_view.of_places(stored), there)
                 yield entry, entry.cuts(here), to
 
     def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
@@ -92,7 +92,7 @@ class Stream:
         """The box as bytes of files one after the other; None where it has to be packed or cast."""
         if not box.volume:
             return []
-        found = list[tuple[int, Entry, Window]]()
+        runs = list[tuple[int, Entry, Window]]()
         for link, entry in self.sources:
             if entry.dtype != self.dtype:
                 return None
@@ -100,8 +100,8 @@ class Stream:
             sources = matched.sources(entry, link.source_view)
             if not all(cut.contiguous for cut in (*sources, *matched.there)):
                 return None
-            found += [(to.offset, entry, run) for run, to in zip(sources, matched.there, strict=True)]
-        return [(entry, run) for _, entry, run in sorted(found, key=lambda run: run[0])]
+            runs += [(to.offset, entry, run) for run, to in zip(sources, matched.there, strict=True)]
+        return [(entry, run) for _, entry, run in sorted(runs, key=lambda run: run[0])]
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same room for its cells."""

@@ -42,10 +42,10 @@ class Chunks:
     @cached_property
     def by_corner(self) -> dict[tuple[int, ...], list[int]]:
         """The numbers of the boxes with that first cell."""
-        found = dict[tuple[int, ...], list[int]]()
+        numbers = dict[tuple[int, ...], list[int]]()
         for number, chunk in enumerate(self.all):
-            found.setdefault(chunk.box.lo, []).append(number)
-        return found
+            numbers.setdefault(chunk.box.lo, []).append(number)
+        return numbers
 
 
 @lru_cache(maxsize=1024)
@@ -56,12 +56,12 @@ def chunks_of(layout: Layout, owner: int) -> Chunks:
     >>> [(str(chunk.box), chunk.written) for chunk in chunks_of(both, 1).all]
     [('[6:8]', True), ('[4:6]', False)]
     """
-    found = list[Chunk]()
+    chunks = list[Chunk]()
     for number, piece in enumerate(layout.pieces(owner) if owner in layout else ()):
         written = _minus([piece.box], _before(layout, owner, number, piece.box))
-        found += [Chunk(number, box, True) for box in written]
-        found += [Chunk(number, box, False) for box in _minus([piece.box], written)]
-    return Chunks(tuple(_told_apart(found)))
+        chunks += [Chunk(number, box, True) for box in written]
+        chunks += [Chunk(number, box, False) for box in _minus([piece.box], written)]
+    return Chunks(tuple(_cut_apart(chunks)))
 
 
 def _minus(boxes: list[Box], others: Iterable[Box]) -> list[Box]:
@@ -83,7 +83,7 @@ def _before(layout: Layout, owner: int, number: int, box: Box) -> list[Box]:
     return [theirs for other, at, theirs in meeting if (other, at) < (owner, number)]
 
 
-def _told_apart(chunks: list[Chunk]) -> list[Chunk]:
+def _cut_apart(chunks: list[Chunk]) -> list[Chunk]:
     """The same cells, cut where boxes with one first cell are not equal: an owner may hold overlapping pieces."""
     ends = dict[tuple[int, ...], tuple[int, ...]]()
     for _, box, _ in chunks:
@@ -94,7 +94,7 @@ def _told_apart(chunks: list[Chunk]) -> list[Chunk]:
     for piece, box, written in chunks:
         core = Box(box.lo, ends[box.lo])
         cut += [Chunk(piece, part, written) for part in (core, *box.minus(core))]
-    return _told_apart(cut)
+    return _cut_apart(cut)
 
 
 def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[WriteItem]:
@@ -105,7 +105,7 @@ def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[W
     _check(fqn, layout, shards)
 
     def item(box: Box) -> WriteItem:
-        offsets, sizes = _sized(box)
+        offsets, sizes = _offset_and_size(box)
         properties = TensorProperties.create_from_tensor(shards[0].detach())
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(layout.shape))
         return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
@@ -119,7 +119,7 @@ def chunk_list(layout: Layout, owner: int) -> list[ChunkStorageMetadata]:
     """DCP's chunks of what this rank reads."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(*_sized(chunk.box)) for chunk in chunks_of(layout, owner).all]
+    return [ChunkStorageMetadata(*_offset_and_size(chunk.box)) for chunk in chunks_of(layout, owner).all]
 
 
 def tensor_shard(index: MetadataIndex, shards: Tensors, layout: Layout, owner: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _places(layout: Layout, owner: int, strides: tuple[tuple[int, ...], ...]) ->
     return places_of(layout, owner, strides)
 
 
-def _sized(box: Box) -> tuple[torch.Size, torch.Size]:
+def _offset_and_size(box: Box) -> tuple[torch.Size, torch.Size]:
     """Where it begins, and its size."""
     return torch.Size(box.lo), torch.Size(box.shape)
 

@@ -152,9 +152,9 @@ def on_transport(container: Container, transport: GroupTransport | None) -> Cont
         )
     if transport is None or not transport.members.joined:
         return container
-    found = Renumbered(container, transport.members)
-    found.layout  # noqa: B018  # refused here, where errors are told to all
-    return found
+    renumbered = Renumbered(container, transport.members)
+    renumbered.layout  # noqa: B018  # refused here, where errors are told to all
+    return renumbered
 
 
 def is_sharded(x: object) -> TypeGuard[torch.Tensor]:

@@ -107,9 +107,9 @@ class ShardedTensor(torch.Tensor):
     @classmethod
     def _holding(cls, local: tuple[torch.Tensor, ...], container: Container, owner: int) -> Self:
         """One of that container with these tensors of that owner."""
-        found = cls._wrapper(container.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
-        found._shards, found._container, found._owner = local, container, owner
-        return found
+        wrapper = cls._wrapper(container.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
+        wrapper._shards, wrapper._container, wrapper._owner = local, container, owner
+        return wrapper
 
     @classmethod
     def _wrapper(cls, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> Self:
@@ -217,10 +217,10 @@ class ShardedTensor(torch.Tensor):
     def grad(self) -> ShardedTensor | None:
         """The gradients of the shards, laid out as gradients are; None where there are none yet."""
         grads = [shard.grad for shard in self.shards]
-        found = [grad for grad in grads if grad is not None]
-        if not found or len(found) < len(grads):
+        defined = [grad for grad in grads if grad is not None]
+        if not defined or len(defined) < len(grads):
             return None
-        grad = self._container.gradient().assemble(found)
+        grad = self._container.gradient().assemble(defined)
         assert isinstance(grad, ShardedTensor), "this rank has a part of it"
         return grad
 
@@ -299,9 +299,9 @@ class ShardedTensor(torch.Tensor):
 
     def new_empty(self, *size: Any, **how: Any) -> ShardedTensor:
         """One that lies in the same way, not filled. No other size can be asked for: where would its cells be?"""
-        asked = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-        if asked != self.layout.shape:
-            refuse("new_empty", f" with size {asked}", f"Ask for its own, {self.layout.shape}: only that has a layout")
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        if shape != self.layout.shape:
+            refuse("new_empty", f" with size {shape}", f"Ask for its own, {self.layout.shape}: only that has a layout")
         return self._each(lambda shard: shard.new_empty(shard.shape, **how))
 
     def share_memory_(self) -> Self:
@@ -332,7 +332,7 @@ class ShardedTensor(torch.Tensor):
                 raise ValueError(f"torch.{what} cannot compare partial values ({self.layout!r}): reduce them first")
             return self._fits(other, self.layout) and all(map(same, self.shards, other.shards))
 
-        return together_or_alone(f"torch.{what}", mine, lambda told: all(told.values()), group=self.group)
+        return together_or_alone(f"torch.{what}", mine, lambda answers: all(answers.values()), group=self.group)
 
     def _fits(self, other: ShardedTensor, layout: Layout) -> bool:
         """True where the other has that layout, and the same cells here: groups may give this process other numbers."""
@@ -464,9 +464,9 @@ def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
 
 def _parameter(make: Callable[..., ShardedTensor], given: tuple[object, ...]) -> ShardedTensor:
     """What is made, marked as torch.nn.Parameter marks it."""
-    found = make(*given)
-    found._is_param = True
-    return found
+    parameter = make(*given)
+    parameter._is_param = True
+    return parameter
 
 
 def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:

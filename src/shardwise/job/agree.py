@@ -53,14 +53,14 @@ def agree_on(
 
     (made, own), prints = tell_all(transport, operation, say, same)
     if len(set(prints.values())) > 1:  # say more, now that it is an error anyhow
-        _, listed = tell_all(transport, operation, lambda: (None, made.listed()))
+        _, contents = tell_all(transport, operation, lambda: (None, made.listed()))
         with refusals(operation):
-            _differ(listed)
+            _differ(contents)
     return made, own
 
 
-def _differ(told: Mapping[int, dict[str, object]]) -> None:
-    (first, one), *others = told.items()
+def _differ(by_rank: Mapping[int, dict[str, object]]) -> None:
+    (first, one), *others = by_rank.items()
     for rank, other in others:
         difference = first_difference(one, other, f"on rank {first}", f"on rank {rank}")
         if difference:
@@ -141,9 +141,9 @@ def together(
     **same: object,
 ) -> T:
     """What follows from what `say` returns on every rank of the group, by rank: the same everywhere."""
-    _, told = tell_all(group_transport(group), operation, lambda: (None, say()), same)
+    _, answers = tell_all(group_transport(group), operation, lambda: (None, say()), same)
     with refusals(operation):
-        return conclude(told)
+        return conclude(answers)
 
 
 def together_or_alone(

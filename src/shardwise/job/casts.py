@@ -98,8 +98,8 @@ def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) ->
             refused.setdefault(change.target, error)
     first, others = next(iter(refused.values()), None), list(refused)[1:]
     if first is not None and others:
-        listed = ", ".join(map(repr, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
-        raise type(first)(f"{first}. {len(others)} more cast{'s' * (len(others) > 1)} refused: {listed}") from first
+        shown = ", ".join(map(repr, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
+        raise type(first)(f"{first}. {len(others)} more cast{'s' * (len(others) > 1)} refused: {shown}") from first
     if first is not None:
         raise first
 
@@ -148,10 +148,10 @@ def _by_name(change: Change) -> str:
 
 def codes_of(name: str, tensors: Tensors) -> str | None:
     """The quantised tensor that a scale belongs to; None for what is no scale of codes."""
-    found = SCALE.fullmatch(name)
-    if found is None:
+    match = SCALE.fullmatch(name)
+    if match is None:
         return None
-    base = found["codes"]
+    base = match["codes"]
     own = [f"{base}{ending}" for ending in CODES]
     module = [leaf if base is None else f"{base}.{leaf}" for leaf in CODES_OF_A_MODULE]
     near = [one for one in own if one in tensors] or [one for one in module if one in tensors and one != name]
@@ -180,7 +180,7 @@ class CastRequest(NamedTuple):
 class Casts:
     """Rules of which the first match wins, and a dtype for all other floating point tensors.
 
-    >>> Casts.of([("norm", torch.float32), torch.bfloat16]).asked("norm", torch.float16)
+    >>> Casts.of([("norm", torch.float32), torch.bfloat16]).request("norm", torch.float16)
     Asked(dtype=torch.float32, named=True)
     """
 
@@ -191,11 +191,11 @@ class Casts:
     @staticmethod
     def of(cast: object, option: str = "cast=") -> Casts:
         """From what a user gave."""
-        listed = [] if cast is None else [cast] if isinstance(cast, torch.dtype) else cast
-        if not isinstance(listed, list | tuple):
+        given = [] if cast is None else [cast] if isinstance(cast, torch.dtype) else cast
+        if not isinstance(given, list | tuple):
             raise TypeError(f"{option} must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
-        rest = [rule for rule in listed if isinstance(rule, torch.dtype)]
-        rules = [rule for rule in listed if not isinstance(rule, torch.dtype)]
+        rest = [rule for rule in given if isinstance(rule, torch.dtype)]
+        rules = [rule for rule in given if not isinstance(rule, torch.dtype)]
         if len(rest) > 1 or not all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in rules):
             raise TypeError(
                 f"{option} must be rules [(pattern, dtype), ...] and at most one dtype for the rest, not {cast!r}"
@@ -212,7 +212,7 @@ class Casts:
         """The same for tensors of these names."""
         return replace(self, names=names) if self.rules else self
 
-    def asked(self, name: str, dtype: torch.dtype) -> CastRequest | None:
+    def request(self, name: str, dtype: torch.dtype) -> CastRequest | None:
         """What a tensor is to become; None where nothing is asked for."""
         for pattern, becomes in self.rules:
             if self._fits(pattern, name):
@@ -242,10 +242,10 @@ class TargetCasts:
 
     def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:
         """Refuse what is not asked for."""
-        asked = self.casts.among(targets).asked(change.target, change.dtype)
-        if asked is not None and asked.dtype != change.becomes:
-            raise ValueError(f"cast= makes {change.target!r} {asked.dtype}, but the target is {change.becomes}")
-        check_change(change, sources, targets, named=asked is not None and asked.named)
+        request = self.casts.among(targets).request(change.target, change.dtype)
+        if request is not None and request.dtype != change.becomes:
+            raise ValueError(f"cast= makes {change.target!r} {request.dtype}, but the target is {change.becomes}")
+        check_change(change, sources, targets, named=request is not None and request.named)
         if change.dtype != change.becomes and not self.allowed:
             raise ValueError(f"{change}: cast=True casts")
 

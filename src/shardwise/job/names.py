@@ -34,11 +34,11 @@ def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, .
     last, at, stars = parts[-1], 0, list[str]()
     end = len(name) - last.width
     for number, part in enumerate(parts[:-1]):  # each as early as it can be: what a star leaves is of no use to it
-        found = part.text.search(name, at) if number else part.text.match(name)
-        if found is None:
+        match = part.text.search(name, at) if number else part.text.match(name)
+        if match is None:
             return None
-        stars += [name[at : found.start()]] * bool(number)
-        at = found.end()
+        stars += [name[at : match.start()]] * bool(number)
+        at = match.end()
     if end < at or (len(parts) == 1 and end) or not last.text.fullmatch(name, end):
         return None
     return (*stars, name[at:end]) if len(parts) > 1 else ()
@@ -80,12 +80,12 @@ def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
     if rename is None:
         return [name]
     try:
-        found = rename(name) if callable(rename) else _by_rules(name, rename, names)
+        becomes = rename(name) if callable(rename) else _by_rules(name, rename, names)
     except Exception as error:
         raise ValueError(f"rename= failed for {name!r}: {type(error).__name__}: {error}") from error
-    several = [found] if isinstance(found, str) else found
+    several = [becomes] if isinstance(becomes, str) else becomes
     if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
-        raise ValueError(f"rename= must give a name or a list of names for {name!r}, not {found!r}")
+        raise ValueError(f"rename= must give a name or a list of names for {name!r}, not {becomes!r}")
     return list(several)
 
 
@@ -109,10 +109,10 @@ def missing(what: str, names: Iterable[str], known: Iterable[str]) -> str:
     >>> missing("the target has no", ["q.weigth"], ["q.weight", "k.weight"])
     "the target has no 'q.weigth' (nearest: 'q.weight')"
     """
-    listed, likely = list(names), [name for name in known if len(name) <= LIKELY]
+    absent, likely = list(names), [name for name in known if len(name) <= LIKELY]
     words = []
-    for name in listed[:SHOWN]:
+    for name in absent[:SHOWN]:
         near = get_close_matches(name, likely, 1, 0.5) if len(name) <= LIKELY else []
         words.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
     return f"{what} {', '.join(words)}{more}"

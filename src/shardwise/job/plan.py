@@ -125,7 +125,7 @@ class ModelPlan:
 
     @staticmethod
     def of(
-        found: Sequence[Link],
+        links: Sequence[Link],
         sources: Mapping[str, TensorInfo],
         targets: Mapping[str, TensorInfo],
         *,
@@ -137,13 +137,13 @@ class ModelPlan:
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
         entries = list[PlannedLink]()
-        for link in found:
+        for link in links:
             try:
                 entries.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
             except Exception as error:
                 error.add_note(f"while planning {link.source!r} -> {link.target!r}")
                 raise
-        used = {link.source for link in found}
+        used = {link.source for link in links}
         return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
 
     @cached_property
@@ -271,7 +271,7 @@ class ModelPlan:
         return self._listed(str)
 
     def _listed(self, shown: Callable[[Layout], str]) -> dict[str, object]:
-        def told(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
+        def described(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
             return {
                 name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
                 for name, t in tensors.items()
@@ -281,7 +281,7 @@ class ModelPlan:
         for link in (entry.link for entry in self.entries):
             links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
         hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
-        parts = {"sources": told(self.sources), "targets": told(self.targets), "links": links}
+        parts = {"sources": described(self.sources), "targets": described(self.targets), "links": links}
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 
     def to_json(self) -> str:
@@ -297,8 +297,8 @@ class ModelPlan:
             raise PlanError(f"this is not a plan file: {error}") from None
         if not isinstance(given, dict) or given.get("shardwise_model_plan") != 1:
             raise PlanError("this is not the plan file of a model")
-        found = json.loads(self.to_json())
-        difference = first_difference(given, found, "in the file", "here")
+        current = json.loads(self.to_json())
+        difference = first_difference(given, current, "in the file", "here")
         if difference:
             raise PlanError(f"the plan file is of another model: {difference}")
 

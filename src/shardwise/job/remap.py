@@ -166,16 +166,16 @@ def links(
                 raise ValueError(f"{link.target!r} would come both from {by[link.target]} and from {rule}")
             ruled[link.target].append(link)
     _check_whole(ruled, targets)
-    found = list[Link]()
+    planned = list[Link]()
     for name, shape in targets.items():
         if name in ruled:
-            found += ruled[name]
+            planned += ruled[name]
         elif name in shapes:
-            found.append(_plain(name, shapes[name], shape))
+            planned.append(_plain(name, shapes[name], shape))
     unused = [rule for rule in rules if rule not in by.values()]
-    _check(found, shapes, targets, unused, strict, whole)
-    found = [link for link in found if empty or 0 not in link.target_view.shape]
-    return [link._replace(source=given[link.source]) if rename else link for link in found]
+    _check(planned, shapes, targets, unused, strict, whole)
+    planned = [link for link in planned if empty or 0 not in link.target_view.shape]
+    return [link._replace(source=given[link.source]) if rename else link for link in planned]
 
 
 def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
@@ -323,10 +323,10 @@ def _check_whole(ruled: Mapping[str, Sequence[Link]], targets: Shapes) -> None:
 
 
 def _check(
-    found: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool, whole: bool
+    planned: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool, whole: bool
 ) -> None:
     """Every target comes from somewhere; every source goes somewhere."""
-    used, reached = {link.source for link in found}, {link.target for link in found}
+    used, reached = {link.source for link in planned}, {link.target for link in planned}
     left = [name for name in targets if whole and name not in reached]
     idle = f"; {', '.join(map(str, unused))} fit nothing" if unused else ""
     if left:

@@ -82,10 +82,10 @@ class LiveSide:
 
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
         """All memory; refused where it is not what the layouts give this rank."""
-        found = {name: self.memory(name) for name in self._names}
-        for name, memory in found.items():
+        memories = {name: self.memory(name) for name in self._names}
+        for name, memory in memories.items():
             check_local(f"{name!r} of the {what}", memory, infos[name], me)
-        return found
+        return memories
 
 
 def _place(tensor: torch.Tensor) -> object:
@@ -195,21 +195,21 @@ def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -
 
     Owners are those of the transport of all who call; without one, ranks of this process's job.
     """
-    found = dict[str, TensorDescription | None]()
+    descriptions = dict[str, TensorDescription | None]()
     for name, value in flat.items():
         if value is None or is_tensor(value):
             try:
-                found[name] = None if value is None else describe(value, transport)
+                descriptions[name] = None if value is None else describe(value, transport)
             except LayoutError as error:
                 raise LayoutError(f"{name!r}: {error}") from error
-    return found
+    return descriptions
 
 
-def refuse_several_jobs(told: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
+def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
     """Refuse a source that several jobs give, each by its own ranks: these are tensors of one name, not replicas."""
     jobs = transport.members.jobs if transport is not None else ()
     layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
-    for rank, known in told.items() if jobs else ():
+    for rank, known in by_rank.items() if jobs else ():
         for name, tensor in (known or {}).items():
             if tensor is not None:  # nobody says that plain ones of two jobs are equal
                 plain = f"a plain tensor on rank {rank}"
@@ -224,13 +224,13 @@ def refuse_several_jobs(told: Mapping[int, Descriptions | None], transport: Grou
                 )
 
 
-def combine_descriptions(told: Mapping[int, Descriptions | None], side: str) -> dict[str, TensorInfo]:
+def combine_descriptions(by_rank: Mapping[int, Descriptions | None], side: str) -> dict[str, TensorInfo]:
     """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
 
     A name that is None on all ranks is left out: a value like others.
     """
     alike = dict[int, tuple[list[int], Descriptions]]()  # most often all say the same, which is one object
-    for rank, known in told.items():
+    for rank, known in by_rank.items():
         if known is not None:
             alike.setdefault(id(known), ([], known))[0].append(rank)
     if not alike:
@@ -245,12 +245,12 @@ def combine_descriptions(told: Mapping[int, Descriptions | None], side: str) -> 
             raise ValueError(
                 f"the {side} has other names on rank {rank} than on rank {first}: {', '.join(map(repr, strange[:5]))}"
             )
-    found = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    infos = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
+    return {name: tensor for name, tensor in infos.items() if tensor is not None}
 
 
-def _one(what: str, told: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
-    given = [(ranks, one) for ranks, one in told if one is not None]
+def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
+    given = [(ranks, one) for ranks, one in descriptions if one is not None]
     if not given:
         return None
 

@@ -28,10 +28,10 @@ def ties_of(flat: Mapping[str, object], transport: GroupTransport | None = None)
 
 def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
     """Names of equal keys, where there are several."""
-    found = dict[Hashable, list[str]]()
+    groups = dict[Hashable, list[str]]()
     for name, key in keys.items():
-        found.setdefault(key, []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+        groups.setdefault(key, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def _addresses(value: object) -> Hashable:
@@ -42,19 +42,19 @@ def _addresses(value: object) -> Hashable:
     return tuple(tensor.data_ptr() for tensor in memory_of(value, apart=False) if tensor.numel() and _is_plain(tensor))
 
 
-def tied(told: Mapping[int, Ties]) -> dict[str, str]:
+def tied(by_rank: Mapping[int, Ties]) -> dict[str, str]:
     """The names that share their memory with an earlier one on every rank that has any of it, and that one.
 
     >>> tied({0: {"a": ("a", True), "b": ("a", True)}, 1: {"a": ("a", False), "b": ("a", False), "c": ("a", False)}})
     {'b': 'a'}
     """
-    first, found = dict[Hashable, str](), dict[str, str]()
-    for name in dict.fromkeys(name for ties in told.values() for name in ties):
-        places = [ties.get(name, (name, True)) for ties in told.values()]
+    first, ties_to = dict[Hashable, str](), dict[str, str]()
+    for name in dict.fromkeys(name for ties in by_rank.values() for name in ties):
+        places = [ties.get(name, (name, True)) for ties in by_rank.values()]
         known = first.setdefault(tuple(where for where, _ in places), name)
         if known != name and any(cells for _, cells in places):
-            found[name] = known
-    return found
+            ties_to[name] = known
+    return ties_to
 
 
 def _has_cells(value: object) -> bool:

@@ -21,14 +21,14 @@ from shardwise.state.traverse import OBJ_PATH, dotted, set_element, traverse_sta
 from shardwise.transports.members import has_default_group, owner_here
 
 
-class Part(NamedTuple):
+class PlainShard(NamedTuple):
     """A tensor that is no more sharded, and which cells of the whole it has."""
 
     box: Box
     tensor: torch.Tensor
 
 
-class Told(NamedTuple):
+class NestedDescription(NamedTuple):
     """What a rank tells of a tensor that is nested somewhere: its shape, what it is, and the cells of its parts."""
 
     shape: tuple[int, ...]
@@ -44,31 +44,31 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
     number of them. What is found can be gathered, resharded and saved like any other. Everything else stays as it is.
     Without a process group, this process is the only one.
     """
-    found, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
+    flattened, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
     operation = "flatten_sharded_tensors"
 
     def look() -> list[OBJ_PATH]:
         traverse_state_dict(state_dict, lambda path, value: values.__setitem__(path, value))
         return [path for path in values if _is_nested(values[path])]
 
-    nested = together_or_alone(operation, look, _any, group=group)
-    parts = dict[OBJ_PATH, list[Part]]()
+    nested = together_or_alone(operation, look, _union, group=group)
+    parts = dict[OBJ_PATH, list[PlainShard]]()
 
-    def say() -> dict[OBJ_PATH, Told]:
+    def say() -> dict[OBJ_PATH, NestedDescription]:
         parts.update({path: list(_parts(values[path])) for path in nested if is_sharded(values.get(path))})
-        return {path: _told(values[path], parts[path]) for path in parts}
+        return {path: _describe(values[path], parts[path]) for path in parts}
 
     whole = together_or_alone(operation, say, _whole, group=group) if nested else {}
     for path, value in values.items():
-        set_element(found, path, _flat(whole[path], parts[path], group) if path in parts else value)
-    return found
+        set_element(flattened, path, _flat(whole[path], parts[path], group) if path in parts else value)
+    return flattened
 
 
 _flatten_sharded_tensors = flatten_sharded_tensors
 
 
-def _any(told: Mapping[int, list[OBJ_PATH]]) -> list[OBJ_PATH]:
-    return sorted({path for paths in told.values() for path in paths}, key=repr)
+def _union(paths_by_rank: Mapping[int, list[OBJ_PATH]]) -> list[OBJ_PATH]:
+    return sorted({path for paths in paths_by_rank.values() for path in paths}, key=repr)
 
 
 def _is_nested(value: Any) -> bool:
@@ -86,7 +86,7 @@ def _shards(value: Any) -> list[Any]:
     return list(container_of(value).disassemble(value))
 
 
-def _parts(value: Any) -> Iterator[Part]:
+def _parts(value: Any) -> Iterator[PlainShard]:
     """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
     container = container_of(value)
     me = owner_here(container.group)
@@ -101,9 +101,9 @@ def _parts(value: Any) -> Iterator[Part]:
     for piece in pieces:
         tensor = tensors[piece.buffer]
         if is_sharded(tensor):
-            yield from (Part(_shifted(inner.box, piece.box.lo), inner.tensor) for inner in _parts(tensor))
+            yield from (PlainShard(_shifted(inner.box, piece.box.lo), inner.tensor) for inner in _parts(tensor))
         else:
-            yield Part(piece.box, tensor)
+            yield PlainShard(piece.box, tensor)
 
 
 def _holds_shards(value: Any) -> bool:
@@ -116,14 +116,14 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
     return Box(lo, hi)
 
 
-def _told(value: Any, parts: list[Part]) -> Told:
+def _describe(value: Any, parts: list[PlainShard]) -> NestedDescription:
     first = parts[0].tensor if parts else None
     device = "cpu" if first is None else first.device.type
     boxes = tuple((part.box.lo, part.box.hi) for part in parts)
-    return Told(container_of(value).layout.shape, None if first is None else first.dtype, device, boxes)
+    return NestedDescription(container_of(value).layout.shape, None if first is None else first.dtype, device, boxes)
 
 
-class Flat(NamedTuple):
+class FlatTensor(NamedTuple):
     """The whole of a tensor that was nested."""
 
     layout: Layout
@@ -131,11 +131,11 @@ class Flat(NamedTuple):
     devices: dict[int, str]
 
 
-def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
+def _whole(by_rank: Mapping[int, Mapping[OBJ_PATH, NestedDescription]]) -> dict[OBJ_PATH, FlatTensor]:
     """The layouts of what is nested on any rank, from what all of them told."""
-    found = dict[OBJ_PATH, Flat]()
-    for path in sorted({path for shards in told.values() for path in shards}, key=repr):
-        shards = {rank: all_[path] for rank, all_ in told.items() if path in all_}
+    tensors = dict[OBJ_PATH, FlatTensor]()
+    for path in sorted({path for shards in by_rank.values() for path in shards}, key=repr):
+        shards = {rank: all_[path] for rank, all_ in by_rank.items() if path in all_}
         name = repr(dotted(path))
         dtypes = {str(one.dtype): one.dtype for one in shards.values() if one.dtype is not None}
         for what, several in ("shapes", {one.shape for one in shards.values()}), ("dtypes", set(dtypes)):
@@ -151,11 +151,11 @@ def _whole(told: Mapping[int, Mapping[OBJ_PATH, Told]]) -> dict[OBJ_PATH, Flat]:
                 raise ValueError(f"{name}: {error}") from error
         else:
             layout = Layout.replicated(shape, list(shards))  # nobody has a cell of it
-        found[path] = Flat(layout, dtype, {rank: one.device for rank, one in shards.items()})
-    return found
+        tensors[path] = FlatTensor(layout, dtype, {rank: one.device for rank, one in shards.items()})
+    return tensors
 
 
-def _flat(flat: Flat, parts: list[Part], group: dist.ProcessGroup | None) -> ShardedTensor:
+def _flat(flat: FlatTensor, parts: list[PlainShard], group: dist.ProcessGroup | None) -> ShardedTensor:
     """Under torch's names where those can say it: no two shards may have the same cells there."""
     if not prod(flat.layout.shape):
         return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)

@@ -110,12 +110,12 @@ def _described(
         flat, paths = flatten_state_dict(state_dict)
         return (flat, paths), describe_all(flat, transport)
 
-    (flat, paths), told = tell_all(transport, OPERATION, say)
+    (flat, paths), by_rank = tell_all(transport, OPERATION, say)
     with refusals(OPERATION):
-        refuse_several_jobs(told, transport)
-        sources = combine_descriptions(told, "state dict")
-    if None in told.values():  # somebody has to learn the rest from one who has it
-        holder = next(rank for rank, one in told.items() if one is not None)
+        refuse_several_jobs(by_rank, transport)
+        sources = combine_descriptions(by_rank, "state dict")
+    if None in by_rank.values():  # somebody has to learn the rest from one who has it
+        holder = next(rank for rank, one in by_rank.items() if one is not None)
         rest = _others(flat, paths) if transport.me == holder else ({}, {})
         _, others = tell_all(transport, OPERATION, lambda: (None, rest))
         flat, paths = others[holder] if state_dict is None else (flat, paths)
@@ -140,9 +140,9 @@ def _plan(
         source = sources[name]
         check_owners(transport, f"{name!r}, as it is,", source.layout)
         check_owners(transport, f"{name!r}, as it is to be,", container.layout)
-        asked = casts.asked(name, source.dtype) or CastRequest(source.dtype, named=False)
-        named |= {name} if asked.named else set()
-        becomes = asked.dtype
+        request = casts.request(name, source.dtype) or CastRequest(source.dtype, named=False)
+        named |= {name} if request.named else set()
+        becomes = request.dtype
         targets[name] = TensorInfo(
             source.shape, becomes, container.layout, (container.device or torch.device(source.device)).type
         )
@@ -150,9 +150,9 @@ def _plan(
     check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))
     if unused := casts.unused(targets):
         raise ValueError(f"dtype= has {unused[0]!r}, which fits no tensor that is moved")
-    found = [Link(name, name, Subtensor.whole(t.shape), Subtensor.whole(t.shape)) for name, t in targets.items()]
+    links = [Link(name, name, Subtensor.whole(t.shape), Subtensor.whole(t.shape)) for name, t in targets.items()]
     moved = {name: sources[name] for name in targets}
-    return ModelPlan.of(found, moved, targets, max_bytes=max_bytes, hosts=hosts)
+    return ModelPlan.of(links, moved, targets, max_bytes=max_bytes, hosts=hosts)
 
 
 class FreedSide(LiveSide):

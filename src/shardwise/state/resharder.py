@@ -65,9 +65,9 @@ class Resharder:
         transport: TransportChoice = "auto",
     ) -> None:
         self._verify, self._progress, self._transport = verify, progress, group_transport(group)
-        values, told = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
+        values, by_rank = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
         with refusals("Resharder"):
-            sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
+            sources, targets = ({rank: both[side] for rank, both in by_rank.items()} for side in (0, 1))
             refuse_several_jobs(sources, self._transport)
             infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
@@ -149,11 +149,11 @@ def _check_apart(plan: ModelPlan, targets: Mapping[str, Tensors], sources: Mappi
 def _tensors(state_dict: StateDict) -> dict[str, torch.Tensor | None]:
     """The tensors of a state dict by name; None stands for one of which this rank has nothing."""
     flat, paths = flatten_state_dict(state_dict)
-    found = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
-    several = next((dotted(paths[name]) for name in found if dotted(paths[name]) != name), None)
+    tensors = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
+    several = next((dotted(paths[name]) for name in tensors if dotted(paths[name]) != name), None)
     if several is not None:  # which of them is meant by the name would depend on the order of the dicts
         raise ValueError(f"two leaves of a state dict are both called {several!r}: give one of them another key")
-    return found
+    return tensors
 
 
 Infos = dict[str, TensorInfo]
@@ -184,9 +184,9 @@ def _plan(
             check_owners(transport, f"{name!r} of the {side},", tensor.layout)
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
-    found = links(*shapes, rename=rename, remap=remap, strict=strict)
+    planned = links(*shapes, rename=rename, remap=remap, strict=strict)
     cast.check_used(targets)
-    pairs = ((link.source, link.target) for link in found)
+    pairs = ((link.source, link.target) for link in planned)
     changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
     check_changes(changes, lambda change: cast.check(change, sources, targets))
-    return ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)
+    return ModelPlan.of(planned, sources, targets, max_bytes=max_bytes, hosts=hosts)

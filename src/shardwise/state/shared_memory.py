@@ -44,11 +44,11 @@ def empty(
     if isinstance(to, Layout) and shape is not None and tuple(shape) != to.shape:
         raise LayoutError(f"{to!r} is no layout of a tensor of shape {tuple(shape)}")
     container = target_container(to, shape or (), group)
-    found, at = dtype or torch.get_default_dtype(), torch.device(device)
+    becomes, at = dtype or torch.get_default_dtype(), torch.device(device)
     if shared and at.type != "cpu":
         raise ExchangeError(f"shared=True: only tensors of the CPU can be in shared memory, not of {at}")
     shapes = local_shapes(container.layout, owner_here(container.group))
-    local = [_shared(one, found) if shared else fresh(one, found, at) for one in shapes]
+    local = [_shared(one, becomes) if shared else fresh(one, becomes, at) for one in shapes]
     return container.assemble(container.from_local(local))
 
 

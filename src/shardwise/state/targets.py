@@ -30,16 +30,16 @@ def containers_for(
     group: dist.ProcessGroup | None,
 ) -> dict[str, Container]:
     """How every tensor is to lie; those that stay as they are, are left out."""
-    asked, found = _asked(to, list(sources)), dict[str, Container]()
+    target_of, containers = _target_by_name(to, list(sources)), dict[str, Container]()
     for name, source in sources.items():
         try:
-            target = asked(name)
+            target = target_of(name)
             if target is not None:
-                found[name] = _container(_on(mesh, target), source.shape, transport, group)
+                containers[name] = _container(_on(mesh, target), source.shape, transport, group)
         except Exception as error:
             reason = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the target of {name!r}: {reason}") from error
-    return found
+    return containers
 
 
 def _on(mesh: DeviceMesh | None, target: object) -> object:
@@ -66,11 +66,11 @@ def _container(
     return container
 
 
-def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], object]:
+def _target_by_name(to: Targets, names: Sequence[str]) -> Callable[[str], object]:
     """What is asked for, by name."""
     if isinstance(to, Mapping):
         known = set(names)
-        tensors = dict(_listed(to, "", known))
+        tensors = dict(_targets_in(to, "", known))
         extra = [name for name in tensors if name not in known]
         if extra:
             raise ValueError(missing("the state dict has no", extra, names))
@@ -105,17 +105,17 @@ class _Rules:
         raise ValueError(f"no rule fits: there are {rules or 'none'}; end with '*'")
 
 
-def _listed(to: StateDict, prefix: str, names: set[str]) -> Iterator[tuple[str, object]]:
+def _targets_in(to: StateDict, prefix: str, names: set[str]) -> Iterator[tuple[str, object]]:
     """What a mapping asks for, by name: nested as the state dict, or with dots. What asks for nothing is left out."""
     for key, value in to.items():
         name = f"{prefix}{key}"
         if name in names:
             yield name, value
         elif isinstance(value, Mapping):
-            yield from _listed(value, f"{name}.", names)
-        elif isinstance(value, list | tuple) and not (value and is_mesh(value[0])) and any(map(_asks, value)):
-            yield from _listed(dict(enumerate(value)), f"{name}.", names)
-        elif _asks(value):
+            yield from _targets_in(value, f"{name}.", names)
+        elif isinstance(value, list | tuple) and not (value and is_mesh(value[0])) and any(map(_is_target, value)):
+            yield from _targets_in(dict(enumerate(value)), f"{name}.", names)
+        elif _is_target(value):
             yield name, value
 
 
@@ -126,12 +126,12 @@ def _keys(to: StateDict, prefix: str) -> Iterator[str]:
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def _asks(value: object) -> bool:
+def _is_target(value: object) -> bool:
     """True for what can only be a target, or lead to one."""
     if isinstance(value, str):
         return "/" in value
-    asks = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
-    return asks or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
+    certain = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
+    return certain or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
 
 
 def _are_placements(target: object) -> bool:

@@ -129,15 +129,15 @@ def get_element(root_dict: StateDict, path: OBJ_PATH, default_value: object = No
     >>> get_element({"a": [1, {"b": 5}]}, ("a", 1, "b")), get_element({"a": [1]}, ("a", 1), "nothing")
     (5, 'nothing')
     """
-    found: Any = root_dict
+    value: Any = root_dict
     for key in path:
-        if isinstance(found, Mapping):
-            if key not in found:
+        if isinstance(value, Mapping):
+            if key not in value:
                 return default_value
-        elif not isinstance(found, list | tuple) or not isinstance(key, int) or not 0 <= key < len(found):
+        elif not isinstance(value, list | tuple) or not isinstance(key, int) or not 0 <= key < len(value):
             return default_value
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def is_step(key: object) -> bool:

@@ -203,10 +203,10 @@ def gather(
     source = Source.of(x.detach if apart else lambda: x)
     room = out if fits else None
     call = Call(transport, source, target, Options(dtype, overflow=overflow), out=room, operation="gather")
-    found, _ = result_of(call.start().run(), room)
-    if found is None or out is None:
-        return None if found is None else found.local_tensor()
-    whole = found.local_tensor()
+    result, _ = result_of(call.start().run(), room)
+    if result is None or out is None:
+        return None if result is None else result.local_tensor()
+    whole = result.local_tensor()
     if not fits and overflow == "refuse":
         losses = Losses()
         losses.look(SINGLE, [whole], out.dtype)
