@@ -112,7 +112,7 @@ def test_ranks_that_ask_one_load_for_different_things_are_all_refused_at_once(wh
 def test_a_key_that_no_file_can_hold_is_refused_before_the_old_checkpoint_goes(format, key):
     checkpoint.save({"old": numbers(2)}, "p", format=format)
     for value in numbers(3), 7:
-        with refused(f"m.{key}", "neither a text nor a whole number", repr(key), error=TypeError):
+        with refused(f"m.{key}", "neither a string nor an integer", repr(key), error=TypeError):
             checkpoint.save({"m": {key: value}, "big": numbers(5)}, "p", format=format)
     has("p", {"old": numbers(2)})
 

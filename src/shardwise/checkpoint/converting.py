@@ -76,14 +76,14 @@ def convert(
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save"; by
     default what the ending of `out` says. `rename`, `remap`: as in `Resharder`; Concat and Stack put together what the
     source has in parts, and take apart what it has whole. `select`: patterns of names of the source, also of values
-    that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
+    that are not tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
     names, perhaps with a dtype for the rest. Only float64, float32, float16 and bfloat16 are cast into each other by a
     dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
     tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it, and
-    `lost` of the result lists such tensors. Rules that fit nothing are refused. At most `max_bytes` of values are in
-    memory, by `jobs` threads. `objects`: "carry" also writes objects of unknown classes, as they were, and is refused
-    where `format` cannot hold them; "drop" leaves them out; by default those that hold no tensors are left out, and
-    others refused. Files that an earlier try has finished are not written again; `reused` of the result lists them.
+    `lost` of the result lists such tensors. Rules that fit nothing are refused. `max_bytes`: the memory limit for
+    values, shared by `jobs` threads. `objects`: "carry" also writes objects of unknown classes, as they were, and is
+    refused where `format` cannot hold them; "drop" leaves them out; by default those that hold no tensors are left out,
+    and others refused. Files that an earlier try has finished are not written again; `reused` of the result lists them.
     While another save or conversion writes to `out`, this one is refused. `verify`: read it back and compare every
     cell.
     """
@@ -245,7 +245,7 @@ def _layouts(
     limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
     if limit is not None and (format != "safetensors" or file is not None):
         what = f"format={format!r}" if file is None else f"the one file {file}"
-        raise ValueError(f"max_shard_size= makes several safetensors files in a directory, and {what} is asked for")
+        raise ValueError(f"max_shard_size= makes several safetensors files in a directory, but the target is {what}")
     if rules is not None:
         if format not in ("sharded", "dcp"):
             raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
@@ -368,4 +368,6 @@ def _verify(
     pairs = {name: (stream, stream_of(made[names[name]])) for name, stream in streams.items()}
     differences = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
     if differences:
-        raise CheckpointError(f"{made.path} is not what was to be written: {differences[0]} (and {len(differences) - 1} more)")
+        raise CheckpointError(
+            f"{made.path} is not what was to be written: {differences[0]} (and {len(differences) - 1} more)"
+        )

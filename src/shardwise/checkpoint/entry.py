@@ -1,4 +1,4 @@
-"""What a checkpoint has: a mapping from names to tensors in files. Nothing is read before it is asked for."""
+"""The contents of a checkpoint: a mapping from names to tensors in files, which are read on demand."""
 
 from __future__ import annotations
 
@@ -202,10 +202,10 @@ class Entry:
         whole = Box((0,) * len(self.shape), self.shape)
         wanted = whole if box is None else box
         if wanted.volume and wanted & whole != wanted:
-            raise ValueError(f"{wanted} is not inside of {self.name!r}, which has shape {self.shape}")
+            raise ValueError(f"{wanted} is not inside {self.name!r}, which has shape {self.shape}")
         boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
         self.check(boxes)
-        self.within(boxes)  # the files have it: what a damaged one says is not room that is asked for
+        self.within(boxes)  # the files have it: a damaged file must not decide how much memory is allocated
         found = torch.empty(wanted.shape, dtype=self.dtype, device="cpu")
         if boxes.count:
             fill(self, Places.packed(boxes), [found.view(-1)])
@@ -315,7 +315,7 @@ def placed(source: Places, target: Places) -> tuple[Places, list[Window]]:
 
 
 def _outer(cut: Window, itemsize: int) -> int:
-    """How many dims to take apart, so that what is fetched is not mostly what nobody asked for."""
+    """How many dims to take apart, so that most of what is fetched is needed."""
     outer = 0
     for dim, (size, stride) in enumerate(zip(cut.shape, cut.strides, strict=True)):
         inner = 1 + sum((n - 1) * step for n, step in zip(cut.shape[dim + 1 :], cut.strides[dim + 1 :], strict=True))
@@ -325,7 +325,7 @@ def _outer(cut: Window, itemsize: int) -> int:
 
 
 class Checkpoint(Mapping[str, Entry]):
-    """The tensors of a checkpoint by name, and its other values. Nothing is read before it is asked for."""
+    """The tensors of a checkpoint by name, and its other values. Everything is read on demand."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class Checkpoint(Mapping[str, Entry]):
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
-        """What is no tensor, by name: counters, settings."""
+        """Values other than tensors, by name: counters, settings."""
         return self._objects()
 
     @property

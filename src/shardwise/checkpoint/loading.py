@@ -76,7 +76,7 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
-    # who reads a byte for all must read it where all others would
+    # a rank that reads for all must read the same files as the others
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
     checkpoint, state, targets, ties = _described(callers, opened, into, same, once=once)
@@ -171,7 +171,7 @@ def _links(
     """Which entry fills which tensor."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
-    # else only what is asked for is looked at, of what may be very many
+    # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap
     have = {name: checkpoint[name].shape for name in (checkpoint if several else wanted)}
     try:
@@ -201,7 +201,11 @@ def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container
 
 
 def _once(
-    checkpoint: Checkpoint, linked_entries: Sequence[tuple[Link, Entry, TensorInfo]], ties: Mapping[str, str], *, check: bool
+    checkpoint: Checkpoint,
+    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
+    ties: Mapping[str, str],
+    *,
+    check: bool,
 ) -> list[tuple[Link, Entry, TensorInfo]]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
     streams = dict[str, Stream]()
@@ -259,7 +263,7 @@ def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> 
 
 
 def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
-    """The names of values that are no tensors and are to be set."""
+    """The names of values other than tensors that are to be set."""
     names = [name for name, value in flat.items() if not is_tensor(value)]
     tensors = [name for name in names if name in checkpoint and flat[name] is not None]
     if tensors:

@@ -43,7 +43,7 @@ def load_once(
 ) -> tuple[Prepared, Losses]:
     """Fill the targets: a job whose source are the mapped files, of which every rank reads an equal share.
 
-    What was done, and what casts lost of what this rank reads.
+    Returns what was loaded, and the casts' losses among what this rank reads.
     """
     transport = group_transport(callers.group)
 

@@ -55,7 +55,7 @@ def save(
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
     Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. A checkpoint that
     was at the path stays whole until the new one is, and is removed then. While another save or conversion writes
-    there, this one is refused. Values that are no tensors are those of the first rank; so are plain tensors that differ
+    there, this one is refused. Values other than tensors are those of the first rank; so are plain tensors that differ
     between ranks, with a warning. `durable`: wait until the disk has it.
     """
     callers = Callers("save", group)
@@ -132,7 +132,7 @@ def _described(
         refuse_modules(flat)
         for name, steps in paths.items():
             if not all(map(is_step, steps)):
-                raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {steps}")
+                raise TypeError(f"{name!r} has a key that is neither a string nor an integer in its path {steps}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
             encode(value, name)  # refused now, not when all the rest is written
@@ -146,13 +146,15 @@ def _described(
     return flat, paths, tensors, ties, differing_replicas(tensors, marked, callers.highest)
 
 
-def _all_tensors(callers: Callers, by_rank: Mapping[int, tuple[Descriptions, list[str], Ties]]) -> dict[str, TensorInfo]:
+def _all_tensors(
+    callers: Callers, by_rank: Mapping[int, tuple[Descriptions, list[str], Ties]]
+) -> dict[str, TensorInfo]:
     """The tensors of all ranks, which must have the same other values."""
     (first, (_, names, _)), *others = by_rank.items()
     for rank, (_, other, _) in others:
         if other != names:
             strange = sorted(set(names) ^ set(other)) or names
-            raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
+            raise ValueError(f"ranks {first} and {rank} have different values that are not tensors: {strange[:5]}")
     descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
     refuse_several_jobs(descriptions, callers.transport)
     tensors = combine_descriptions(descriptions, "state dict")

@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint become: other names, put together or taken apart, some of them, other dtypes."""
+"""Select, rename, join, split and cast the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stream_of(entry: Entry) -> Stream:
 def streams_of(
     opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Remap] = (), select: Select = None, cast: Cast = None
 ) -> dict[str, Stream]:
-    """The tensors by their new names. What fits nothing is refused: it was meant to."""
+    """The tensors by their new names. Patterns that match nothing are refused."""
     remap, casts = list(remap), Casts.of(cast)
     shapes = {name: opened[name].shape for name in filter(chosen(opened, select), opened)}
     if not shapes and len(opened):
@@ -42,7 +42,9 @@ def streams_of(
     _check_used(opened, "cast=", casts.unused(targets), targets)
     streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
     _check_casts(
-        opened, [Change(e.name, name, e.dtype, streams[name].dtype) for name in targets for _, e in sources[name]], casts
+        opened,
+        [Change(e.name, name, e.dtype, streams[name].dtype) for name in targets for _, e in sources[name]],
+        casts,
     )
     for stream in streams.values():
         stream.check()
@@ -50,7 +52,7 @@ def streams_of(
 
 
 def chosen(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
-    """True for a name of a checkpoint that is to be taken."""
+    """A function that is True for the selected names of a checkpoint."""
     if select is None:
         return lambda name: True
     patterns, names = _patterns(select), {*opened, *opened.objects}
@@ -66,7 +68,7 @@ def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names:
     for pattern in patterns:
         if not any(matched(pattern, name) is not None for name in there):
             some = ", ".join(map(repr, there[:4])) + (" ..." if len(there) > 4 else "")
-            raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which fits no name: there are {some}")
+            raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which matches no name: there are {some}")
 
 
 def _stream(name: str, shape: tuple[int, ...], sources: Sequence[tuple[Link, Entry]], casts: Casts) -> Stream:

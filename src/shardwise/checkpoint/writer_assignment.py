@@ -57,7 +57,7 @@ def _holders(layout: Layout) -> list[tuple[Box, list[int]]] | None:
 
 
 def _as_planned(layout: Layout, itemsize: int) -> Layout:
-    """As a plan would choose who sends a cell to somebody who has none, in boxes that lie inside of pieces."""
+    """As a plan chooses the senders for an owner that has nothing, in boxes that lie inside pieces."""
     copies = plan(layout, Layout.replicated(layout.shape, [max(layout.owners()) + 1]), itemsize=itemsize).copies
     pieces = list[Owned]()
     for owner in layout.owners():

@@ -58,3 +58,12 @@ OWN = {
 
 OF_SHARDS = {func for _, func in _functions("zeros_like empty_like half bfloat16 float double pin_memory")}
 """What is done to every shard, whatever the layout: nothing here moves a cell, or differs between replicas."""
+
+
+def call_on_wrapper(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of OF_THE_WRAPPER on the tensor without memory."""
+    x = args[0]
+    if OF_THE_WRAPPER[func] and x.dtype is None:
+        raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
 
 import torch
@@ -14,7 +13,8 @@ from torch.autograd.graph import Node
 from shardwise import report
 from shardwise.containers import chunks
 from shardwise.containers.chunks import check_shards
-from shardwise.containers.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
+from shardwise.containers.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, call_on_wrapper, name_of, refuse
+from shardwise.containers.own_container import OwnContainer
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -30,47 +30,6 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class OwnContainer:
-    """How a ShardedTensor of ours lies: the kind that every layout can have."""
-
-    layout: Layout
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def device(self) -> torch.device | None:
-        """Any."""
-        return None
-
-    def disassemble(self, x: ShardedTensor) -> list[torch.Tensor]:
-        """Its shards."""
-        return list(x.shards)
-
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
-        """They are plain tensors."""
-        return [t.detach() for t in tensors]
-
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
-        """They are plain tensors."""
-        return list(local)
-
-    def assemble(self, tensors: Tensors) -> ShardedTensor | None:
-        """A ShardedTensor, on the ranks that the layout knows."""
-        return ShardedTensor(tensors, self.layout, self.group) if owner_here(self.group) in self.layout else None
-
-    def gradient(self, arrived: object = None) -> OwnContainer:
-        """Whole where the value was partial: every term has the gradient of the value."""
-        return replace(self, layout=self.layout.whole())
-
-    def gradient_of(self, grads: Tensors) -> OwnContainer:
-        """As they are to lie."""
-        return self.gradient()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> OwnContainer:
-        """Itself: it is frozen, and a process group cannot be copied."""
-        return self
-
-
 class ShardedTensor(torch.Tensor):
     """This rank's part of a tensor: one local tensor for every buffer that the layout gives it.
 
@@ -81,7 +40,7 @@ class ShardedTensor(torch.Tensor):
     torch.Size([2, 6])
 
     Owners of the layout are global ranks; in a group that joins several jobs, or that torch's registry does not know,
-    they are ranks of the group. `group` is the process group whose ranks call together; the default group unless given.
+    they are ranks of the group. `group` is the process group whose ranks call together; by default the default group.
     Shards may be views, of any strides; nothing is copied.
 
     It is a torch.Tensor of the whole shape, without memory: modules and torch's checkpoints (DCP) take it. It
@@ -266,7 +225,7 @@ class ShardedTensor(torch.Tensor):
         return self._each(torch.Tensor.cpu)
 
     def cuda(self, device: torch.device | str | int | None = None) -> ShardedTensor:  # type: ignore[override]
-        """The same with shards on a GPU, the current one unless told."""
+        """The same with shards on a GPU, by default the current one."""
         return self._each(lambda shard: shard.cuda(device))
 
     def type_as(self, other: torch.Tensor) -> ShardedTensor:
@@ -298,10 +257,12 @@ class ShardedTensor(torch.Tensor):
         return self
 
     def new_empty(self, *size: Any, **how: Any) -> ShardedTensor:
-        """One that lies in the same way, not filled. No other size can be asked for: where would its cells be?"""
+        """An uninitialized tensor of the same layout. Other sizes are refused: they have no layout."""
         shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
         if shape != self.layout.shape:
-            refuse("new_empty", f" with size {shape}", f"Ask for its own, {self.layout.shape}: only that has a layout")
+            refuse(
+                "new_empty", f" with size {shape}", f"Give its own size, {self.layout.shape}: only that has a layout"
+            )
         return self._each(lambda shard: shard.new_empty(shard.shape, **how))
 
     def share_memory_(self) -> Self:
@@ -359,7 +320,7 @@ class ShardedTensor(torch.Tensor):
         args = args or tuple(kwargs.pop(name) for name in ("input",) if name in kwargs)
         x = args[0] if args else None
         if func in OF_THE_WRAPPER:
-            return _of_the_wrapper(func, args, kwargs)
+            return call_on_wrapper(func, args, kwargs)
         if isinstance(x, ShardedTensor):
             if func in OWN:
                 return getattr(x, OWN[func])(*args[1:], **kwargs)
@@ -409,7 +370,7 @@ class ShardedTensor(torch.Tensor):
         """The layout, and which of its owners this is."""
         return self.layout, self._owner
 
-    # --- copies and texts ---------------------------------------------------------------------------------------------
+    # --- copies and strings -------------------------------------------------------------------------------------------
 
     def __copy__(self) -> ShardedTensor:
         """The same shards, in the same group."""
@@ -467,11 +428,3 @@ def _parameter(make: Callable[..., ShardedTensor], given: tuple[object, ...]) ->
     parameter = make(*given)
     parameter._is_param = True
     return parameter
-
-
-def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    if OF_THE_WRAPPER[func] and x.dtype is None:
-        raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)

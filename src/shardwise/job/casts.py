@@ -147,7 +147,7 @@ def _by_name(change: Change) -> str:
 
 
 def codes_of(name: str, tensors: Tensors) -> str | None:
-    """The quantised tensor that a scale belongs to; None for what is no scale of codes."""
+    """The quantised tensor that a scale belongs to; None if the name is not that of a scale."""
     match = SCALE.fullmatch(name)
     if match is None:
         return None
@@ -213,7 +213,7 @@ class Casts:
         return replace(self, names=names) if self.rules else self
 
     def request(self, name: str, dtype: torch.dtype) -> CastRequest | None:
-        """What a tensor is to become; None where nothing is asked for."""
+        """The cast of a tensor; None if no rule applies."""
         for pattern, becomes in self.rules:
             if self._fits(pattern, name):
                 return CastRequest(dtype if becomes is None else becomes, pattern == name)
@@ -241,7 +241,7 @@ class TargetCasts:
         return TargetCasts(Casts(), cast) if isinstance(cast, bool) else TargetCasts(Casts.of(cast))
 
     def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:
-        """Refuse what is not asked for."""
+        """Refuse a cast that the options do not allow."""
         request = self.casts.among(targets).request(change.target, change.dtype)
         if request is not None and request.dtype != change.becomes:
             raise ValueError(f"cast= makes {change.target!r} {request.dtype}, but the target is {change.becomes}")
@@ -250,7 +250,7 @@ class TargetCasts:
             raise ValueError(f"{change}: cast=True casts")
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Refuse a rule that fits nothing: it was meant to."""
+        """Refuse a rule that matches no name."""
         unused = self.casts.unused(names)
         if unused:
-            raise ValueError(f"cast= has {unused[0]!r}, which fits no name of the target")
+            raise ValueError(f"cast= has {unused[0]!r}, which matches no name of the target")

@@ -1,4 +1,4 @@
-"""Names of tensors: patterns, renaming, and what was meant by a name that is not there."""
+"""Names of tensors: patterns, renaming, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def filled(pattern: str, stars: Sequence[str]) -> str:
 
 
 def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
-    """The names that a tensor gets: by a mapping or rules (first one that fits; stars match anything), or a function.
+    """The new names of a tensor: by a mapping or rules (the first match wins; stars match anything), or by a function.
 
-    `names`: all that are there, which patterns can be spelled like.
+    `names`: all names. A pattern without stars that equals one of them matches only that one.
 
     >>> renamed("model.embed.w", {"model.*": "*"}), renamed("embed.w", [("embed.*", ["embed.*", "head.*"])])
     (['embed.w'], ['embed.w', 'head.w'])

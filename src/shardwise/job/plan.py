@@ -1,4 +1,4 @@
-"""The plan for a whole model: one for every link, in buckets; it can be explained, saved and held against a file."""
+"""The plan of a whole model: one plan per link, in buckets. It can be explained, saved, and checked against a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.report import draw, matrix
 HostsOption = int | Mapping[int, Hashable] | Mesh | None  # owners per host, owner -> host, or a mesh that knows
 HostsKey = int | tuple[tuple[int, Hashable], ...] | Mesh | None  # the same, hashable
 SINGLE = "the tensor"  # the name of a tensor that has no other
-BUCKET = 2**28  # bytes that a rank stages at a time, unless told
+BUCKET = 2**28  # bytes that a rank stages at a time, by default
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PlannedLink:
 
 
 def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
-    """One for all tensors that move alike: what is found out about it is found out once."""
+    """One plan object for all tensors that move alike: its properties are computed once."""
     return _cached_plan(source, target, itemsize, limit, _hosts_key(hosts))
 
 
@@ -108,7 +108,7 @@ def _single(source: TensorInfo, target: TensorInfo, limit: int | None, hosts: Ho
 
 
 def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption) -> ModelPlan:
-    """The plan of one tensor. Kept by value: the same moves come back step after step."""
+    """The plan of one tensor. Cached by value: the same moves recur step after step."""
     if source.shape != target.shape:
         plan(source.layout, target.layout, hosts=hosts)  # which refuses it, in words
     return _single(source, target, max_bytes, _hosts_key(hosts))

@@ -1,4 +1,4 @@
-"""How far a long move has come: for a function that wants to know, or as a bar."""
+"""Progress of a long move: reported to a function, or shown as a bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None] | Literal["bar"] | None
 
 @contextmanager
 def shown(progress: Progress, total: int, what: str, *, here: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A function of (bytes done, bytes in all); told of the end where all went well. One rank of all shows a bar."""
+    """A function of (bytes done, bytes in total), called once more at the end. The bar is shown `here` only."""
     if callable(progress):
         yield progress
         progress(total, total)
@@ -29,13 +29,13 @@ def shown(progress: Progress, total: int, what: str, *, here: bool) -> Iterator[
 
 
 class Count:
-    """Bytes that are done, by all threads."""
+    """The bytes that all threads have done so far."""
 
     def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
         self._tell, self._total, self._done, self._lock = tell, total, 0, Lock()
 
     def add(self, size: int) -> None:
-        """So many more."""
+        """Count these bytes."""
         if self._tell is not None:
             with self._lock:
                 self._done += size
@@ -43,7 +43,7 @@ class Count:
 
 
 def check_progress(progress: object) -> None:
-    """Refuse what is none."""
+    """Refuse an invalid progress= option."""
     if progress is not None and progress != "bar" and not callable(progress):
         raise ValueError(f"progress= must be a function of (done, total), 'bar' or None, not {progress!r}")
 

@@ -192,7 +192,7 @@ def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
 
 
 def _checked(remap: object) -> list[Remap]:
-    """Refuse what are no rules."""
+    """The rules; anything else is refused."""
     rules, given = list[Remap](), list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
     for rule in given:
         if not isinstance(rule, Remap):
@@ -200,7 +200,7 @@ def _checked(remap: object) -> list[Remap]:
         several = rule.parts if isinstance(rule, Concat) and not isinstance(rule.parts, str) else ()
         names = [rule.name] if isinstance(rule, Transposed) else [rule.whole, *several]
         if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{rule}: names must be texts")
+            raise TypeError(f"{rule}: names must be strings")
         if isinstance(rule, Stack) and "{}" not in rule.part:
             raise ValueError(f"{rule}: `part` needs {{}} where the number of a part is")
         if isinstance(rule, Concat) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
@@ -258,7 +258,7 @@ def _check_parts(rule: Concat, shapes: Shapes) -> None:
 def _turned(rule: Transposed, source: Shape) -> Shape:
     order = tuple(reversed(range(len(source)))) if rule.order is None else tuple(_dim(d, source) for d in rule.order)
     if sorted(order) != list(range(len(source))):
-        raise ValueError(f"{rule.order} is no order of {len(source)} dims")
+        raise ValueError(f"{rule.order} is not an order of {len(source)} dims")
     return tuple(source[order.index(dim)] for dim in range(len(source)))
 
 
@@ -307,7 +307,7 @@ def _parts(rule: Concat | Stack, whole: str, shape: Shape, parts: Shapes, *, inw
 def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Link:
     order = tuple(reversed(range(len(target)))) if rule.order is None else tuple(_dim(d, target) for d in rule.order)
     if sorted(order) != list(range(len(target))):
-        raise ValueError(f"{name!r}: {rule.order} is no order of the {len(target)} dims of the target")
+        raise ValueError(f"{name!r}: {rule.order} is not an order of the {len(target)} dims of the target")
     view = Subtensor.whole(target).permute(order)
     if view.shape != source:
         raise ValueError(f"{name!r} has shape {source} in the source, but {view.shape} when the target is transposed")

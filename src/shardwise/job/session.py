@@ -1,4 +1,4 @@
-"""What is kept for a process group: its transport, and the queue in which its calls are carried out."""
+"""The session of a process group: its transport, and the queue that runs its calls."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Task = tuple[Callable[[], Any], Future[Any]]
 class SerialQueue:
     """Runs tasks one after the other. All that a task waits for is within one timeout of the transport.
 
-    Every task that is submitted brings a thread, which does those before it too; or, where the order of messages is all
-    that tells them apart, who waits does them, so that calls reach the transport in the order of the program.
+    Each submitted task starts a thread, which runs the tasks before it too. Where only the order of messages tells them
+    apart, the waiting thread runs them, so that calls reach the transport in program order.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -98,16 +98,16 @@ class SerialQueue:
 
 
 class Pending(Future[T]):
-    """A future of a lane. Where the lane has no thread of its own, who waits does the work."""
+    """A future of a queue. If the queue has no thread, the waiting thread runs its tasks."""
 
-    def __init__(self, lane: SerialQueue) -> None:
+    def __init__(self, queue: SerialQueue) -> None:
         super().__init__()
-        self._lane = lane
+        self._queue = queue
 
     def result(self, timeout: float | None = None) -> T:
         """The result, or the error."""
-        if not self._lane._threaded:
-            self._lane._drain(self)
+        if not self._queue._threaded:
+            self._queue._drain(self)
         return super().result(timeout)
 
 
@@ -144,11 +144,10 @@ _transports = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupTr
 def transport_for(
     group: dist.ProcessGroup | None, container: Container | None, to: object, *, failed: bool
 ) -> GroupTransport | None:
-    """The transport of a call. All ranks that call must come to the same, and one that passes None knows little:
+    """The transport of a call. All ranks must choose the same, although one that passes None knows little.
 
-    the group that was given; else that of a ShardedTensor that has one; else, for a DTensor that stays on its mesh (or
-    what was meant to be one and `failed`), the ranks of that mesh (None on others: they have no part in it); else the
-    default group.
+    The first of these wins: `group`; the group of a ShardedTensor; for a DTensor that stays on its mesh (or `failed` to
+    become one), the ranks of that mesh, with None on other ranks, which have no part in it; the default group.
     """
     if group is not None:
         return _transport(group)
@@ -161,7 +160,7 @@ def transport_for(
 
 
 def group_transport(group: dist.ProcessGroup | None) -> GroupTransport:
-    """The transport of a group, the default one unless given."""
+    """The transport of a group, by default of the default group."""
     if group is None:
         _check_initialized()
     return _transport(group or default_group())
@@ -185,7 +184,7 @@ def _mesh_transport(group: dist.ProcessGroup, ranks: Sequence[int]) -> GroupTran
 
 
 def _transport(group: object, owners: Sequence[int] | None = None) -> GroupTransport:
-    """Made at first use, which is a call of all its ranks. `owners`, of some, are ranks of the group's only job."""
+    """Created at first use, a call of all its ranks. `owners`: some ranks of the group's only job."""
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ExchangeError(f"rank {job_rank()} is not in the group: only ranks of the group may call")
     if not isinstance(group, dist.ProcessGroup):
@@ -210,7 +209,7 @@ def _new(group: dist.ProcessGroup, owners: Sequence[int] | None) -> GroupTranspo
 
 
 def release_staging() -> int:
-    """Give back the memory that exchanges keep for the next ones; how many bytes it was.
+    """Release the memory that exchanges keep for reuse. Returns how many bytes it was.
 
     >>> release_staging()
     0

@@ -1,4 +1,4 @@
-"""The tensors of a state dict: where they lie, and what is known of them on ranks that hold nothing."""
+"""The tensors of a state dict: their memory on this rank, and their descriptions, which all ranks share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from shardwise.containers.container import container_of, is_sharded, on_transport
 from shardwise.containers.memory import check_memory
-from shardwise.containers.sharded import OwnContainer, ShardedTensor
+from shardwise.containers.own_container import OwnContainer
+from shardwise.containers.sharded import ShardedTensor
 from shardwise.errors import LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
@@ -95,7 +96,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 class FreshSide:
-    """Memory that is made when it is first asked for."""
+    """Memory that is allocated at first use."""
 
     def __init__(self, infos: Mapping[str, TensorInfo], device_of: Callable[[str], torch.device], me: int) -> None:
         self._infos, self._device_of, self._me = infos, device_of, me

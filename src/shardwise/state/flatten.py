@@ -1,4 +1,4 @@
-"""Sharded tensors whose shards are sharded themselves, as one: FSDP over TP, a DTensor inside of a ShardedTensor."""
+"""Flatten sharded tensors whose shards are sharded themselves: FSDP over TP, a DTensor inside a ShardedTensor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardwise.transports.members import has_default_group, owner_here
 
 
 class PlainShard(NamedTuple):
-    """A tensor that is no more sharded, and which cells of the whole it has."""
+    """A plain tensor inside nested shards, and its box of the whole tensor."""
 
     box: Box
     tensor: torch.Tensor
 
 
 class NestedDescription(NamedTuple):
-    """What a rank tells of a tensor that is nested somewhere: its shape, what it is, and the cells of its parts."""
+    """A rank's part of a nested tensor: the shape of the whole, and the dtype, device and boxes of the plain shards."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -38,11 +38,11 @@ class NestedDescription(NamedTuple):
 
 
 def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
-    """A state dict in which sharded tensors of sharded tensors are flat, with their true owners. All ranks call.
+    """The state dict with nested sharded tensors flattened to one level, with their true owners. All ranks call.
 
     Shards may be sharded to any depth, by ShardedTensors (ours or torch's) and DTensors, and each rank may have any
-    number of them. What is found can be gathered, resharded and saved like any other. Everything else stays as it is.
-    Without a process group, this process is the only one.
+    number of them. The flat tensors can be gathered, resharded and saved like any other. Other values are kept.
+    Without a process group, this process is the only rank.
     """
     flattened, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
     operation = "flatten_sharded_tensors"
@@ -76,7 +76,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[Any]:
-    """What a container holds, in any order: this is asked where there may be no process group."""
+    """The tensors of a container, in any order; this works without a process group."""
     if isinstance(value, ShardedTensor):
         return list(value.shards)
     return [shard.tensor for shard in value.local_shards()]
@@ -87,11 +87,11 @@ def _shards(value: Any) -> list[Any]:
 
 
 def _parts(value: Any) -> Iterator[PlainShard]:
-    """This rank's tensors that are not sharded, and their cells in the coordinates of this one."""
+    """This rank's plain tensors, with their boxes in the coordinates of `value`."""
     container = container_of(value)
     me = owner_here(container.group)
     if container.layout.op is not None:
-        raise ValueError(f"{container.layout!r} is partial: its terms cannot be told as shards; reduce it first")
+        raise ValueError(f"{container.layout!r} is partial: its terms are not shards; reduce it first")
     if me not in container.layout:
         return
     tensors = _shards(value) if _holds_shards(value) else container.local(_shards(value))
@@ -107,7 +107,7 @@ def _parts(value: Any) -> Iterator[PlainShard]:
 
 
 def _holds_shards(value: Any) -> bool:
-    """True for containers: their shards may be sharded. (A DTensor's local tensor is plain.)"""
+    """True for ShardedTensors, whose shards may be sharded. (A DTensor's local tensor is plain.)"""
     return isinstance(value, ShardedTensor) or hasattr(value, "local_shards")
 
 
@@ -124,7 +124,7 @@ def _describe(value: Any, parts: list[PlainShard]) -> NestedDescription:
 
 
 class FlatTensor(NamedTuple):
-    """The whole of a tensor that was nested."""
+    """A nested tensor after flattening."""
 
     layout: Layout
     dtype: torch.dtype
@@ -132,7 +132,7 @@ class FlatTensor(NamedTuple):
 
 
 def _whole(by_rank: Mapping[int, Mapping[OBJ_PATH, NestedDescription]]) -> dict[OBJ_PATH, FlatTensor]:
-    """The layouts of what is nested on any rank, from what all of them told."""
+    """The flat tensors, from the descriptions of all ranks."""
     tensors = dict[OBJ_PATH, FlatTensor]()
     for path in sorted({path for shards in by_rank.values() for path in shards}, key=repr):
         shards = {rank: all_[path] for rank, all_ in by_rank.items() if path in all_}
@@ -150,13 +150,13 @@ def _whole(by_rank: Mapping[int, Mapping[OBJ_PATH, NestedDescription]]) -> dict[
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         else:
-            layout = Layout.replicated(shape, list(shards))  # nobody has a cell of it
+            layout = Layout.replicated(shape, list(shards))  # it has no cells
         tensors[path] = FlatTensor(layout, dtype, {rank: one.device for rank, one in shards.items()})
     return tensors
 
 
 def _flat(flat: FlatTensor, parts: list[PlainShard], group: dist.ProcessGroup | None) -> ShardedTensor:
-    """Under torch's names where those can say it: no two shards may have the same cells there."""
+    """A ShardedTensor of the familiar API where that can express it: its shards must not overlap."""
     if not prod(flat.layout.shape):
         return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)
     tensors = [part.tensor for part in parts]

@@ -1,4 +1,4 @@
-"""What a state dict is to become: targets by name, from a mapping, rules, a function, or a state dict to look like."""
+"""Targets by name: from a mapping, rules, a function, or a state dict to look like."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def containers_for(
     transport: GroupTransport,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Container]:
-    """How every tensor is to lie; those that stay as they are, are left out."""
+    """The target container of every tensor. Tensors that stay as they are, are left out."""
     target_of, containers = _target_by_name(to, list(sources)), dict[str, Container]()
     for name, source in sources.items():
         try:
@@ -43,11 +43,11 @@ def containers_for(
 
 
 def _on(mesh: DeviceMesh | None, target: object) -> object:
-    """Placements with their mesh. One that is replicated is so along all axes."""
+    """Add the mesh to bare placements. A single Replicate applies to all axes."""
     if not _are_placements(target):
         return target
     if mesh is None:
-        raise ValueError(f"{target!r} says nothing of a mesh: give mesh=, or a target with its own")
+        raise ValueError(f"{target!r} has no mesh: give mesh=, or a target with a mesh of its own")
     everywhere = isinstance(target, Replicate) or target == "R" or (is_placement(target) and target.is_replicate())
     return mesh, [target] * mesh.ndim if everywhere else target
 
@@ -62,12 +62,12 @@ def _container(
     else:
         container = on_transport(target_container(target, shape, group), transport)
     if container.layout.shape != shape:
-        raise ValueError(f"it has shape {shape}, but {container.layout.shape} is asked for")
+        raise ValueError(f"it has shape {shape}, but its target has {container.layout.shape}")
     return container
 
 
 def _target_by_name(to: Targets, names: Sequence[str]) -> Callable[[str], object]:
-    """What is asked for, by name."""
+    """A function from names to targets."""
     if isinstance(to, Mapping):
         known = set(names)
         tensors = dict(_targets_in(to, "", known))
@@ -75,21 +75,21 @@ def _target_by_name(to: Targets, names: Sequence[str]) -> Callable[[str], object
         if extra:
             raise ValueError(missing("the state dict has no", extra, names))
         left = [name for name in names if name not in tensors]
-        if left:  # the nearest may be a misspelt name with something that only a tensor's own name makes a target
+        if left:  # a misspelt key may have a value that is a target only for a tensor of that name
             keys = [name for name in _keys(to, "") if name not in left]
-            raise ValueError(missing("nothing is asked for", left, keys) + "; None leaves a tensor as it is")
+            raise ValueError(missing("to= has no target for", left, keys) + "; None leaves a tensor as it is")
         return tensors.__getitem__
     return to if callable(to) else _Rules(to, set(names))
 
 
 class _Rules:
-    """Ordered rules: of those that fit a name, the first one holds."""
+    """Ordered rules: the first match wins."""
 
     def __init__(self, rules: object, names: Names[str]) -> None:
         if not isinstance(rules, list | tuple):
             raise TypeError(
                 f"to= must be a mapping, rules [(pattern, target), ...] or a function, not {rules!r}; "
-                f"[('*', target)] is the same for all"
+                f"[('*', target)] gives all tensors one target"
             )
         self._rules, self._names = list[tuple[str, object]](), names
         for rule in rules:
@@ -102,11 +102,11 @@ class _Rules:
             if matched(pattern, name, self._names) is not None:
                 return target
         rules = ", ".join(repr(pattern) for pattern, _ in self._rules)
-        raise ValueError(f"no rule fits: there are {rules or 'none'}; end with '*'")
+        raise ValueError(f"no rule matches: the patterns are {rules or 'none'}; end with '*'")
 
 
 def _targets_in(to: StateDict, prefix: str, names: set[str]) -> Iterator[tuple[str, object]]:
-    """What a mapping asks for, by name: nested as the state dict, or with dots. What asks for nothing is left out."""
+    """The targets of a mapping by name: nested as the state dict, or with dotted keys. Other values are left out."""
     for key, value in to.items():
         name = f"{prefix}{key}"
         if name in names:
@@ -127,7 +127,7 @@ def _keys(to: StateDict, prefix: str) -> Iterator[str]:
 
 
 def _is_target(value: object) -> bool:
-    """True for what can only be a target, or lead to one."""
+    """True for a value that can only be a target, or contains one."""
     if isinstance(value, str):
         return "/" in value
     certain = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
@@ -135,9 +135,9 @@ def _is_target(value: object) -> bool:
 
 
 def _are_placements(target: object) -> bool:
-    """True for what says nothing of a mesh: words, placements, or a sequence of those."""
+    """True for placements without a mesh: strings, placement objects, or a sequence of those."""
     if isinstance(target, str):
-        return "/" not in target  # as notation has
+        return "/" not in target  # which the notation of layouts has
     if isinstance(target, list | tuple):
         return not (target and is_mesh(target[0]))
     if isinstance(target, Mapping):

@@ -1,4 +1,4 @@
-"""Nested state dicts: visit what is in them, look it up, set it, flatten them and back. Nothing given is changed."""
+"""Nested state dicts: visit, look up and set values, flatten and unflatten. Inputs are never changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Keep = Callable[[Any], bool]
 
 
 class Key(int):
-    """A number that is the key of a mapping; plain numbers in a path are places in a list."""
+    """An integer key of a mapping. Plain integers in a path are list indices."""
 
 
 class Place(int):
-    """A place in a tuple."""
+    """An index into a tuple."""
 
 
 def _is_tensor(value: object) -> bool:
@@ -36,9 +36,9 @@ def traverse_state_dict(
 ) -> None:
     """Call `visitor(path, value)` for every leaf.
 
-    Mappings are entered; lists and tuples only if they hold, at any depth, a mapping or something that
-    `keep_traversing` wants to see. Empty containers are leaves. Keys stay what they are: numbers that are keys of
-    mappings are `Key`s.
+    Mappings are entered. Lists and tuples are entered only if they contain, at any depth, a mapping or a value for
+    which `keep_traversing` returns True. Empty containers are leaves. Keys keep their type; integer keys of mappings
+    are `Key`s.
 
     >>> traverse_state_dict({"a": {1: [2, 3], "b": ()}, "c": [torch.zeros(1)]}, lambda path, _: print(path))
     ('a', 1)
@@ -80,7 +80,7 @@ def _items(value: Mapping[Any, object] | Sequence[object]) -> list[tuple[PATH_IT
 
 
 def _entered(value: object, keep: Keep, inside: list[int], dull: set[int]) -> TypeGuard[Sequence[object]]:
-    """True for a list or tuple with something to see, if only itself. `dull` ones are known to have nothing."""
+    """True for a list or tuple to enter, also one that contains itself. `dull`: ids of those not to enter."""
     if not isinstance(value, list | tuple) or isinstance(value, torch.Size) or id(value) in dull:
         return False
     if id(value) in inside:
@@ -93,7 +93,7 @@ def _entered(value: object, keep: Keep, inside: list[int], dull: set[int]) -> Ty
 
 
 def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: object) -> None:
-    """Set a value along a path; containers on the way are made as the path says.
+    """Set the value at a path. Missing containers are created, of the kinds that the path needs.
 
     >>> root = {}
     >>> set_element(root, ("a", 1, "b"), 5)
@@ -101,13 +101,13 @@ def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: object) -> Non
     {'a': [None, {'b': 5}]}
     """
     if not path:
-        raise ValueError("an empty path leads nowhere")
+        raise ValueError("the path is empty: give at least one key")
     _check_mapping(root_dict)
     _put(root_dict, path, value)
 
 
 def _put(container: object, path: OBJ_PATH, value: object) -> object:
-    """The container with the value: the same one, but for tuples, which are made anew."""
+    """The container with the value: the same object, or a new one for a tuple."""
     key, rest = path[0], path[1:]
     if container is None:
         container = () if isinstance(key, Place) else [] if type(key) is int else {}
@@ -116,7 +116,7 @@ def _put(container: object, path: OBJ_PATH, value: object) -> object:
         container[plain] = _put(container.get(plain), rest, value) if rest else value  # type: ignore[index]
         return container
     if not isinstance(key, int) or not isinstance(container, list | tuple):
-        raise ValueError(f"{key!r} leads into {type(container).__name__}, which has no such items")
+        raise ValueError(f"{key!r} is not a key or index of a {type(container).__name__}")
     items: list[object] = list(container) if isinstance(container, tuple) else container
     items.extend([None] * (key + 1 - len(items)))
     items[key] = _put(items[key], rest, value) if rest else value
@@ -124,7 +124,7 @@ def _put(container: object, path: OBJ_PATH, value: object) -> object:
 
 
 def get_element(root_dict: StateDict, path: OBJ_PATH, default_value: object = None) -> Any:
-    """What is at a path, or the default.
+    """The value at a path, or the default.
 
     >>> get_element({"a": [1, {"b": 5}]}, ("a", 1, "b")), get_element({"a": [1]}, ("a", 1), "nothing")
     (5, 'nothing')
@@ -141,12 +141,12 @@ def get_element(root_dict: StateDict, path: OBJ_PATH, default_value: object = No
 
 
 def is_step(key: object) -> bool:
-    """True for a key of a path that a file can hold: a text or a whole number."""
+    """True for a key of a path that a file can hold: a string or an integer."""
     return isinstance(key, str | int) and not isinstance(key, bool)
 
 
 def flatten_state_dict(state_dict: StateDict) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
-    """One level of names with dots, and the path of each, for `unflatten_state_dict`.
+    """The leaves by dotted name, and the path of each, for `unflatten_state_dict`.
 
     >>> flat, paths = flatten_state_dict({"a": {1: "x"}, "b": ({}, torch.Size([2]))})
     >>> flat
@@ -169,7 +169,7 @@ def flatten_state_dict(state_dict: StateDict) -> tuple[STATE_DICT_TYPE, FLATTEN_
 
 
 def dotted(path: OBJ_PATH) -> str:
-    """The name of a leaf. Several leaves may have it.
+    """The name of a leaf. Several leaves may share one.
 
     >>> dotted(("a", 1)), dotted(("a.1",))
     ('a.1', 'a.1')
@@ -178,7 +178,7 @@ def dotted(path: OBJ_PATH) -> str:
 
 
 def spelled(path: OBJ_PATH) -> str:
-    """A name that only this path has: where the one with dots is that of another leaf, too.
+    """A unique name, for a leaf whose dotted name another leaf has too.
 
     >>> spelled(("a", "b")), spelled(("a.b",))
     ("'a':str/'b':str", "'a.b':str")
@@ -187,7 +187,7 @@ def spelled(path: OBJ_PATH) -> str:
 
 
 def unflatten_state_dict(state_dict: Mapping[str, object], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
-    """The nested state dict again."""
+    """The inverse of `flatten_state_dict`."""
     nested = STATE_DICT_TYPE()
     for name, value in state_dict.items():
         if name not in mapping:
