@@ -1,4 +1,4 @@
-"""convert: a checkpoint in another format, sharding and naming; in one process, a little at a time."""
+"""convert: a checkpoint to another format, sharding and naming; in one process, in chunks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def convert(
     names, perhaps with a dtype for the rest. Only float64, float32, float16 and bfloat16 are cast into each other by a
     dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
     tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it, and
-    `lost` of the result lists such tensors. Rules that fit nothing are refused. `max_bytes`: the memory limit for
+    `lost` of the result lists such tensors. Rules that match nothing are refused. `max_bytes`: the memory limit for
     values, shared by `jobs` threads. `objects`: "carry" also writes objects of unknown classes, as they were, and is
     refused where `format` cannot hold them; "drop" leaves them out; by default those that hold no tensors are left out,
     and others refused. Files that an earlier try has finished are not written again; `reused` of the result lists them.
@@ -125,7 +125,7 @@ def _contents(
     values: Mapping[str, object],
     ties: Mapping[str, str],
 ) -> Contents:
-    """What is written. Tied tensors lie as the one that they are tied to."""
+    """The contents to write. Tied tensors have the layout of the one that they are tied to."""
     twice = [key for key in values if key in streams]
     if twice:
         raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
@@ -139,11 +139,11 @@ def _contents(
 
 @contextmanager
 def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequence[int]) -> Iterator[None]:
-    """What fails leaves files that are whole, to go on from; who writes something else there has to know of them."""
+    """A failed conversion leaves its complete files to resume from, and marks the folder as unfinished."""
     try:
         yield
     except BaseException as error:
-        if len(owners) > 1:  # of one file there is nothing to go on from
+        if len(owners) > 1:  # a single file cannot be resumed
             error.add_note("run the same conversion again to continue: files that are whole are reused")
         with suppress(CheckpointError):
             claim.unfinished = any(token_of(name) == token for name in folder.names())
@@ -151,7 +151,7 @@ def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequ
 
 
 def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
-    """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
+    """The selected values other than tensors, without those of unknown classes unless objects='carry'."""
     check_objects(objects)
     values = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
     lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
@@ -187,7 +187,7 @@ def _write_files(
     jobs: int,
     progress: Progress,
 ) -> dict[int, object]:
-    """Write all files; what the writer says of each."""
+    """Write all files. Returns what the writer reports of each."""
     total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
     with shown(progress, total, "convert", here=True) as tell:
         count = Count(tell, total)
@@ -210,7 +210,7 @@ def _chunk(max_bytes: int, jobs: int) -> int:
 
 
 def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, OutputFolder, str | None]:
-    """The format, the directory, and the name of the file where it is to be one."""
+    """The format, the directory, and the file name if the output is one file."""
     path, endings = (
         str(out),
         {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"},
@@ -241,7 +241,7 @@ def _layouts(
     max_shard_size: int | str | None,
     rules: Rules | None,
 ) -> dict[str, Layout]:
-    """Which file has what: whole tensors one after the other, or parts by rules."""
+    """The file of every tensor: whole tensors in order, or parts by rules."""
     limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
     if limit is not None and (format != "safetensors" or file is not None):
         what = f"format={format!r}" if file is None else f"the one file {file}"
@@ -268,7 +268,7 @@ def _layouts(
 
 
 def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
-    """The names whose tensors come from the same bytes as those of an earlier name, and are to lie alike; and that."""
+    """Tied names, each with the earlier name of the same bytes and layout."""
     first, ties = dict[Hashable, str](), dict[str, str]()
     for name, stream in streams.items():
         if stream.origin is not None and stream.size:
@@ -279,7 +279,7 @@ def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
-    """Say that tied tensors become larger."""
+    """Warn that tied tensors are written again."""
     if ties:
         name, one = next(iter(ties.items()))
         more = f" and {len(ties) - 1} more" if len(ties) > 1 else ""
@@ -292,14 +292,14 @@ def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...], file: int) -> Layout:
-    """All of a tensor in a file. Kept: a model has many tensors of few shapes."""
+    """A whole tensor in a file. Cached: a model has many tensors of few shapes."""
     return Layout.replicated(shape, [file])
 
 
 def _parts(
     streams: Mapping[str, Stream], contents: Contents, chunk: int, done: Count
 ) -> Mapping[int, list[TensorPart]]:
-    """What every file is to have."""
+    """The parts of every file."""
     parts = defaultdict[int, list[TensorPart]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
         empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
@@ -324,7 +324,7 @@ def _writer(format: str, folder: OutputFolder, owners: Sequence[int], token: str
 
 
 def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:
-    """Refuse to write over what is read."""
+    """Refuse to overwrite the source."""
     onto = same_location(opened.files.root, folder.path)
     if name is not None:
         tables = {id(entry.paths): entry.paths for entry in opened.values()}
@@ -332,12 +332,12 @@ def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> 
         onto = any(same_location(opened.files.path(path), folder.path_of(name)) for path in used)
     if onto:
         raise CheckpointError(
-            f"{folder.path if name is None else folder.path_of(name)} is what is read: give another path"
+            f"{folder.path if name is None else folder.path_of(name)} is the source: give another path"
         )
 
 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
-    """Tells this conversion from others: of other files or other values, or to something else."""
+    """A hash of the conversion: its source files, values, options and target."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
     facts: list[object] = [
         format,
@@ -358,7 +358,7 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents
 def _verify(
     streams: Mapping[str, Stream], contents: Contents, made: Checkpoint, chunk: int, jobs: int, progress: Progress
 ) -> None:
-    """By their paths where the file has no names: it gets them from the paths when it is opened."""
+    """Read it back and compare. Files without names are matched by path: names come from paths when they are opened."""
     there = {path: name for name, path in made.paths.items()}
     paths = {name: contents.path_of(name) for name in streams}
     names = {name: name if made.paths.get(name) == path else there.get(path, name) for name, path in paths.items()}
@@ -369,5 +369,5 @@ def _verify(
     differences = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
     if differences:
         raise CheckpointError(
-            f"{made.path} is not what was to be written: {differences[0]} (and {len(differences) - 1} more)"
+            f"{made.path} does not match the source: {differences[0]} (and {len(differences) - 1} more)"
         )

@@ -333,7 +333,7 @@ class Checkpoint(Mapping[str, Entry]):
         format: str,
         entries: Mapping[str, Entry],
         *,
-        paths: Mapping[str, tuple[Any, ...]] | None = None,
+        paths: Mapping[str, tuple[str | int, ...]] | None = None,
         objects: Callable[[], Mapping[str, object]] = dict,
         metadata: Mapping[str, str] | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""load: into tensors of any sharding, in place, reading no more than is needed."""
+"""load: fill tensors of any sharding in place, reading only what is needed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def load(
             prepared, losses = shared or each()
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
-        # nobody returns while another still reads: who returns may delete the files
+        # no rank returns while another still reads: the caller may delete the files
         (prepared, values), losses_by_rank = callers.tell(finish)
         with callers.refusals():
             _refuse_losses(losses_by_rank, disjoint=once)
@@ -111,7 +111,7 @@ def load(
 
 
 class State(NamedTuple):
-    """The state dict of a rank: its leaves, their paths, and those that are new since the meta device had them."""
+    """The state dict of a rank: its leaves, their paths, and the replacements of tensors on the meta device."""
 
     flat: dict[str, object]
     paths: FLATTEN_MAPPING
@@ -121,7 +121,7 @@ class State(NamedTuple):
 def _described(
     callers: Callers, opened: Callable[[], Checkpoint], into: StateDict, same: Mapping[str, str], *, once: bool
 ) -> tuple[Checkpoint, State, dict[str, TensorInfo], dict[str, str]]:
-    """The checkpoint and the state dict of this rank; what is known of all tensors, and what is tied."""
+    """The checkpoint and this rank's state dict; the infos of all tensors, and the tied names."""
 
     def say() -> tuple[tuple[Checkpoint, State], tuple[Descriptions, Ties]]:
         checkpoint, (leaves, nested) = opened(), flatten_state_dict(into)
@@ -195,7 +195,7 @@ def _links(
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
-    """Without the names that are filled along with one that they are tied to."""
+    """Without the names that are filled through a tied name."""
     filled = {ties.get(name, name) for name in wanted if name in reached}
     return {name: one for name, one in wanted.items() if name in reached or ties.get(name, name) not in filled}
 
@@ -233,9 +233,9 @@ def _load_each(
     progress: Progress,
     losses: Losses | None,
 ) -> None:
-    """This rank's part alone. All is found before the first value is read, so that what is missing is known by then.
+    """Load this rank's part. All locations are found before the first read, so that errors come early.
 
-    What casts lose of it is counted in the same pass.
+    Losses of casts are counted in the same pass.
     """
     todo = list[Reading]()
     for link, entry, tensor in linked_entries:
@@ -254,7 +254,7 @@ def _load_each(
 
 
 def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
-    """Refuse what casts have lost on any rank. Of parts that ranks may have in common the worst counts."""
+    """Refuse the losses of casts on any rank. Ranks that read the same values are not added up: the worst counts."""
     losses = Losses()
     for lost in (one for several in by_rank.values() for one in several):
         losses.add(lost) if disjoint else losses.keep_worst(lost)

@@ -1,4 +1,4 @@
-"""Which cells of a file go where in memory. Found once for all tensors that are stored alike and lie alike."""
+"""Match cells of files with memory. Cached for all tensors that are stored alike and have the same layout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Match(NamedTuple):
 
 
 def match(link: Link, entry: Entry, memory: Local | Packed) -> Match:
-    """What is to be copied of an entry to tensors of ours."""
+    """The copies from an entry to local tensors."""
     return _match(entry.alike, memory, link.source_view, link.target_view)
 
 

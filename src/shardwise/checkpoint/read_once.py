@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint read once, by one rank, and sent to all who need any of it."""
+"""Read every byte of a checkpoint once, on one rank, and send it to all ranks that need it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load_once(
 
 
 class FileSide:
-    """What this rank reads, as tensors of the mapped files. What several targets are made of is mapped once."""
+    """This rank's share of the files, as memory-mapped tensors. A source of several targets is mapped once."""
 
     def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
         self._entries, self._plan, self._me = entries, plan, me
@@ -90,12 +90,12 @@ class FileSide:
         return object()
 
     def sent(self, entries: Sequence[int]) -> None:
-        """They need not be mapped any more."""
+        """Unmap them."""
         self._mapped.clear()
 
 
 def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
-    """Who reads what: boxes as they are stored, one after the other, in shares of equally many bytes."""
+    """The readers of every tensor: stored boxes in order, in shares of equally many bytes."""
     stored = list(entries)
     total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in stored)), 0
     layouts = dict[str, Layout]()
@@ -113,7 +113,7 @@ def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str,
 
 
 def _mapped(entry: Entry, layout: Layout, me: int) -> list[torch.Tensor]:
-    """What this rank is to read, as tensors of the mapped files."""
+    """This rank's share of an entry, as memory-mapped tensors."""
     if me not in layout:
         return []
     boxes = [piece.box for piece in sorted(layout.pieces(me), key=lambda piece: piece.buffer)]

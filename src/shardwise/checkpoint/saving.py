@@ -84,7 +84,7 @@ def save(
         try:
             writer, files = callers.tell(write)
         except BaseException as error:
-            # what all know of ends it for all; else others may go on, and write an index that names what we wrote
+            # an error that all ranks know ends the save; otherwise others may continue, and their index names our files
             if callers.alone or (isinstance(error, Exception) and not callers.broken):
                 undo()
             raise
@@ -97,7 +97,7 @@ def save(
             ):
                 undo()
             raise
-        if callers.first and old:  # who has the lock, so that what it leaves if it dies is on record
+        if callers.first and old:  # the rank with the lock, so that files it leaves if it dies are on record
             with ThreadPoolExecutor(REMOVING) as pool:
                 list(pool.map(writer.folder.remove, old))
     if differing and callers.first:
@@ -124,7 +124,7 @@ def _claim(
 def _described(
     callers: Callers, state_dict: StateDict, format: str, path: PathLike
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
-    """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
+    """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""
 
     def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING, dict[str, int]], tuple[Descriptions, list[str], Ties]]:
         _check(format)
@@ -135,7 +135,7 @@ def _described(
                 raise TypeError(f"{name!r} has a key that is neither a string nor an integer in its path {steps}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
-            encode(value, name)  # refused now, not when all the rest is written
+            encode(value, name)  # refused before anything is written
         mine = flat, paths, {} if callers.alone else sample_sums(flat)
         return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
@@ -164,7 +164,7 @@ def _all_tensors(
 
 
 def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse tensors with cells that no rank holds: each rank may know its own chunks alone."""
+    """Refuse tensors with cells that no rank holds: each rank may only know its own chunks."""
     for layout in {tensor.layout for tensor in tensors.values()}:
         try:
             layout.validate()
@@ -174,7 +174,7 @@ def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _layouts(tensors: Mapping[str, TensorInfo], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
-    """Who writes what. Of those that differ between ranks the first rank writes all."""
+    """The dtype of every tensor and its writers. The first rank writes tensors that differ between ranks."""
     sources = {name: tensor.layout for name, tensor in tensors.items()}
     sources |= {name: Layout.replicated(tensors[name].shape, sources[name].owners()[:1]) for name in differing}
     return {
@@ -215,7 +215,7 @@ def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, obj
 
 @lru_cache(maxsize=4096)
 def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
-    """The boxes to write, and where they are. Kept: most tensors lie as others do."""
+    """The boxes to write, and where they are. Cached: many tensors share a layout."""
     boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
     _, places = places_of(held, me, strides).once(boxes)
     return [(places.boxes.box(at), cut) for at, cut in enumerate(places.windows())]

@@ -149,12 +149,12 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True where autograd did not make any of the shards."""
+        """True if all shards are leaves of autograd."""
         return all(shard.is_leaf for shard in self.shards)
 
     @property
     def grad_fn(self) -> Node | None:  # type: ignore[override]
-        """What autograd made the first of the shards by; None for leaves."""
+        """The grad_fn of the first shard that has one; None for leaves."""
         return next((shard.grad_fn for shard in self.shards if shard.grad_fn is not None), None)
 
     @property
@@ -174,7 +174,7 @@ class ShardedTensor(torch.Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> ShardedTensor | None:
-        """The gradients of the shards, laid out as gradients are; None where there are none yet."""
+        """The gradients of the shards, as a ShardedTensor; None before backward."""
         grads = [shard.grad for shard in self.shards]
         defined = [grad for grad in grads if grad is not None]
         if not defined or len(defined) < len(grads):
@@ -251,7 +251,7 @@ class ShardedTensor(torch.Tensor):
         return all(shard.is_contiguous(memory_format=memory_format) for shard in self.shards)
 
     def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
-        """Copy the values of another ShardedTensor that lies in the same way; of any dtype and device."""
+        """Copy the values of a ShardedTensor of the same layout, of any dtype and device."""
         for mine, theirs in zip(self.shards, self._alike(other, "copy_", self._container).shards, strict=True):
             mine.copy_(theirs, non_blocking)
         return self
@@ -276,11 +276,11 @@ class ShardedTensor(torch.Tensor):
         return all(shard.is_shared() for shard in self.shards)  # type: ignore[no-untyped-call]
 
     def equal(self, other: torch.Tensor) -> bool:
-        """True where the other lies in the same way and has the same values. All ranks of the group call."""
+        """True if the other has the same layout and values. All ranks of the group call."""
         return self._compared("equal", other, torch.equal)
 
     def allclose(self, other: torch.Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
-        """True where the other lies in the same way and has values as near as that. All ranks of the group call."""
+        """True if the other has the same layout and close values. All ranks of the group call."""
         return self._compared("allclose", other, lambda a, b: torch.allclose(a, b, rtol, atol, equal_nan))
 
     def _compared(self, what: str, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
@@ -300,7 +300,7 @@ class ShardedTensor(torch.Tensor):
         return other.layout == layout and local_boxes(*other._part()) == local_boxes(*self._part())
 
     def _alike(self, other: object, what: str, container: Container) -> ShardedTensor:
-        """The other, if it lies in that way."""
+        """The other tensor, if it has the container's layout."""
         if not isinstance(other, ShardedTensor):
             refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {container.layout!r}")
         if not self._fits(other, container.layout):
@@ -334,11 +334,11 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Nothing gets this far but code that does not ask __torch_function__."""
+        """Only reached by code that bypasses __torch_function__."""
         refuse(func.__name__)
 
     def __bool__(self) -> bool:
-        """Of a result that ranks without a part do not get, ask whether it is None."""
+        """Refused. To test whether this rank got a result, compare it with None."""
         refuse("__bool__", remedy="Ask `x is None`, or look at its values: .shards")
 
     def _fits_in_place(self, other: object) -> bool:
@@ -377,7 +377,7 @@ class ShardedTensor(torch.Tensor):
         return self._each(lambda shard: shard)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedTensor:
-        """Copied shards, in the same group. A parameter stays one."""
+        """Copied shards, in the same group. A parameter stays a parameter."""
         if isinstance(self, torch.nn.Parameter):
             return _parameter(self._deepcopied, (memo,))
         return self._deepcopied(memo)
@@ -386,11 +386,11 @@ class ShardedTensor(torch.Tensor):
         return self._each(lambda shard: deepcopy(shard, memo))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Tensors have one of their own, which comes first. A parameter stays one."""
+        """torch.Tensor defines it, so `__reduce__` alone is not enough. A parameter stays a parameter."""
         return (_parameter, self.__reduce__()[:2]) if isinstance(self, torch.nn.Parameter) else self.__reduce__()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""
+        """Pickled without its group: it is loaded into the default group, on a rank with the same boxes."""
         if not of_job(self.group):
             raise UnsupportedError(
                 f"{self!r} cannot be pickled: its owners are ranks of a group that is not pickled with it. Pickle its "
@@ -413,7 +413,7 @@ class ShardedTensor(torch.Tensor):
 
 
 def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
-    """What a rank pickled, on a rank with the same part. Shapes do not tell: other cells may have the same."""
+    """A pickled ShardedTensor, on a rank with the same boxes. Equal shapes are not enough."""
     me = owner_here(None)
     if local_boxes(layout, owner) != local_boxes(layout, me):
         raise LayoutError(
@@ -424,7 +424,7 @@ def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
 
 
 def _parameter(make: Callable[..., ShardedTensor], given: tuple[object, ...]) -> ShardedTensor:
-    """What is made, marked as torch.nn.Parameter marks it."""
+    """A new ShardedTensor, marked as torch.nn.Parameter marks it."""
     parameter = make(*given)
     parameter._is_param = True
     return parameter

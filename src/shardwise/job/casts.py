@@ -69,7 +69,7 @@ def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torc
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse what is none."""
+    """Refuse anything but a torch.dtype or None."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise RefusedTypeError(f"dtype= must be a torch.dtype, not {dtype!r}")
 
@@ -89,7 +89,7 @@ def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
 
 
 def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) -> None:
-    """Check all. The error is that of the first that is refused, and lists the others."""
+    """Check all. The error is that of the first refused cast, and lists the others."""
     refused = dict[str, ValueError]()
     for change in changes:
         try:
@@ -107,8 +107,8 @@ def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) ->
 def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
     """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
 
-    Scales of codes are no plain numbers either: they belong to what the codes mean. `sources` and `targets` are all
-    tensors that stand beside these.
+    Scales of quantised codes are not plain numbers either: they define what the codes mean. `sources` and `targets` are
+    all tensors of both sides.
     """
     if change.dtype == change.becomes:
         return
@@ -181,7 +181,7 @@ class Casts:
     """Rules of which the first match wins, and a dtype for all other floating point tensors.
 
     >>> Casts.of([("norm", torch.float32), torch.bfloat16]).request("norm", torch.float16)
-    Asked(dtype=torch.float32, named=True)
+    CastRequest(dtype=torch.float32, named=True)
     """
 
     rules: tuple[tuple[str, torch.dtype | None], ...] = ()
@@ -190,7 +190,7 @@ class Casts:
 
     @staticmethod
     def of(cast: object, option: str = "cast=") -> Casts:
-        """From what a user gave."""
+        """From the user's option."""
         given = [] if cast is None else [cast] if isinstance(cast, torch.dtype) else cast
         if not isinstance(given, list | tuple):
             raise TypeError(f"{option} must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
@@ -220,7 +220,7 @@ class Casts:
         return CastRequest(self.rest, named=False) if self.rest is not None and dtype.is_floating_point else None
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The patterns that fit no name."""
+        """The patterns that match no name."""
         there = list(names)
         return [pattern for pattern, _ in self.rules if not any(self._fits(pattern, name) for name in there)]
 
@@ -237,7 +237,7 @@ class TargetCasts:
 
     @staticmethod
     def of(cast: object) -> TargetCasts:
-        """From what a user gave: True, False, or what a conversion takes."""
+        """From the user's option: True, False, or what a conversion takes."""
         return TargetCasts(Casts(), cast) if isinstance(cast, bool) else TargetCasts(Casts.of(cast))
 
     def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:

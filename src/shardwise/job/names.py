@@ -17,9 +17,9 @@ ONE = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)  # what stands for one char
 
 
 def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, ...] | None:
-    """What the stars of a pattern stand for in a name; None where it does not fit. ? and [abc] are one character.
+    """The strings that the stars of a pattern match in a name; None if it does not match. ? and [abc]: one character.
 
-    A pattern without stars fits the name that is spelled like it; where that is one of `names`, no other.
+    A pattern without stars matches the equal name; if that is one of `names`, only that one.
 
     >>> matched("layers.*.*.weight", "layers.3.q_proj.weight"), matched("layers.*", "head.weight")
     (('3', 'q_proj'), None)
@@ -33,7 +33,7 @@ def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, .
     parts = _parts(pattern)
     last, at, stars = parts[-1], 0, list[str]()
     end = len(name) - last.width
-    for number, part in enumerate(parts[:-1]):  # each as early as it can be: what a star leaves is of no use to it
+    for number, part in enumerate(parts[:-1]):  # each as early as possible: a later match never helps
         match = part.text.search(name, at) if number else part.text.match(name)
         if match is None:
             return None
@@ -45,7 +45,7 @@ def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, .
 
 
 class _Part(NamedTuple):
-    """What stands between two stars, and how many characters it is."""
+    """The part of a pattern between two stars, and how many characters it matches."""
 
     text: re.Pattern[str]
     width: int
@@ -53,12 +53,12 @@ class _Part(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(pattern: str) -> tuple[_Part, ...]:
-    """Stars are not left to a regular expression: it would try all ways to share out a name among them."""
+    """Stars are not part of the regular expression: it would backtrack through all ways to split a name."""
     return tuple(_Part(re.compile(translate(part)[:-2]), len(ONE.findall(part))) for part in pattern.split("*"))
 
 
 def filled(pattern: str, stars: Sequence[str]) -> str:
-    """A pattern with something for every star.
+    """A pattern with its stars replaced.
 
     >>> filled("model.*.w", ["3"])
     'model.3.w'
@@ -104,7 +104,7 @@ def _by_rules(name: str, rename: object, names: Container[str]) -> object:
 
 
 def missing(what: str, names: Iterable[str], known: Iterable[str]) -> str:
-    """Names that are not where they should be, each with the one that may have been meant.
+    """An error text for missing names, each with the nearest known name.
 
     >>> missing("the target has no", ["q.weigth"], ["q.weight", "k.weight"])
     "the target has no 'q.weigth' (nearest: 'q.weight')"

@@ -55,7 +55,7 @@ class PlannedLink:
     def of(
         link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption
     ) -> PlannedLink:
-        """In rounds only where it would stage too much."""
+        """In rounds only if one round would stage too much."""
         ours, theirs = (
             subtensor_layout(source.layout, link.source_view),
             subtensor_layout(target.layout, link.target_view),
@@ -178,7 +178,7 @@ class ModelPlan:
 
     @cached_property
     def kept(self) -> frozenset[tuple[str, str]]:
-        """The sources and targets of which one is the other as it is."""
+        """Pairs of source and target names whose tensor does not change."""
         whole = [entry.link for entry in self.entries if entry.plan.source == entry.plan.target]
         return frozenset(
             (link.source, link.target)
@@ -188,7 +188,7 @@ class ModelPlan:
         )
 
     def described(self, name: str) -> str:
-        """What moves to that target, for a tensor that has no other name."""
+        """What moves to that target, for errors about a tensor without a name."""
         entry = next(entry for entry in self.entries if entry.link.target == name)
         layouts = f"from {entry.plan.source!r} to {entry.plan.target!r}"
         return f"a tensor of shape {self.targets[name].shape} that went {layouts}"
@@ -204,7 +204,7 @@ class ModelPlan:
 
     @property
     def bytes_local(self) -> int:
-        """Copied where they are."""
+        """Copied within a rank."""
         return sum(entry.plan.bytes_local for entry in self.entries)
 
     @property
@@ -214,11 +214,11 @@ class ModelPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells apart what differs in any name, shape, dtype, layout or limit."""
+        """Different for plans that differ in a name, shape, dtype, layout or limit."""
         return blake2b(json.dumps(self._listed(lambda layout: layout.fingerprint)).encode(), digest_size=16).hexdigest()
 
     def explain(self) -> str:
-        """In words, and a line for every kind of move."""
+        """A summary in words, with a line for every kind of move."""
         kinds = dict[str, list[PlannedLink]]()
         for entry in self.entries:
             kinds.setdefault(self._in_words(entry), []).append(entry)
@@ -244,7 +244,7 @@ class ModelPlan:
         return " -> ".join(words)
 
     def draw(self, name: str | None = None) -> str:
-        """A target and what it comes from as pictures, and who sends what to whom; without a name that of all."""
+        """Draw a target, its sources and the traffic between ranks; without a name, the traffic of all tensors."""
         if name is None:
             return matrix(*(entry.plan for entry in self.entries))
         if name not in self.targets:
@@ -255,7 +255,7 @@ class ModelPlan:
         return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(entry.plan for entry in mine))] if mine else [])])
 
     def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
-        """Write a page to look at: all tensors by size, what moves, and a picture of each. Returns its path."""
+        """Write an HTML page: all tensors by size, what moves, and a picture of each. Returns its path."""
         buckets, peak = len(self.buckets()), size(self.peak_bytes)
         facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
         return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
@@ -285,12 +285,12 @@ class ModelPlan:
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 
     def to_json(self) -> str:
-        """As a file."""
+        """The text of a plan file."""
         figures = {"bytes_moved": self.bytes_moved, "peak_bytes": self.peak_bytes}
         return json.dumps({"shardwise_model_plan": 1, **self.listed(), **figures}, indent=1)
 
     def check(self, text: str) -> None:
-        """Raise a PlanError that says the first difference, unless the file is of this plan."""
+        """Raise a PlanError with the first difference if the text is not that of this plan's file."""
         try:
             given = json.loads(text)
         except (TypeError, ValueError) as error:

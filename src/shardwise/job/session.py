@@ -49,11 +49,11 @@ class SerialQueue:
 
     @property
     def idle(self) -> bool:
-        """True where nothing is under way."""
+        """True if no task is queued or running."""
         return not self._busy and not self._tasks
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do it after all that was submitted before."""
+        """Run it after all tasks that were submitted before."""
         future = Pending[T](self)
         with self._turn:
             self._tasks.append((_as_here(lambda: self._limited(work)), future))
@@ -62,7 +62,7 @@ class SerialQueue:
         return future
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do it after all that was submitted before, and wait for it; right here where nothing is under way."""
+        """Run it after all submitted tasks and wait for it; in this thread if the queue is idle."""
         if not self.idle:
             return self.submit(work).result()
         with self._turn:
@@ -79,7 +79,7 @@ class SerialQueue:
             return work()
 
     def _drain(self, until: Future[Any]) -> None:
-        """Do tasks in their order until this one is done."""
+        """Run tasks in order until this one is done."""
         while not until.done():
             with self._turn:
                 self._turn.wait_for(lambda: not self._busy)
@@ -112,7 +112,7 @@ class Pending(Future[T]):
 
 
 def _as_here(work: Callable[[], T]) -> Callable[[], T]:
-    """Inference mode, stream and budget belong to a thread: take those of the caller along."""
+    """Run with the inference mode, stream and budget of the calling thread."""
     context = copy_context()
     inference = torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -219,7 +219,7 @@ def release_staging() -> int:
 
 
 def check_owners(transport: GroupTransport, side: str, layout: Layout) -> None:
-    """Refuse owners that do not call."""
+    """Refuse a layout with owners that are not callers."""
     missing = transport.lacks(layout)
     if missing:
         raise RefusedValueError(

@@ -29,7 +29,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class PlainContainer(OwnContainer):
-    """How a plain tensor lies: whole, on every rank that has it."""
+    """The container of a plain tensor: whole, on every rank that has it."""
 
     on: torch.device | None = None
 
@@ -55,7 +55,7 @@ class Side(Protocol):
         ...
 
     def stamp(self) -> object:
-        """Equal to an earlier one while all memory is where it was."""
+        """Equal to an earlier stamp while no memory has moved."""
         ...
 
     def sent(self, entries: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class LiveSide:
         return memory_of(self.values.get(name))
 
     def stamp(self) -> object:
-        """Addresses; and the mode, which decides what may be written."""
+        """Addresses, and the inference mode, which decides what may be written."""
         tensors = (t for name in self._names for t in memory_of(self.values.get(name), apart=False))
         return [_place(tensor) for tensor in tensors], torch.is_inference_mode_enabled()
 
@@ -111,7 +111,7 @@ class FreshSide:
         return self._made[name]
 
     def stamp(self) -> object:
-        """Never that of an earlier one."""
+        """Never equal to an earlier stamp."""
         return object()
 
     def sent(self, entries: Sequence[int]) -> None:
@@ -146,7 +146,7 @@ def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
 
 
 class TensorDescription(NamedTuple):
-    """What all ranks must know of a tensor. `layout` is None for a plain one: all have it who have the state dict."""
+    """A tensor as all ranks must know it. `layout` is None for a plain one: every rank with the state dict has it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # not known to a rank that has none of its shards
@@ -158,17 +158,17 @@ Descriptions = Mapping[str, TensorDescription | None]
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """True for what can be moved."""
+    """True for tensors that can be moved."""
     return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
 
 
 def lists_chunks(value: object) -> TypeGuard[torch.Tensor]:
-    """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what no process group places."""
+    """True if a rank only knows its own chunks: torch's LocalShardsWrapper, and tensors without a process group."""
     return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
 
 
 def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDescription | None:
-    """What a rank knows of one of its tensors, with the owners of a transport; None where it has nothing of it."""
+    """This rank's description of a tensor, with the owners of a transport; None if it holds nothing of it."""
     if lists_chunks(value):
         return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
     if not is_sharded(value):
@@ -192,9 +192,9 @@ def _known_chunks(
 
 
 def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -> Descriptions:
-    """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing.
+    """This rank's descriptions of the tensors of a flat state dict; None for one of which it holds nothing.
 
-    Owners are those of the transport of all who call; without one, ranks of this process's job.
+    Owners are those of the transport; without one, ranks of this process's job.
     """
     descriptions = dict[str, TensorDescription | None]()
     for name, value in flat.items():
@@ -207,7 +207,7 @@ def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -
 
 
 def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
-    """Refuse a source that several jobs give, each by its own ranks: these are tensors of one name, not replicas."""
+    """Refuse a source that several jobs give, each on its own ranks: equal names do not make them replicas."""
     jobs = transport.members.jobs if transport is not None else ()
     layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
     for rank, known in by_rank.items() if jobs else ():
@@ -226,11 +226,11 @@ def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: G
 
 
 def combine_descriptions(by_rank: Mapping[int, Descriptions | None], side: str) -> dict[str, TensorInfo]:
-    """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
+    """The infos of all tensors for a plan; raises if the ranks with the state dict do not agree.
 
-    A name that is None on all ranks is left out: a value like others.
+    A name that is None on all ranks is left out: it is not a tensor.
     """
-    alike = dict[int, tuple[list[int], Descriptions]]()  # most often all say the same, which is one object
+    alike = dict[int, tuple[list[int], Descriptions]]()  # usually all ranks send the same, as one object
     for rank, known in by_rank.items():
         if known is not None:
             alike.setdefault(id(known), ([], known))[0].append(rank)
@@ -281,7 +281,7 @@ def _replicated(shape: tuple[int, ...], holders: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _joined(layouts: tuple[Layout, ...]) -> Layout | None:
-    """One for all, where they are on different ranks: each group of ranks has the whole. None where they are not."""
+    """One layout for several on disjoint ranks, each of the whole tensor. None if they share ranks."""
     if len(layouts) == 1:
         return layouts[0]
     owners = [owner for layout in layouts for owner in layout.owners()]

@@ -1,4 +1,4 @@
-"""Tied weights: tensors of several names that share all of their memory, cell by cell."""
+"""Tied weights: tensors with several names that share all of their memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def ties_of(flat: Mapping[str, object], transport: GroupTransport | None = None) -> dict[str, tuple[str, bool]]:
-    """The tied names of a flat state dict, as this rank sees it: those that have no memory here may be tied elsewhere.
+    """The tied names of a flat state dict on this rank. Names without memory here may be tied on other ranks.
 
     >>> w = torch.ones(3)
     >>> ties_of({"a": w, "b": w.view(3), "part": w[1:], "c": w.clone()})
@@ -27,7 +27,7 @@ def ties_of(flat: Mapping[str, object], transport: GroupTransport | None = None)
 
 
 def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
-    """Names of equal keys, where there are several."""
+    """Groups of names with equal keys, of at least two names."""
     groups = dict[Hashable, list[str]]()
     for name, key in keys.items():
         groups.setdefault(key, []).append(name)
@@ -35,7 +35,7 @@ def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
 
 
 def _addresses(value: object) -> Hashable:
-    """Quick to tell: most tensors lie elsewhere than all others. Empty where there are no cells."""
+    """A quick first test: most tensors share no address with others. Empty if there are no cells."""
     if isinstance(value, torch.Tensor) and type(value) in PLAIN and value.layout == torch.strided:
         address = value.data_ptr()
         return (address,) if address else ()
@@ -43,7 +43,7 @@ def _addresses(value: object) -> Hashable:
 
 
 def tied(by_rank: Mapping[int, Ties]) -> dict[str, str]:
-    """The names that share their memory with an earlier one on every rank that has any of it, and that one.
+    """Tied names, each with the earlier name whose memory it shares on every rank that has any of it.
 
     >>> tied({0: {"a": ("a", True), "b": ("a", True)}, 1: {"a": ("a", False), "b": ("a", False), "c": ("a", False)}})
     {'b': 'a'}
@@ -62,8 +62,8 @@ def _has_cells(value: object) -> bool:
 
 
 def _memories(values: Mapping[str, object], transport: GroupTransport | None) -> dict[str, Hashable]:
-    """Equal for what lies in the same memory, in the same way; and for what has none here."""
-    # all are alive at the same time: what is made anew for every call must not be taken for what was there before
+    """A key per name: equal for the same memory in the same shape, and for tensors without memory here."""
+    # keep all tensors alive: a new one at the address of a freed one must not look tied
     parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
     return {
         name: (describe(value, transport) if is_tensor(value) else None, tuple(map(_place, parts[name])))

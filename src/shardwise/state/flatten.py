@@ -17,7 +17,8 @@ from shardwise.layout import Layout
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.spec_container import SpecContainer
-from shardwise.state.traverse import OBJ_PATH, dotted, set_element, traverse_state_dict
+from shardwise.state.traverse import OBJ_PATH, StateDict, dotted, set_element, traverse_state_dict
+from shardwise.torch_internals import is_torch_sharded
 from shardwise.transports.members import has_default_group, owner_here
 
 
@@ -37,14 +38,14 @@ class NestedDescription(NamedTuple):
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
+def flatten_sharded_tensors(state_dict: StateDict, *, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
     """The state dict with nested sharded tensors flattened to one level, with their true owners. All ranks call.
 
     Shards may be sharded to any depth, by ShardedTensors (ours or torch's) and DTensors, and each rank may have any
     number of them. The flat tensors can be gathered, resharded and saved like any other. Other values are kept.
     Without a process group, this process is the only rank.
     """
-    flattened, values = dict[Any, Any](), dict[OBJ_PATH, Any]()
+    flattened, values = dict[Any, Any](), dict[OBJ_PATH, object]()
     operation = "flatten_sharded_tensors"
 
     def look() -> list[OBJ_PATH]:
@@ -55,7 +56,7 @@ def flatten_sharded_tensors(state_dict: Mapping[Any, Any], *, group: dist.Proces
     parts = dict[OBJ_PATH, list[PlainShard]]()
 
     def say() -> dict[OBJ_PATH, NestedDescription]:
-        parts.update({path: list(_parts(values[path])) for path in nested if is_sharded(values.get(path))})
+        parts.update({path: list(_parts(value)) for path in nested if is_sharded(value := values.get(path))})
         return {path: _describe(values[path], parts[path]) for path in parts}
 
     whole = together_or_alone(operation, say, _whole, group=group) if nested else {}
@@ -71,22 +72,18 @@ def _union(paths_by_rank: Mapping[int, list[OBJ_PATH]]) -> list[OBJ_PATH]:
     return sorted({path for paths in paths_by_rank.values() for path in paths}, key=repr)
 
 
-def _is_nested(value: Any) -> bool:
+def _is_nested(value: object) -> bool:
     return is_sharded(value) and _holds_shards(value) and any(map(is_sharded, _tensors(value)))
 
 
-def _tensors(value: Any) -> list[Any]:
+def _tensors(value: object) -> list[torch.Tensor]:
     """The tensors of a container, in any order; this works without a process group."""
     if isinstance(value, ShardedTensor):
         return list(value.shards)
-    return [shard.tensor for shard in value.local_shards()]
+    return [shard.tensor for shard in value.local_shards()] if is_torch_sharded(value) else []
 
 
-def _shards(value: Any) -> list[Any]:
-    return list(container_of(value).disassemble(value))
-
-
-def _parts(value: Any) -> Iterator[PlainShard]:
+def _parts(value: torch.Tensor) -> Iterator[PlainShard]:
     """This rank's plain tensors, with their boxes in the coordinates of `value`."""
     container = container_of(value)
     me = owner_here(container.group)
@@ -94,7 +91,8 @@ def _parts(value: Any) -> Iterator[PlainShard]:
         raise ValueError(f"{container.layout!r} is partial: its terms are not shards; reduce it first")
     if me not in container.layout:
         return
-    tensors = _shards(value) if _holds_shards(value) else container.local(_shards(value))
+    shards = container.disassemble(value)
+    tensors = shards if _holds_shards(value) else container.local(shards)
     pieces = container.layout.pieces(me)
     if len({piece.buffer for piece in pieces}) < len(pieces):
         raise ValueError(f"{container.layout!r} has several pieces in one tensor: only boxes can be nested")
@@ -106,7 +104,7 @@ def _parts(value: Any) -> Iterator[PlainShard]:
             yield PlainShard(piece.box, tensor)
 
 
-def _holds_shards(value: Any) -> bool:
+def _holds_shards(value: object) -> bool:
     """True for ShardedTensors, whose shards may be sharded. (A DTensor's local tensor is plain.)"""
     return isinstance(value, ShardedTensor) or hasattr(value, "local_shards")
 
@@ -116,7 +114,7 @@ def _shifted(box: Box, by: tuple[int, ...]) -> Box:
     return Box(lo, hi)
 
 
-def _describe(value: Any, parts: list[PlainShard]) -> NestedDescription:
+def _describe(value: object, parts: list[PlainShard]) -> NestedDescription:
     first = parts[0].tensor if parts else None
     device = "cpu" if first is None else first.device.type
     boxes = tuple((part.box.lo, part.box.hi) for part in parts)

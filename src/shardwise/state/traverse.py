@@ -14,6 +14,7 @@ STATE_DICT_TYPE = dict[str, Any]
 StateDict = Mapping[Any, object]  # what is accepted: keys of any type, nested or flat
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
 Keep = Callable[[Any], bool]
+Visitor = Callable[[OBJ_PATH, Any], None]
 
 
 class Key(int):
@@ -31,7 +32,7 @@ def _is_tensor(value: object) -> bool:
 
 def traverse_state_dict(
     state_dict: StateDict,
-    visitor: Callable[[OBJ_PATH, Any], None],
+    visitor: Visitor,
     keep_traversing: Keep | None = _is_tensor,
 ) -> None:
     """Call `visitor(path, value)` for every leaf.
@@ -58,8 +59,8 @@ def _check_mapping(value: object) -> None:
 def _visit(
     path: OBJ_PATH,
     value: object,
-    visitor: Callable[[OBJ_PATH, Any], None],
-    keep: Callable[[Any], bool],
+    visitor: Visitor,
+    keep: Keep,
     inside: list[int],
 ) -> None:
     if id(value) in inside:
@@ -72,7 +73,7 @@ def _visit(
         _visit((*path, key), item, visitor, keep, [*inside, id(value)])
 
 
-def _items(value: Mapping[Any, object] | Sequence[object]) -> list[tuple[PATH_ITEM, object]]:
+def _items(value: StateDict | Sequence[object]) -> list[tuple[PATH_ITEM, object]]:
     if isinstance(value, Mapping):
         return [(Key(key) if type(key) is int else key, item) for key, item in value.items()]
     place = Place if isinstance(value, tuple) else int
@@ -116,7 +117,7 @@ def _put(container: object, path: OBJ_PATH, value: object) -> object:
         container[plain] = _put(container.get(plain), rest, value) if rest else value  # type: ignore[index]
         return container
     if not isinstance(key, int) or not isinstance(container, list | tuple):
-        raise ValueError(f"{key!r} is not a key or index of a {type(container).__name__}")
+        raise ValueError(f"{key!r} is not a key or index of {type(container).__name__}")
     items: list[object] = list(container) if isinstance(container, tuple) else container
     items.extend([None] * (key + 1 - len(items)))
     items[key] = _put(items[key], rest, value) if rest else value

@@ -57,7 +57,7 @@ def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) 
 
 
 def _once(layout: Layout, local: Tensors, me: int) -> torch.Tensor:
-    """The sums of the cells for which this rank speaks: every cell has one such rank, also where there are replicas."""
+    """The sums of this rank's share of the cells: each cell is counted by one rank, also if it has replicas."""
     if me not in layout:
         return torch.zeros(LANES, dtype=torch.int64)
     copies = plan(layout, Layout.replicated(layout.shape, [layout.owners()[0]])).for_owner(me).copies
