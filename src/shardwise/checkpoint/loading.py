@@ -51,20 +51,20 @@ def load(
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fill the tensors of a state dict from a checkpoint, in place, whatever the shardings. Other values are set.
+    """Fill the tensors of a state dict from a checkpoint, in place, for any shardings. Other values are replaced.
 
     Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
 
-    `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
-    checkpoint. `cast`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those
-    of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all casts.
-    `overflow="refuse"`: raise where a value is beyond the range of its target; "allow" casts it. `strict=False` leaves
-    alone what the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint has one
-    of them; if it has two that differ, they are refused. `read="each"`: every rank reads what it needs; "once": every
-    byte is read by one rank and sent to all who need it, the better way where files are far away (the default with
-    `group=`). All ranks of the group call, and none returns before all have read, so that the files may be deleted
-    then; without a group each is for itself.
+    `path`: a path or URL, as for `open`, or an open checkpoint. `rename`, `remap`: as in `Resharder`, from the names of
+    the checkpoint. `cast`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
+    those of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all
+    casts. `overflow="refuse"`: raise if a value is out of range for its target; "allow" casts it. `strict=False`: keep
+    the values that the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint
+    has one of them; if it has several that differ, they are refused. `read="each"`: every rank reads what it needs;
+    "once": each byte is read by one rank and sent to all that need it, which is better for remote files (the default
+    with `group=`). All ranks of the group call. None returns before all have read, so the files may be deleted then.
+    Without a group, each rank loads on its own.
     """
     callers = Callers("load", group, alone=group is None and read != "once")
     once = not callers.alone and read != "each"

@@ -1,4 +1,4 @@
-"""save: every rank writes its own part, the index is written last."""
+"""save: every rank writes its own part; the index is written last."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def save(
     group: dist.ProcessGroup | None = None,
     durable: bool = True,
 ) -> None:
-    """Write a state dict to a directory. Every rank of the group calls; without a process group one process does.
+    """Write a state dict to a directory. Every rank of the group calls; without a group, this process alone.
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
-    Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. A checkpoint that
-    was at the path stays whole until the new one is, and is removed then. While another save or conversion writes
-    there, this one is refused. Values other than tensors are those of the first rank; so are plain tensors that differ
-    between ranks, with a warning. `durable`: wait until the disk has it.
+    Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. An earlier
+    checkpoint at the path is removed once the new one is complete. Concurrent saves and conversions to one path are
+    refused. Values other than tensors are taken from the first rank; so are plain tensors that differ between ranks,
+    with a warning. `durable`: wait until the data is on disk.
     """
     callers = Callers("save", group)
     flat, paths, tensors, ties, differing = _described(callers, state_dict, format, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -169,8 +169,8 @@ def container_of(x: object) -> Container:
     """The container of a sharded tensor."""
     if isinstance(x, ShardedTensor):
         return x.container
-    if isinstance(x, torch.Tensor) and is_chunked(x):
-        whole_shape(x)  # which raises its own error if the shape is not known
+    if is_chunked(x):
+        whole_shape(cast(torch.Tensor, x))  # which raises its own error if the shape is not known
         what = f"a DTensor of {type(x._local_tensor).__name__}" if is_dtensor(x) else f"a {type(x).__name__}"
         raise LayoutError(
             f"{what} only knows the chunks of its own rank, whatever placements it has: checkpoint.save, "

@@ -66,7 +66,7 @@ def _memories(values: Mapping[str, object], transport: GroupTransport | None) ->
     # keep all tensors alive: a new one at the address of a freed one must not look tied
     parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
     return {
-        name: (describe(value, transport) if is_tensor(value) else None, tuple(map(_place, parts[name])))
+        name: (describe(value, transport), tuple(map(_place, parts[name]))) if is_tensor(value) else None
         for name, value in values.items()
     }
 
