@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[1] / "src"
 MODULES = ("activation", "checkpoint", "report", "sharded_tensor", "state", "testing")
 SNIPPET = """\
 import shardwise as sw
+from torch.distributed.device_mesh import DeviceMesh
 
 reveal_type(sw.parse("8x6/S0@2"))
 reveal_type(sw.plan("8x6/S0@2", "8x6/S1@2"))
@@ -23,32 +24,62 @@ reveal_type(sw.sharded_tensor.ChunkShardingSpec(0, ["rank:0/cpu"]))
 sw.reshardd
 sw.checkpoint.loadd
 sw.importlib
+def moves(x: sw.ShardedTensor, layout: sw.Layout, mesh: DeviceMesh, later: bool) -> None:
+    reveal_type(sw.reshard(x, "8x6/S0@2"))
+    reveal_type(sw.reshard(None, layout, verify=True, transport="group"))
+    reveal_type(sw.reshard(x, (mesh, ["S0"])))
+    reveal_type(sw.reshard(x, x))
+    reveal_type(sw.reshard(x, out=x))
+    reveal_type(sw.reshard(x, layout, async_op=True))
+    reveal_type(sw.reshard(x, layout, async_op=later))
+    sw.reshard(x, layout, verifi=True)
+    sw.reshard(x, layout, max_bytes="much")
 """
 CONFIG = """\
 [mypy]
 strict = true
 follow_imports = silent
-[mypy-torch.*,numpy.*]
+ignore_missing_imports = true
+[mypy-numpy.*]
 follow_imports = skip
 follow_imports_for_stubs = true
-"""  # mypy checks src on its own; reading torch takes 20 seconds
-REVEALED = {
-    3: "shardwise.layout.layout.Layout",
-    4: "shardwise.planning.plan.Plan",
-    5: "-> shardwise.layout.layout.Layout",
-    6: "Checkpoint",
-    7: "-> str",
-    8: "shardwise.sharded_tensor.sharding_spec.ChunkShardingSpec",
+"""
+TORCH = {  # mypy checks src on its own, with the whole of torch; reading that takes 20 seconds
+    "torch/__init__.pyi": """\
+from typing import Any
+class Tensor:
+    def __getattr__(self, name: str) -> Any: ...
+def __getattr__(name: str) -> Any: ...
+""",
+    "torch/distributed/__init__.pyi": "from typing import Any\ndef __getattr__(name: str) -> Any: ...\n",
+    "torch/distributed/device_mesh.pyi": "class DeviceMesh: ...\n",
+    "torch/distributed/tensor/__init__.pyi": "import torch\nclass DTensor(torch.Tensor): ...\n",
 }
-ERRORS = {9: '"reshardd"', 10: '"loadd"', 11: '"importlib"'}
+REVEALED = {
+    4: "shardwise.layout.layout.Layout",
+    5: "shardwise.planning.plan.Plan",
+    6: "-> shardwise.layout.layout.Layout",
+    7: "Checkpoint",
+    8: "-> str",
+    9: "shardwise.sharded_tensor.sharding_spec.ChunkShardingSpec",
+    14: '"shardwise.containers.sharded.ShardedTensor | None"',
+    15: '"shardwise.containers.sharded.ShardedTensor | None"',
+    16: '"torch.distributed.tensor.DTensor | None"',
+    17: '"torch.Tensor | None"',
+    18: '"torch.Tensor | None"',
+    19: '"shardwise.tensor.resharding.Handle"',
+    20: '"shardwise.tensor.resharding.Handle | torch.Tensor | None"',
+}
+ERRORS = {10: '"reshardd"', 11: '"loadd"', 12: '"importlib"', 21: '"reshard"', 22: '"reshard"'}
 
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory):
     """What mypy says of each line of the snippet."""
     folder = tmp_path_factory.mktemp("typing")
-    (folder / "snippet.py").write_text(SNIPPET)
-    (folder / "mypy.ini").write_text(CONFIG)
+    for name, text in {"snippet.py": SNIPPET, "mypy.ini": CONFIG, **TORCH}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     run = subprocess.run(
         [sys.executable, "-m", "mypy", "snippet.py"],
         cwd=folder,
@@ -59,7 +90,7 @@ def messages(tmp_path_factory):
     )
     lines = re.findall(r"^snippet\.py:(\d+): (\w+): (.*)$", run.stdout, re.MULTILINE)
     assert lines, run.stdout + run.stderr
-    return {int(line): (level, text) for line, level, text in lines}
+    return {int(line): (level, text) for line, level, text in reversed(lines)}  # notes follow an error
 
 
 def test_names_and_modules_have_their_types(messages):

@@ -142,10 +142,10 @@ def test_select_chooses_other_values_too(saved, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"select": ["model.*", "nodel.*"]}, "select= has 'nodel.*', which fits no name"),
-        ({"rename": {"modle.*": "*"}}, "rename= has 'modle.*', which fits no name"),
-        ({"rename": [("model.*", "*"), ("head", "h")]}, "rename= has 'head', which fits no name"),
-        ({"cast": [("*.nrom.*", torch.half)]}, r"cast= has '\*.nrom.\*', which fits no name"),
+        ({"select": ["model.*", "nodel.*"]}, "select= has 'nodel.*', which matches no name"),
+        ({"rename": {"modle.*": "*"}}, "rename= has 'modle.*', which matches no name"),
+        ({"rename": [("model.*", "*"), ("head", "h")]}, "rename= has 'head', which matches no name"),
+        ({"cast": [("*.nrom.*", torch.half)]}, r"cast= has '\*.nrom.\*', which matches no name"),
         ({"remap": [Concat("qkv", ["q", "k", "v"])]}, "whole='qkv'.* fits nothing"),
         ({"remap": [Stack("*.e", "*.{}.e")]}, "Stack.* fits nothing"),
         ({"remap": [Transposed("*.o.weight")]}, "Transposed.* fits nothing"),

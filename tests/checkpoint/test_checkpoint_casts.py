@@ -99,7 +99,7 @@ def test_rules_of_a_load_say_what_the_target_is(quantised):
         ([("norm", BF16)], "cast= makes 'norm' torch.bfloat16, but the target is torch.float16"),
         (BF16, "cast= makes 'norm' torch.bfloat16, but the target is torch.float16"),
         ([("norm", None)], "cast= makes 'norm' torch.float32, but the target is torch.float16"),
-        ([("nrom", F16)], "cast= has 'nrom', which fits no name"),
+        ([("nrom", F16)], "cast= has 'nrom', which matches no name"),
     ):
         with pytest.raises(CheckpointError, match=words):
             checkpoint.load("m.pt", into, cast=cast)

@@ -136,7 +136,7 @@ def test_what_differs_is_listed_and_ends_with_one(shell, saved):
         (["convert", "saved", "x", "--max-shard-size", "big"], "'big' is not a size"),
         (["convert", "saved", "x", "--mesh", "tp=2"], "--mesh needs --rules"),
         (["convert", "saved", "x", "--format", "sharded", "--rules", "llamas", "--mesh", "tp=2"], "llama"),
-        (["convert", "saved", "x", "--select", "y*"], "which fits no name"),
+        (["convert", "saved", "x", "--select", "y*"], "which matches no name"),
     ],
 )
 def test_bad_input_ends_with_two_and_one_message(shell, saved, words, said, tmp_path):

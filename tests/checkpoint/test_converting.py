@@ -558,7 +558,7 @@ REFUSED = {
     "a dim that is not there": ({"remap": [Concat("qk", ["q", "k"], dim=2)]}, ValueError, "no dim 2"),
     "an order that is none": ({"remap": [Transposed("q", (0, 0))]}, ValueError, "Transposed"),
     "remap that is no rule": ({"remap": ["q"]}, TypeError, "remap= must be a list of Concat"),
-    "patterns that fit nothing": ({"select": ["z*"]}, CheckpointError, "select= has 'z*', which fits no name"),
+    "patterns that fit nothing": ({"select": ["z*"]}, CheckpointError, "select= has 'z*', which matches no name"),
     "a format that nobody knows": ({"format": "gguf"}, ValueError, "format= must be one of 'safetensors'"),
     "sharded without rules": ({"format": "sharded"}, ValueError, "needs rules="),
     "rules for one file": ({"format": "safetensors", "rules": rules(tp=2)}, ValueError, "'sharded' and 'dcp' can"),

@@ -112,7 +112,7 @@ def test_ranks_that_ask_one_load_for_different_things_are_all_refused_at_once(wh
 def test_a_key_that_no_file_can_hold_is_refused_before_the_old_checkpoint_goes(format, key):
     checkpoint.save({"old": numbers(2)}, "p", format=format)
     for value in numbers(3), 7:
-        with refused(f"m.{key}", "neither a text nor a whole number", repr(key), error=TypeError):
+        with refused(f"m.{key}", "neither a string nor an integer", repr(key), error=TypeError):
             checkpoint.save({"m": {key: value}, "big": numbers(5)}, "p", format=format)
     has("p", {"old": numbers(2)})
 
@@ -204,20 +204,20 @@ def test_a_conversion_by_other_source_rules_is_not_taken_for_the_old_one(verify)
 
 def test_a_file_of_the_source_that_select_does_not_use_is_not_written_over(source):
     checkpoint.convert(source, "src", max_shard_size=13)
-    with refused("src/model-00002-of-00002.safetensors is what is read"):
+    with refused("src/model-00002-of-00002.safetensors is the source"):
         checkpoint.convert("src", "src/model-00002-of-00002.safetensors", select="b")
 
 
 def test_a_source_directory_named_like_a_file_is_not_written_over(source):
     checkpoint.convert(source, "m.safetensors/")
     assert names_in("m.safetensors") == ["model.safetensors"]
-    with refused("m.safetensors/ is what is read"):
+    with refused("m.safetensors/ is the source"):
         checkpoint.convert("m.safetensors", "m.safetensors/", cast=torch.bfloat16)
 
 
 def test_a_remote_source_is_not_written_over_by_its_name_with_a_slash(source):
     checkpoint.convert(source, "memory://src", format="sharded", rules=rows(1))
-    with refused("src is what is read"):
+    with refused("src is the source"):
         checkpoint.convert("memory://src", "memory://src/", format="sharded", rules=rows(2))
 
 

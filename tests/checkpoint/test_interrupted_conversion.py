@@ -555,7 +555,7 @@ def test_a_result_that_is_not_what_was_to_be_written_is_noticed(tmp_path, monkey
         replace(old, new)
 
     monkeypatch.setattr(os, "replace", spoil)
-    with pytest.raises(CheckpointError, match=r"is not what was to be written: layers\.\d+\.w: 1 or more cells differ"):
+    with pytest.raises(CheckpointError, match=r"does not match the source: layers\.\d+\.w: 1 or more cells differ"):
         checkpoint.convert(path, tmp_path / "out.safetensors", durable=False)
     checkpoint.convert(path, tmp_path / "unverified.safetensors", durable=False, verify=False)
 
@@ -568,7 +568,7 @@ def test_a_file_is_not_converted_onto_itself(tmp_path, kind):
     path = tmp_path / kind
     (save_file if kind == "in.safetensors" else torch.save)(model(), path)
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match="is what is read: give another path"):
+    with pytest.raises(CheckpointError, match="is the source: give another path"):
         checkpoint.convert(path, tmp_path / "." / kind, cast=torch.bfloat16, durable=False)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [kind]
@@ -578,7 +578,7 @@ def test_a_sharded_checkpoint_is_not_converted_onto_itself(tmp_path):
     out = tmp_path / "ours"
     checkpoint.convert(source(tmp_path, model()), out, durable=False, **FORMATS["sharded"])
     said = {"mesh": {"tp": 2}, "rule": [{"name": "*", "placements": {"tp": "S1"}}]}
-    with pytest.raises(CheckpointError, match="is what is read: give another path"):
+    with pytest.raises(CheckpointError, match="is the source: give another path"):
         checkpoint.convert(out, out, format="sharded", rules=said, cast=torch.half, durable=False)
     assert_has(out, model())
 

@@ -59,11 +59,11 @@ def test_a_tensor_in_more_files_than_may_be_open(tmp_path, few_files):
 
 def test_replicas_on_very_many_ranks_are_shared_out_at_once():
     """What a save asks for every tensor; by pieces of every owner it would take seconds each."""
-    from shardwise.checkpoint.shares import written
+    from shardwise.checkpoint.writer_assignment import assign_writers
 
-    small = written("small", Layout.replicated((4, 4), range(16_000)), 4, 5)
+    small = assign_writers("small", Layout.replicated((4, 4), range(16_000)), 4, 5)
     assert small.owners() == (5,)
-    large = written("large", Layout.on_mesh((1 << 20, 64), [1000, 16], ["R", "S0"]), 4, 0)
+    large = assign_writers("large", Layout.on_mesh((1 << 20, 64), [1000, 16], ["R", "S0"]), 4, 0)
     assert len(large.owners()) == 16_000
     assert sum(piece.box.volume for piece in large.pieces(0)) * 4 == (1 << 20) * 64 * 4 // 16_000 // 256 * 256
 

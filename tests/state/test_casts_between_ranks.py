@@ -52,7 +52,7 @@ def test_a_sync_casts_codes_by_name_alone(ranks):  # noqa: F811
     for kind in CODES:
         refused([one[kind] for one in told], "'w'", str(F8), str(BF16), "'w_scale_inv' stands beside it", "cast=[('w'")
     refused([one["scale"] for one in told], "a scale of 'w'")
-    refused([one["nothing"] for one in told], "cast= has 'v', which fits no name")
+    refused([one["nothing"] for one in told], "cast= has 'v', which matches no name")
 
 
 def test_a_sync_that_would_lose_values_writes_nothing(ranks):  # noqa: F811

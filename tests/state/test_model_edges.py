@@ -119,10 +119,10 @@ def test_a_buffer_of_many_tensors_is_given_back_once_the_last_of_them_was_sent(r
 # --- dims in another order -------------------------------------------------------------------------------------------
 
 ORDERS = {
-    (0, 0): "'w': (0, 0) is no order of the 2 dims of the target",
+    (0, 0): "'w': (0, 0) is not an order of the 2 dims of the target",
     (0, 5): "there is no dim 5",
-    (1,): "'w': (1,) is no order",
-    (0, 1, 0): "'w': (0, 1, 0) is no order",
+    (1,): "'w': (1,) is not an order",
+    (0, 1, 0): "'w': (0, 1, 0) is not an order",
     "10": "there is no dim '1'",
     1: "(by Transposed(name='w', order=1))",
 }
@@ -663,7 +663,7 @@ OPTIONS = {
         partial(state_dict, dtype="float32"),
         "RefusedTypeError: reshard_state_dict: dtype= must be a torch.dtype",
     ),
-    "to None": (partial(state_dict, to=None), f"{NO_RULES} None; [('*', target)] is the same for all"),
+    "to None": (partial(state_dict, to=None), f"{NO_RULES} None; [('*', target)] gives all tensors one target"),
     "to a number": (partial(state_dict, to=5), f"{NO_RULES} 5"),
     "to a placement": (partial(state_dict, to="S0"), f"{NO_RULES} 'S0'"),
     "to names": (partial(state_dict, to=["a"]), f"{NO_PAIR} 'a'"),
@@ -673,7 +673,7 @@ OPTIONS = {
         f"{NO_PAIR} DeviceMesh",
     ),
     "to what fails": (partial(state_dict, to=failing), "the target of 'q': KeyError: 'what'"),
-    "no mesh": (partial(state_dict, to=[("*", "S0")]), "the target of 'q': 'S0' says nothing of a mesh: give mesh="),
+    "no mesh": (partial(state_dict, to=[("*", "S0")]), "the target of 'q': 'S0' has no mesh: give mesh="),
     "no mesh for many": (partial(state_dict, to={"q": COLUMNS, "k": ["S0"]}), "the target of 'k': ['S0'] says nothing"),
     "rename to None": (partial(renamed, rename=lambda name: None), "a name or a list of names for 'q', not None"),
     "rename fails": (partial(renamed, rename=failing), "rename= failed for 'q': KeyError: 'what'"),
@@ -705,16 +705,16 @@ DIFFER = {
     "free": (lambda rank: state_dict(rank, [("*", None)], free=rank == 1), differing("free")),
     "targets": (
         lambda rank: state_dict(rank, [("k", [COLUMNS, ROWS][rank]), ("*", COLUMNS)]),
-        "the ranks ask for different things: 'targets' 'k' 'layout' is 8x6/S1@2 on rank 0, but 8x6/S0@2 on rank 1",
+        "the ranks' arguments differ: 'targets' 'k' 'layout' is 8x6/S1@2 on rank 0, but 8x6/S0@2 on rank 1",
     ),
     "kept": (lambda rank: state_dict(rank, [("k", [COLUMNS, None][rank]), ("*", COLUMNS)]), "'k' is only on rank 0"),
     "order": (
         lambda rank: sync(source(), fused(), remap=[Concat("qk", ["q", "k"] if rank else ["k", "q"])]),
-        ["the ranks ask for different things: 'links' 'qk' 'k' is", "on rank 0, but"],
+        ["the ranks' arguments differ: 'links' 'qk' 'k' is", "on rank 0, but"],
     ),
     "names": (
         lambda rank: sync(source(), room(), rename={"q": "k", "k": "q"} if rank else None),
-        "the ranks ask for different things: 'links' 'q' 'q' is only on rank 0",
+        "the ranks' arguments differ: 'links' 'q' 'q' is only on rank 0",
     ),
 }
 

@@ -25,7 +25,7 @@ def like(**others):
 
 
 ASKED = {
-    "missing": (lambda rank: {"q.weight": COLUMNS}, {}, ["nothing is asked for 'k.weight'", "None leaves"]),
+    "missing": (lambda rank: {"q.weight": COLUMNS}, {}, ["to= has no target for 'k.weight'", "None leaves"]),
     "extra": (lambda rank: asked(bias=COLUMNS), {}, ["has no 'bias'"]),
     "misspelt": (
         lambda rank: {"q.weigth": COLUMNS, "k.weight": COLUMNS},
@@ -40,7 +40,7 @@ ASKED = {
     "missing in what to look like": (
         lambda rank: {"q.weight": held(WHOLE, COLUMNS), "step": 1},
         {},
-        ["nothing is asked for 'k.weight'", "nearest: 'q.weight'"],
+        ["to= has no target for 'k.weight'", "nearest: 'q.weight'"],
     ),
     "extra in what to look like": (
         lambda rank: like(**{"qq.weight": held(WHOLE, COLUMNS)}),
@@ -57,25 +57,25 @@ ASKED = {
         {},
         ["(8, 6)", "(6, 8)"],
     ),
-    "no rule": (lambda rank: [("q.*", COLUMNS)], {}, ["the target of 'k.weight': no rule fits", "'q.*'"]),
-    "no mesh": (lambda rank: [("*", "S0")], {}, ["says nothing of a mesh: give mesh="]),
-    "no target": (lambda rank: lambda name: 5, {}, ["5 is no target"]),
+    "no rule": (lambda rank: [("q.*", COLUMNS)], {}, ["the target of 'k.weight': no rule matches", "'q.*'"]),
+    "no mesh": (lambda rank: [("*", "S0")], {}, ["has no mesh: give mesh="]),
+    "no target": (lambda rank: lambda name: 5, {}, ["5 is not a target"]),
     "no layout": (lambda rank: lambda name: "8x6/S2@4", {}, ["no dim 2"]),
     "a function that fails": (lambda rank: lambda name: int(name), {}, ["invalid literal", "'q.weight'"]),
     "different": (
         lambda rank: [("*", COLUMNS if rank == 1 else "8x6/R@4")],
         {},
-        ["ask for different things", "on rank 1"],
+        ["the ranks' arguments differ", "on rank 1"],
     ),
     "different for one": (
         lambda rank: asked(**{"k.weight": "8x6/S1@4:1,0,2,3" if rank == 3 else COLUMNS}),
         {},
-        ["ask for different things", "on rank"],
+        ["the ranks' arguments differ", "on rank"],
     ),
     "one fails": (
         lambda rank: [("*" if rank != 2 else "q*", COLUMNS)],
         {},
-        ["rank 2", "the target of 'k.weight': no rule fits"],
+        ["rank 2", "the target of 'k.weight': no rule matches"],
     ),
     "max_bytes": (
         lambda rank: asked(),

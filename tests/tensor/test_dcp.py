@@ -168,7 +168,7 @@ def test_async_saves_hold_what_was_there_when_they_were_called(ranks, tmp_path, 
         ),
         (
             lambda: sw.ShardedTensor(sw.ShardedTensor(torch.ones(2), "4/S0@2"), "4/R@2"),
-            "'w' is a sharded tensor inside of another: flatten_sharded_tensors",
+            "'w' is a sharded tensor inside another: flatten_sharded_tensors",
         ),
         (lambda: sw.ShardedTensor(torch.ones(2, device="meta"), "4/S0@2"), "'w' has no memory to read or write"),
     ],

@@ -276,3 +276,24 @@ def test_messages_without_tags_keep_the_order_of_the_program(ranks):  # noqa: F8
         return [y.local_tensor().unique().tolist() for y in [*found, last.wait()]]
 
     assert ranks(2, run) == [[[0.0], [1.0], [2.0], [3.0], [4.0]]] * 2
+
+
+def test_wire_is_another_spelling_of_transport(ranks):  # noqa: F811
+    def on_rank(rank):
+        x = sw.ShardedTensor(torch.arange(6.0).reshape(3, 2) + 6 * rank, "6x2/S0@2")
+        moved = sw.reshard(x, "6x2/S1@2", wire="group")
+        again = sw.reshard_state_dict({"x": moved}, {"x": "6x2/S0@2"}, wire="group")["x"]
+        torch.testing.assert_close(again.local_tensor(), x.local_tensor())
+        sw.Resharder({"x": x}, {"x": again}, wire="group").run()
+        calls = (
+            lambda: sw.reshard(x, "6x2/S1@2", wire="group", transport="group"),
+            lambda: sw.reshard_state_dict({"x": x}, {"x": "6x2/S1@2"}, wire="group", transport="group"),
+            lambda: sw.Resharder({"x": x}, {"x": again}, wire="group", transport="group"),
+        )
+        for call in calls:
+            with pytest.raises(TypeError, match="transport= and wire="):
+                call()
+        with pytest.raises(sw.ShardwiseError, match="transport="):
+            sw.reshard(x, "6x2/S1@2", wire="pigeon")
+
+    ranks(2, on_rank)

@@ -78,7 +78,7 @@ def test_ranks_that_disagree_raise_the_same_error_that_names_the_field(ranks):  
 
 BAD = {
     "a plain tensor": (lambda x: sw.reshard(x.local_tensor(), COLUMNS), "does not say where its cells live"),
-    "no target": (lambda x: sw.reshard(x, 3.5), "is no target"),
+    "no target": (lambda x: sw.reshard(x, 3.5), "is not a target"),
     "bad notation": (lambda x: sw.reshard(x, "8x6/S0@four"), "expected how many owners"),
     "another shape": (lambda x: sw.reshard(x, "8x7/S0@4"), "needs one shape"),
     "owners outside the group": (lambda x: sw.reshard(x, "8x6/S0@2:3,9"), "names rank 9, but those who call"),

@@ -1,4 +1,4 @@
-"""Who calls: all ranks of a group, or one process where there is none."""
+"""The callers of an operation: all ranks of a group, or one process without a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ K = TypeVar("K")
 
 
 class Callers:
-    """Everybody who calls an operation together."""
+    """All ranks that call an operation together."""
 
     def __init__(self, operation: str, group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
         self.operation, self.group = operation, group
@@ -30,21 +30,19 @@ class Callers:
 
     @property
     def broken(self) -> bool:
-        """True where others may have gone on, and cannot be asked."""
+        """True if the ranks can no longer communicate; others may have continued."""
         return self.transport is not None and self.transport.broken
 
     @property
     def first(self) -> bool:
-        """True for the one who does what is to be done once."""
+        """True for the rank that does what is done once."""
         return self.me == self.owners[0]
 
     def highest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The highest of what all have, number by number."""
-        return (
-            numbers
-            if self.transport is None
-            else self.transport.all_reduce(numbers, "max", next(self.transport.numbers))()
-        )
+        """The elementwise maximum over all callers."""
+        if self.transport is None:
+            return numbers
+        return self.transport.all_reduce(numbers, "max", next(self.transport.numbers))()
 
     def check(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Refuse tensors of which others than the callers hold a part."""
@@ -58,14 +56,14 @@ class Callers:
                 )
 
     def tell(self, say: Callable[[], tuple[K, S]], same: Mapping[str, object] | None = None) -> tuple[K, dict[int, S]]:
-        """What `say` keeps here, and what it tells all, by rank. What goes wrong for one is raised for all."""
+        """As `tell_all`: the kept value, and the shared values by rank. An error of one is raised for all."""
         return tell_all(self.transport, self.operation, say, same)
 
     def refusals(self) -> AbstractContextManager[None]:
-        """What all of them find out alike is refused in the same words on all of them."""
+        """As `refusals` of job.agree."""
         return nullcontext() if self.alone else refusals(self.operation)
 
     def from_first(self, say: Callable[[], S]) -> S:
-        """What the first of them says. What goes wrong for one is raised for all."""
-        _, told = self.tell(lambda: (None, say()))
-        return next(iter(told.values()))
+        """The first caller's value. An error of one is raised for all."""
+        _, answers = self.tell(lambda: (None, say()))
+        return next(iter(answers.values()))

@@ -16,8 +16,8 @@ from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.opaque import Objects, check_objects, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
+from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
-from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.values import is_listed, same_value
 from shardwise.containers.container import is_sharded
 from shardwise.errors import RefusedCastError

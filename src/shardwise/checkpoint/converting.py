@@ -1,16 +1,16 @@
-"""convert: a checkpoint in another format, sharding and naming; in one process, a little at a time."""
+"""convert: a checkpoint to another format, sharding and naming; in one process, in chunks."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
 from pathlib import PurePath
-from typing import IO, Any
+from typing import IO
 
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.cli_options import size_in_bytes
@@ -26,10 +26,10 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClai
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
-from shardwise.checkpoint.shares import written
+from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.streaming import CHUNK, Stream
-from shardwise.checkpoint.streams import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.values import is_listed
+from shardwise.checkpoint.writer_assignment import assign_writers
 from shardwise.errors import CheckpointError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -70,22 +70,21 @@ def convert(
     progress: Progress = None,
     objects: Objects | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint in another format, and return it opened. No process group is needed, and little memory.
+    """Write a checkpoint in another format, and return it opened. It needs no process group, and little memory.
 
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save"; by
-    default what the ending of `out` says. `rename`, `remap`: as in `Resharder`; Concat and Stack put together what the
-    source has in parts, and take apart what it has whole. `select`: patterns of names of the source, also of values
-    that are no tensors. `cast`: a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new
-    names, perhaps with a dtype for the rest. Only float64, float32, float16 and bfloat16 are cast into each other by a
-    dtype or a pattern: to cast quantised codes, their scales, integers or bool, a rule must have the full name of the
-    tensor. `overflow="refuse"`: write nothing where a value is beyond the range of its new dtype; "allow" casts it, and
-    `lost` of the result lists such tensors. Rules that fit nothing are refused. At most `max_bytes` of values are in
-    memory, by `jobs` threads. `objects`: "carry" also writes objects of unknown classes, as they were, and is refused
-    where `format` cannot hold them; "drop" leaves them out; by default those that hold no tensors are left out, and
-    others refused. Files that an earlier try has finished are not written again; `reused` of the result lists them.
-    While another save or conversion writes to `out`, this one is refused. `verify`: read it back and compare every
-    cell.
+    default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split them.
+    `select`: patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point
+    tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a
+    pattern only casts between float64, float32, float16 and bfloat16: to cast quantised codes, their scales, integers
+    or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range
+    for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing are
+    refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes objects
+    of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by default those
+    without tensors are left out, and others refused. An interrupted conversion resumes: complete files are not written
+    again, and `reused` of the result lists them. Concurrent saves and conversions to `out` are refused. `verify`: read
+    it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -95,11 +94,11 @@ def convert(
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
-    ties, kept = _ties(streams, parts), _kept(opened, select, objects, format)
+    ties, values = _ties(streams, parts), _values_to_write(opened, select, objects, format)
     if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
-        ties, kept = {}, {}
-    contents = _contents(opened, streams, layouts, kept, ties)
+        ties, values = {}, {}
+    contents = _contents(opened, streams, layouts, values, ties)
     owners = sorted({owner for _, layout in contents.tensors.values() for owner in layout.owners()}) or [0]
     token = _token(opened, streams, contents, format)
     writer = _writer(format, folder, owners, token, name)
@@ -108,8 +107,8 @@ def convert(
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claim_folder(folder, token, name) as claim, _resumable(claim, folder, token, owners):
         writer.check(contents)
-        told = _written(writer, owners, streams, contents, chunk, jobs, progress)
-        for old in writer.finish(told, contents):
+        files = _write_files(writer, owners, streams, contents, chunk, jobs, progress)
+        for old in writer.finish(files, contents):
             writer.folder.remove(old)
         made = open(folder.path_of(writer.main))
         made.reused, made.lost = tuple(folder.reused), lost
@@ -122,10 +121,10 @@ def _contents(
     opened: Checkpoint,
     streams: Mapping[str, Stream],
     layouts: Mapping[str, Layout],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     ties: Mapping[str, str],
 ) -> Contents:
-    """What is written. Tied tensors lie as the one that they are tied to."""
+    """The contents to write. Tied tensors have the layout of the one that they are tied to."""
     twice = [key for key in values if key in streams]
     if twice:
         raise CheckpointError(f"{twice[0]!r} would be both a tensor and another value: rename= gives it another name")
@@ -139,28 +138,28 @@ def _contents(
 
 @contextmanager
 def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequence[int]) -> Iterator[None]:
-    """What fails leaves files that are whole, to go on from; who writes something else there has to know of them."""
+    """A failed conversion leaves its complete files to resume from, and marks the folder as unfinished."""
     try:
         yield
     except BaseException as error:
-        if len(owners) > 1:  # of one file there is nothing to go on from
+        if len(owners) > 1:  # a single file cannot be resumed
             error.add_note("run the same conversion again to continue: files that are whole are reused")
         with suppress(CheckpointError):
             claim.unfinished = any(token_of(name) == token for name in folder.names())
         raise
 
 
-def _kept(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, Any]:
-    """The values that are written: all that were chosen, but perhaps for those of unknown classes."""
+def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
+    """The selected values other than tensors, without those of unknown classes unless objects='carry'."""
     check_objects(objects)
-    found = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
-    lost = [key for key, value in found.items() if objects != "drop" and _is_lost(value, objects, format)]
+    values = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
+    lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
-        raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(found[lost[0]], format)}")
-    return found if objects == "carry" else {key: value for key, value in found.items() if is_listed(value)}
+        raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
+    return values if objects == "carry" else {key: value for key, value in values.items() if is_listed(value)}
 
 
-def _is_lost(value: Any, objects: Objects | None, format: str) -> bool:
+def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
     """True for a value that would be lost, although it has tensors inside or was to be carried."""
     inside, opaque = tensors_in(value) > 0, opaque_in(value) is not None
     if objects == "carry":
@@ -168,7 +167,7 @@ def _is_lost(value: Any, objects: Objects | None, format: str) -> bool:
     return inside and (format == "safetensors" or not is_listed(value))
 
 
-def _loss(value: Any, format: str) -> str:
+def _loss(value: object, format: str) -> str:
     """What would be lost, why, and what to do."""
     what = "its tensors" if tensors_in(value) else "it"
     lost, drop = f"{brief(opaque_in(value) or value)}: {what} would be lost", "objects='drop' leaves it out"
@@ -178,7 +177,7 @@ def _loss(value: Any, format: str) -> str:
     return f"{lost}, as {LIMITED[format]}. Remedy: {other}; {drop}"
 
 
-def _written(
+def _write_files(
     writer: Writer,
     owners: Sequence[int],
     streams: Mapping[str, Stream],
@@ -186,18 +185,18 @@ def _written(
     chunk: int,
     jobs: int,
     progress: Progress,
-) -> dict[int, Any]:
-    """Write all files; what the writer says of each."""
+) -> dict[int, object]:
+    """Write all files. Returns what the writer reports of each."""
     total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
     with shown(progress, total, "convert", here=True) as tell:
         count = Count(tell, total)
         parts = _parts(streams, contents, chunk, count)
 
-        def write(owner: int) -> Any:
-            told = writer.write(owner, parts[owner], contents)
+        def write(owner: int) -> object:
+            file = writer.write(owner, parts[owner], contents)
             if writer.file(owner) in writer.folder.reused:
                 count.add(sum(part.bytes for part in parts[owner]))
-            return told
+            return file
 
         return dict(ordered(owners, write, jobs))
 
@@ -210,21 +209,21 @@ def _chunk(max_bytes: int, jobs: int) -> int:
 
 
 def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, OutputFolder, str | None]:
-    """The format, the directory, and the name of the file where it is to be one."""
+    """The format, the directory, and the file name if the output is one file."""
     path, endings = (
         str(out),
         {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"},
     )
     ending = PurePath(path).suffix
-    said = format or endings.get(ending, "safetensors")
-    if said not in FORMATS:
+    chosen_format = format or endings.get(ending, "safetensors")
+    if chosen_format not in FORMATS:
         raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
-    if endings.get(ending) == said and name:
+    if endings.get(ending) == chosen_format and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
-        return said, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
-    return said, OutputFolder(path, durable=durable), None
+        return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
+    return chosen_format, OutputFolder(path, durable=durable), None
 
 
 def _for_model(rules: Rules, source: Checkpoint) -> Rules:
@@ -241,16 +240,16 @@ def _layouts(
     max_shard_size: int | str | None,
     rules: Rules | None,
 ) -> dict[str, Layout]:
-    """Which file has what: whole tensors one after the other, or parts by rules."""
+    """The file of every tensor: whole tensors in order, or parts by rules."""
     limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
     if limit is not None and (format != "safetensors" or file is not None):
         what = f"format={format!r}" if file is None else f"the one file {file}"
-        raise ValueError(f"max_shard_size= makes several safetensors files in a directory, and {what} is asked for")
+        raise ValueError(f"max_shard_size= makes several safetensors files in a directory, but the target is {what}")
     if rules is not None:
         if format not in ("sharded", "dcp"):
             raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
         return {
-            name: written(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
+            name: assign_writers(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
             for turn, (name, stream) in enumerate(streams.items())
         }
     if format == "sharded":
@@ -268,18 +267,18 @@ def _layouts(
 
 
 def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
-    """The names whose tensors come from the same bytes as those of an earlier name, and are to lie alike; and that."""
-    first, found = dict[Any, str](), dict[str, str]()
+    """Tied names, each with the earlier name of the same bytes and layout."""
+    first, ties = dict[Hashable, str](), dict[str, str]()
     for name, stream in streams.items():
         if stream.origin is not None and stream.size:
             layout = None if rules is None else rules.layout(name, stream.shape)
             one = first.setdefault((stream.origin, layout), name)
-            found |= {name: one} if one != name else {}
-    return found
+            ties |= {name: one} if one != name else {}
+    return ties
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
-    """Say that tied tensors become larger."""
+    """Warn that tied tensors are written again."""
     if ties:
         name, one = next(iter(ties.items()))
         more = f" and {len(ties) - 1} more" if len(ties) > 1 else ""
@@ -292,22 +291,22 @@ def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...], file: int) -> Layout:
-    """All of a tensor in a file. Kept: a model has many tensors of few shapes."""
+    """A whole tensor in a file. Cached: a model has many tensors of few shapes."""
     return Layout.replicated(shape, [file])
 
 
 def _parts(
     streams: Mapping[str, Stream], contents: Contents, chunk: int, done: Count
 ) -> Mapping[int, list[TensorPart]]:
-    """What every file is to have."""
-    found = defaultdict[int, list[TensorPart]](list)
+    """The parts of every file."""
+    parts = defaultdict[int, list[TensorPart]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
         empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
         _, layout = contents.tensors[name]
         for owner in layout.owners():
             for box in [piece.box for piece in layout.pieces(owner)] or empty:
-                found[owner].append(TensorPart(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
-    return found
+                parts[owner].append(TensorPart(name, box, stream.dtype, partial(_write, stream, box, chunk, done)))
+    return parts
 
 
 def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -> None:
@@ -324,41 +323,41 @@ def _writer(format: str, folder: OutputFolder, owners: Sequence[int], token: str
 
 
 def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:
-    """Refuse to write over what is read."""
+    """Refuse to overwrite the source."""
     onto = same_location(opened.files.root, folder.path)
     if name is not None:
-        listed = {id(entry.paths): entry.paths for entry in opened.values()}
-        used = {path for paths in listed.values() for path in paths}
+        tables = {id(entry.paths): entry.paths for entry in opened.values()}
+        used = {path for paths in tables.values() for path in paths}
         onto = any(same_location(opened.files.path(path), folder.path_of(name)) for path in used)
     if onto:
         raise CheckpointError(
-            f"{folder.path if name is None else folder.path_of(name)} is what is read: give another path"
+            f"{folder.path if name is None else folder.path_of(name)} is the source: give another path"
         )
 
 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
-    """Tells this conversion from others: of other files or other values, or to something else."""
+    """A hash of the conversion: its source files, values, options and target."""
     files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
-    said: list[Any] = [
+    facts: list[object] = [
         format,
         opened.path,
         sorted(opened.metadata.items()),
         [(path, opened.files.stamp(path)) for path in files],
     ]
-    said += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
+    facts += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew
-        said += [
+        facts += [
             (name, blake2b(torch_save_bytes(value), digest_size=8).digest()) for name, value in contents.values.items()
         ]
-    said += sorted(contents.tied.items())
+    facts += sorted(contents.tied.items())
     links = [str(link) for stream in streams.values() for link, _ in stream.sources]
-    return blake2b(repr((said, links)).encode(), digest_size=8).hexdigest()
+    return blake2b(repr((facts, links)).encode(), digest_size=8).hexdigest()
 
 
 def _verify(
     streams: Mapping[str, Stream], contents: Contents, made: Checkpoint, chunk: int, jobs: int, progress: Progress
 ) -> None:
-    """By their paths where the file has no names: it gets them from the paths when it is opened."""
+    """Read it back and compare. Files without names are matched by path: names come from paths when they are opened."""
     there = {path: name for name, path in made.paths.items()}
     paths = {name: contents.path_of(name) for name in streams}
     names = {name: name if made.paths.get(name) == path else there.get(path, name) for name, path in paths.items()}
@@ -366,6 +365,8 @@ def _verify(
     if lacking:
         raise CheckpointError(missing(f"{made.path} has no", lacking, made))
     pairs = {name: (stream, stream_of(made[names[name]])) for name, stream in streams.items()}
-    found = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
-    if found:
-        raise CheckpointError(f"{made.path} is not what was to be written: {found[0]} (and {len(found) - 1} more)")
+    differences = compare_streams(pairs, jobs=jobs, chunk=chunk, progress=progress)
+    if differences:
+        raise CheckpointError(
+            f"{made.path} does not match the source: {differences[0]} (and {len(differences) - 1} more)"
+        )

@@ -1,4 +1,4 @@
-"""What a checkpoint has: a mapping from names to tensors in files. Nothing is read before it is asked for."""
+"""The contents of a checkpoint: a mapping from names to tensors in files, which are read on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from shardwise.exchange.reduce import Look
 from shardwise.geometry import Box, Boxes, Ints, Places, Window, gaps, join, tiles
 from shardwise.layout import Layout
 
+OutputFile = IO[bytes]
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
 BATCH = 2**24  # bytes that are copied at a time where tensors are small
@@ -189,7 +190,7 @@ class Entry:
             for at in product(*map(range, cut.shape[:outer]))
         ]
 
-    def copy(self, cut: Window, file: Any) -> None:
+    def copy(self, cut: Window, file: OutputFile) -> None:
         """Append the bytes between the first and the last element of a cut to a file."""
         self._check_dtype()
         self.files.copy(self._span(cut), file)
@@ -202,10 +203,10 @@ class Entry:
         whole = Box((0,) * len(self.shape), self.shape)
         wanted = whole if box is None else box
         if wanted.volume and wanted & whole != wanted:
-            raise ValueError(f"{wanted} is not inside of {self.name!r}, which has shape {self.shape}")
+            raise ValueError(f"{wanted} is not inside {self.name!r}, which has shape {self.shape}")
         boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
         self.check(boxes)
-        self.within(boxes)  # the files have it: what a damaged one says is not room that is asked for
+        self.within(boxes)  # the files have it: a damaged file must not decide how much memory is allocated
         found = torch.empty(wanted.shape, dtype=self.dtype, device="cpu")
         if boxes.count:
             fill(self, Places.packed(boxes), [found.view(-1)])
@@ -308,7 +309,7 @@ def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _outer(cut: Window, itemsize: int) -> int:
-    """How many dims to take apart, so that what is fetched is not mostly what nobody asked for."""
+    """How many dims to take apart, so that most of what is fetched is needed."""
     outer = 0
     for dim, (size, stride) in enumerate(zip(cut.shape, cut.strides, strict=True)):
         inner = 1 + sum((n - 1) * step for n, step in zip(cut.shape[dim + 1 :], cut.strides[dim + 1 :], strict=True))
@@ -318,7 +319,7 @@ def _outer(cut: Window, itemsize: int) -> int:
 
 
 class Checkpoint(Mapping[str, Entry]):
-    """The tensors of a checkpoint by name, and its other values. Nothing is read before it is asked for."""
+    """The tensors of a checkpoint by name, and its other values. Everything is read on demand."""
 
     def __init__(
         self,
@@ -326,8 +327,8 @@ class Checkpoint(Mapping[str, Entry]):
         format: str,
         entries: Mapping[str, Entry],
         *,
-        paths: Mapping[str, tuple[Any, ...]] | None = None,
-        objects: Callable[[], Mapping[str, Any]] = dict,
+        paths: Mapping[str, tuple[str | int, ...]] | None = None,
+        objects: Callable[[], Mapping[str, object]] = dict,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.files, self.format, self._entries = files, format, entries
@@ -340,7 +341,7 @@ class Checkpoint(Mapping[str, Entry]):
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
-        """What is no tensor, by name: counters, settings."""
+        """Values other than tensors, by name: counters, settings."""
         return self._objects()
 
     @property

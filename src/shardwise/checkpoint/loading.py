@@ -1,8 +1,8 @@
-"""load: into tensors of any sharding, in place, reading no more than is needed."""
+"""load: fill tensors of any sharding in place, reading only what is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -13,11 +13,10 @@ from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.matching import Local, match
-from shardwise.checkpoint.meta_tensors import filled, replacements
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.read_once import Prepared, load_once
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.sharing import Prepared, load_once
 from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.memory import check_written
@@ -30,7 +29,8 @@ from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
 from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
 from shardwise.job.ties import Ties, tied, ties_of
-from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
+from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
+from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
 T = TypeVar("T")
 Read = Literal["each", "once"]
@@ -51,20 +51,20 @@ def load(
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fill the tensors of a state dict from a checkpoint, in place, whatever the shardings. Other values are set.
+    """Fill the tensors of a state dict from a checkpoint, in place, for any shardings. Other values are replaced.
 
     Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
 
-    `path`: what `open` takes, or what it returned. `rename`, `remap`: as in `Resharder`, from the names of the
-    checkpoint. `cast`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those
-    of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all casts.
-    `overflow="refuse"`: raise where a value is beyond the range of its target; "allow" casts it. `strict=False` leaves
-    alone what the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint has one
-    of them; if it has two that differ, they are refused. `read="each"`: every rank reads what it needs; "once": every
-    byte is read by one rank and sent to all who need it, the better way where files are far away (the default with
-    `group=`). All ranks of the group call, and none returns before all have read, so that the files may be deleted
-    then; without a group each is for itself.
+    `path`: a path or URL, as for `open`, or an open checkpoint. `rename`, `remap`: as in `Resharder`, from the names of
+    the checkpoint. `cast`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
+    those of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all
+    casts. `overflow="refuse"`: raise if a value is out of range for its target; "allow" casts it. `strict=False`: keep
+    the values that the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint
+    has one of them; if it has several that differ, they are refused. `read="each"`: every rank reads what it needs;
+    "once": each byte is read by one rank and sent to all that need it, which is better for remote files (the default
+    with `group=`). All ranks of the group call. None returns before all have read, so the files may be deleted then.
+    Without a group, each rank loads on its own.
     """
     callers = Callers("load", group, alone=group is None and read != "once")
     once = not callers.alone and read != "each"
@@ -76,16 +76,16 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
-    # who reads a byte for all must read it where all others would
+    # a rank that reads for all must read the same files as the others
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
     checkpoint, state, targets, ties = _described(callers, opened, into, same, once=once)
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        listed = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
-        linked = {link.target for link, _, _ in listed}
-        return Prepared(_once(checkpoint, listed, ties, check=callers.first), linked, others)
+        linked_entries = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
+        linked = {link.target for link, _, _ in linked_entries}
+        return Prepared(_once(checkpoint, linked_entries, ties, check=callers.first), linked, others)
 
     def each() -> tuple[Prepared, Losses]:
         prepared, losses = prepare(), Losses()
@@ -98,30 +98,30 @@ def load(
             how = max_bytes, progress
             shared = load_once(callers, targets, state.flat, prepare, *how, count_losses=count_losses)
 
-        def finish() -> tuple[tuple[Prepared, dict[str, Any]], list[Lost]]:
+        def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
             prepared, losses = shared or each()
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
-        # nobody returns while another still reads: who returns may delete the files
-        (prepared, values), told = callers.tell(finish)
+        # no rank returns while another still reads: the caller may delete the files
+        (prepared, values), losses_by_rank = callers.tell(finish)
         with callers.refusals():
-            _refuse_losses(told, disjoint=once)
-    for name, value in {**values, **filled(state.replaced, prepared.linked)}.items():
+            _refuse_losses(losses_by_rank, disjoint=once)
+    for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
         set_element(into, state.paths[name], value)
 
 
 class State(NamedTuple):
-    """The state dict of a rank: its leaves, their paths, and those that are new since the meta device had them."""
+    """The state dict of a rank: its leaves, their paths, and the replacements of tensors on the meta device."""
 
-    flat: dict[str, Any]
+    flat: dict[str, object]
     paths: FLATTEN_MAPPING
     replaced: dict[str, torch.Tensor]
 
 
 def _described(
-    callers: Callers, opened: Callable[[], Checkpoint], into: Mapping[Any, Any], same: Mapping[str, str], *, once: bool
+    callers: Callers, opened: Callable[[], Checkpoint], into: StateDict, same: Mapping[str, str], *, once: bool
 ) -> tuple[Checkpoint, State, dict[str, TensorInfo], dict[str, str]]:
-    """The checkpoint and the state dict of this rank; what is known of all tensors, and what is tied."""
+    """The checkpoint and this rank's state dict; the infos of all tensors, and the tied names."""
 
     def say() -> tuple[tuple[Checkpoint, State], tuple[Descriptions, Ties]]:
         checkpoint, (leaves, nested) = opened(), flatten_state_dict(into)
@@ -129,17 +129,34 @@ def _described(
         names = names_there(nested, checkpoint)
         flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
         paths = {names.get(name, name): path for name, path in nested.items()}
-        replaced = replacements(flat)
+        replaced = _replacements(flat)
         flat |= replaced
         state = State(flat, paths, replaced)
         return (checkpoint, state), (describe_all(flat, callers.transport), ties_of(flat, callers.transport))
 
-    (checkpoint, state), told = callers.tell(say, same)
+    (checkpoint, state), by_rank = callers.tell(say, same)
     with callers.refusals():
-        targets = combine_descriptions({rank: known for rank, (known, _) in told.items()}, "state dict")
+        targets = combine_descriptions({rank: known for rank, (known, _) in by_rank.items()}, "state dict")
         if once:
             callers.check(targets)
-    return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in told.items()})
+    return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in by_rank.items()})
+
+
+def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Tensors with memory that replace those on the meta device, by name. Tied names get one tensor."""
+    made, replaced = dict[Hashable, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) and is_meta(value):
+            local, spec = local_of(value)
+            key = storage_of(local), local.storage_offset(), local.shape, local.stride(), local.dtype, spec
+            replaced[name] = made[key] if key in made else made.setdefault(key, with_memory(value))
+    return replaced
+
+
+def _filled(replaced: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The replacements that have values after these names were filled, with those that are tied to them."""
+    memory = {id(replaced[name]) for name in names if name in replaced}
+    return {name: tensor for name, tensor in replaced.items() if id(tensor) in memory}
 
 
 def _links(
@@ -154,95 +171,99 @@ def _links(
     """Which entry fills which tensor."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
-    # else only what is asked for is looked at, of what may be very many
+    # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap
     have = {name: checkpoint[name].shape for name in (checkpoint if several else wanted)}
     try:
         if ties and several:
             reached = links(have, wanted, rename=rename, remap=remap, strict=False, whole=False, empty=True)
             wanted = _untied(wanted, ties, {link.target for link in reached})
-        found = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
+        planned = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
         cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    listed = [(link, checkpoint[link.source], targets[link.target]) for link in found]
-    for link, _, tensor in listed:
+    linked_entries = [(link, checkpoint[link.source], targets[link.target]) for link in planned]
+    for link, _, tensor in linked_entries:
         if tensor.layout.op is not None:
             raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in listed]
+    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in linked_entries]
     try:
         check_changes(changes, lambda change: cast.check(change, checkpoint, targets))
     except ValueError as error:
         raise RefusedCastError(f"{checkpoint.path}: {error}") from error
-    return listed
+    return linked_entries
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
-    """Without the names that are filled along with one that they are tied to."""
+    """Without the names that are filled through a tied name."""
     filled = {ties.get(name, name) for name in wanted if name in reached}
     return {name: one for name, one in wanted.items() if name in reached or ties.get(name, name) not in filled}
 
 
 def _once(
-    checkpoint: Checkpoint, listed: Sequence[tuple[Link, Entry, TensorInfo]], ties: Mapping[str, str], *, check: bool
+    checkpoint: Checkpoint,
+    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
+    ties: Mapping[str, str],
+    *,
+    check: bool,
 ) -> list[tuple[Link, Entry, TensorInfo]]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
     streams = dict[str, Stream]()
-    for link, entry, tensor in listed if ties else ():
+    for link, entry, tensor in linked_entries if ties else ():
         before = streams[link.target].sources if link.target in streams else ()
         streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
     first = dict[str, str]()
     again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
     for name, one in again.items() if check else ():
-        found = (
+        differences = (
             compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
         )
-        if found:
+        if differences:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
-                f"({found[0].what}): give each its own memory, or leave one of them out"
+                f"({differences[0].what}): give each its own memory, or leave one of them out"
             )
-    return [one for one in listed if one[0].target not in again]
+    return [one for one in linked_entries if one[0].target not in again]
 
 
 def _load_each(
-    listed: Sequence[tuple[Link, Entry, TensorInfo]],
-    flat: Mapping[str, Any],
+    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
+    flat: Mapping[str, object],
     callers: Callers,
     progress: Progress,
     losses: Losses | None,
 ) -> None:
-    """This rank's part alone. All is found before the first value is read, so that what is missing is known by then.
+    """Load this rank's part. All locations are found before the first read, so that errors come early.
 
-    What casts lose of it is counted in the same pass.
+    Losses of casts are counted in the same pass.
     """
     todo = list[Reading]()
-    for link, entry, tensor in listed:
+    for link, entry, tensor in linked_entries:
         memory = memory_of(flat.get(link.target))
         check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
         for one in memory:
             check_written(one, repr(link.target))
-        found = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
+        copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
         look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
         todo.append(
-            Reading(entry, found.sources(entry, link.source_view), [cut.of(memory) for cut in found.there], look)
+            Reading(entry, copies.sources(entry, link.source_view), [cut.of(memory) for cut in copies.there], look)
         )
     total = sum(reading.bytes for reading in todo) if progress is not None else 0
     with shown(progress, total, "load", here=callers.first) as tell:
         read_into(todo, Count(tell, total).add)
 
 
-def _refuse_losses(told: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
-    """Refuse what casts have lost on any rank. Of parts that ranks may have in common the worst counts."""
-    found = Losses()
-    for lost in (one for several in told.values() for one in several):
-        found.add(lost) if disjoint else found.keep_worst(lost)
-    if found.listed():
-        raise RefusedCastError(refusal(found.listed(), "All tensors of the target were written"))
+def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
+    """Refuse the losses of casts on any rank. Ranks that read the same values are not added up: the worst counts."""
+    losses = Losses()
+    for lost in (one for several in by_rank.values() for one in several):
+        losses.add(lost) if disjoint else losses.keep_worst(lost)
+    if losses.listed():
+        raise RefusedCastError(refusal(losses.listed(), "All tensors of the target were written"))
 
 
-def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> list[str]:
-    """The names of values that are no tensors and are to be set."""
+def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
+    """The names of values other than tensors that are to be set."""
     names = [name for name, value in flat.items() if not is_tensor(value)]
     tensors = [name for name in names if name in checkpoint and flat[name] is not None]
     if tensors:
@@ -262,8 +283,8 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
     if lacking and strict:
         reason = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
         raise CheckpointError(f"{reason}; strict=False leaves them as they are")
-    found = [name for name in names if name in checkpoint.objects]
-    opaque = {name: one for name in found if (one := opaque_in(checkpoint.objects[name])) is not None}
+    stored = [name for name in names if name in checkpoint.objects]
+    opaque = {name: one for name in stored if (one := opaque_in(checkpoint.objects[name])) is not None}
     if opaque and strict:
         name, one = next(iter(opaque.items()))
         raise CheckpointError(
@@ -271,15 +292,15 @@ def _others(checkpoint: Checkpoint, flat: Mapping[str, Any], strict: bool) -> li
             f"Remedy: leave {name!r} out{_where(checkpoint.objects[name], name)}, allow the class with "
             f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
         )
-    return [name for name in found if name not in opaque]
+    return [name for name in stored if name not in opaque]
 
 
-def _where(value: Any, name: str) -> str:
+def _where(value: object, name: str) -> str:
     """Where the parts of an object of an unknown class are."""
     if not isinstance(value, Opaque) or not value.filled:
         return ""
     return f" (what it holds is in .{' and .'.join(value.filled)} of checkpoint.open(path).objects[{name!r}])"
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, dict | list | tuple) and not value)

@@ -1,4 +1,4 @@
-"""Which cells of a file go where in memory. Found once for all tensors that are stored alike and lie alike."""
+"""Match cells of files with memory. Cached for all tensors that are stored alike and have the same layout."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Match(NamedTuple):
         return entry.cuts(view.of_places(places))
 
 
-def match(link: Link, entry: Entry, room: Local | Packed) -> Match:
-    """What is to be copied of an entry to tensors of ours."""
-    return _match(entry.alike, room, link.source_view, link.target_view)
+def match(link: Link, entry: Entry, memory: Local | Packed) -> Match:
+    """The copies from an entry to local tensors."""
+    return _match(entry.alike, memory, link.source_view, link.target_view)
 
 
 @lru_cache(maxsize=1024)
-def _match(alike: Alike, room: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> Match:
-    there = target_view.of_places(room.places())
+def _match(alike: Alike, memory: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> Match:
+    there = target_view.of_places(memory.places())
     wanted = source_view.back(there.boxes)
     # the number of its box stands for its file: that differs from tensor to tensor
     packed, count = Places.packed(alike.boxes), alike.boxes.count

@@ -1,4 +1,4 @@
-"""save: every rank writes its own part, the index is written last."""
+"""save: every rank writes its own part; the index is written last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ from shardwise.checkpoint.comparing import differing_replicas, sample_sums
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
-from shardwise.checkpoint.shares import written
 from shardwise.checkpoint.values import encode, refuse_modules
+from shardwise.checkpoint.writer_assignment import assign_writers
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import (
@@ -35,7 +35,7 @@ from shardwise.job.side import (
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
-from shardwise.state.traverse import flatten_state_dict, is_step
+from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
 
 T = TypeVar("T")
 REMOVING = 8  # files of an earlier checkpoint that are removed at a time
@@ -43,20 +43,20 @@ WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": 
 
 
 def save(
-    state_dict: Mapping[Any, Any],
+    state_dict: StateDict,
     path: PathLike,
     *,
     format: str = "safetensors",
     group: dist.ProcessGroup | None = None,
     durable: bool = True,
 ) -> None:
-    """Write a state dict to a directory. Every rank of the group calls; without a process group one process does.
+    """Write a state dict to a directory. Every rank of the group calls; without a group, this process alone.
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
-    Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. A checkpoint that
-    was at the path stays whole until the new one is, and is removed then. While another save or conversion writes
-    there, this one is refused. Values that are no tensors are those of the first rank; so are plain tensors that differ
-    between ranks, with a warning. `durable`: wait until the disk has it.
+    Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. An earlier
+    checkpoint at the path is removed once the new one is complete. Concurrent saves and conversions to one path are
+    refused. Values other than tensors are taken from the first rank; so are plain tensors that differ between ranks,
+    with a warning. `durable`: wait until the data is on disk.
     """
     callers = Callers("save", group)
     flat, paths, tensors, ties, differing = _described(callers, state_dict, format, path)
@@ -82,14 +82,14 @@ def save(
         fits = partial(WRITERS[format].fits, contents)
         token, claim = _claim(callers, OutputFolder(path, durable=durable, run=token_hex(8)), fits, stack)
         try:
-            writer, told = callers.tell(write)
+            writer, files = callers.tell(write)
         except BaseException as error:
-            # what all know of ends it for all; else others may go on, and write an index that names what we wrote
+            # an error that all ranks know ends the save; otherwise others may continue, and their index names our files
             if callers.alone or (isinstance(error, Exception) and not callers.broken):
                 undo()
             raise
         try:
-            old = callers.from_first(lambda: writer.finish(told, contents) if callers.first else [])
+            old = callers.from_first(lambda: writer.finish(files, contents) if callers.first else [])
         except Exception:
             # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
             if not callers.broken and not callers.from_first(
@@ -97,7 +97,7 @@ def save(
             ):
                 undo()
             raise
-        if callers.first and old:  # who has the lock, so that what it leaves if it dies is on record
+        if callers.first and old:  # the rank with the lock, so that files it leaves if it dies are on record
             with ThreadPoolExecutor(REMOVING) as pool:
                 list(pool.map(writer.folder.remove, old))
     if differing and callers.first:
@@ -122,47 +122,49 @@ def _claim(
 
 
 def _described(
-    callers: Callers, state_dict: Mapping[Any, Any], format: str, path: PathLike
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, TensorInfo], dict[str, str], list[str]]:
-    """The flat state dict of this rank, its nested names; what is known of all tensors, what is tied, what differs."""
+    callers: Callers, state_dict: StateDict, format: str, path: PathLike
+) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
+    """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""
 
-    def say() -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, int]], tuple[Descriptions, list[str], Ties]]:
+    def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING, dict[str, int]], tuple[Descriptions, list[str], Ties]]:
         _check(format)
         flat, paths = flatten_state_dict(state_dict)
         refuse_modules(flat)
         for name, steps in paths.items():
             if not all(map(is_step, steps)):
-                raise TypeError(f"{name!r} has a key that is neither a text nor a whole number in its path {steps}")
+                raise TypeError(f"{name!r} has a key that is neither a string nor an integer in its path {steps}")
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
-            encode(value, name)  # refused now, not when all the rest is written
+            encode(value, name)  # refused before anything is written
         mine = flat, paths, {} if callers.alone else sample_sums(flat)
         return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
-    (flat, paths, marked), told = callers.tell(say, {"format": format, "path": str(path)})
+    (flat, paths, marked), by_rank = callers.tell(say, {"format": format, "path": str(path)})
     with callers.refusals():
-        tensors = _all_tensors(callers, told)
-    ties = tied({rank: ties for rank, (*_, ties) in told.items()})
+        tensors = _all_tensors(callers, by_rank)
+    ties = tied({rank: ties for rank, (*_, ties) in by_rank.items()})
     return flat, paths, tensors, ties, differing_replicas(tensors, marked, callers.highest)
 
 
-def _all_tensors(callers: Callers, told: Mapping[int, tuple[Descriptions, list[str], Ties]]) -> dict[str, TensorInfo]:
+def _all_tensors(
+    callers: Callers, by_rank: Mapping[int, tuple[Descriptions, list[str], Ties]]
+) -> dict[str, TensorInfo]:
     """The tensors of all ranks, which must have the same other values."""
-    (first, (_, names, _)), *others = told.items()
+    (first, (_, names, _)), *others = by_rank.items()
     for rank, (_, other, _) in others:
         if other != names:
             strange = sorted(set(names) ^ set(other)) or names
-            raise ValueError(f"ranks {first} and {rank} have other values that are no tensors: {strange[:5]}")
-    given = {rank: one for rank, (one, *_) in told.items()}
-    refuse_several_jobs(given, callers.transport)
-    tensors = combine_descriptions(given, "state dict")
+            raise ValueError(f"ranks {first} and {rank} have different values that are not tensors: {strange[:5]}")
+    descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
+    refuse_several_jobs(descriptions, callers.transport)
+    tensors = combine_descriptions(descriptions, "state dict")
     callers.check(tensors)
     _check_whole(tensors)
     return tensors
 
 
 def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse tensors with cells that no rank holds: each rank may know its own chunks alone."""
+    """Refuse tensors with cells that no rank holds: each rank may only know its own chunks."""
     for layout in {tensor.layout for tensor in tensors.values()}:
         try:
             layout.validate()
@@ -172,19 +174,19 @@ def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _layouts(tensors: Mapping[str, TensorInfo], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
-    """Who writes what. Of those that differ between ranks the first rank writes all."""
-    held = {name: tensor.layout for name, tensor in tensors.items()}
-    held |= {name: Layout.replicated(tensors[name].shape, held[name].owners()[:1]) for name in differing}
+    """The dtype of every tensor and its writers. The first rank writes tensors that differ between ranks."""
+    sources = {name: tensor.layout for name, tensor in tensors.items()}
+    sources |= {name: Layout.replicated(tensors[name].shape, sources[name].owners()[:1]) for name in differing}
     return {
-        name: (tensor.dtype, written(name, held[name], tensor.dtype.itemsize, turn))
+        name: (tensor.dtype, assign_writers(name, sources[name], tensor.dtype.itemsize, turn))
         for turn, (name, tensor) in enumerate(tensors.items())
     }
 
 
 def _unlike(names: Sequence[str]) -> str:
-    listed = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
+    shown = ", ".join(map(repr, names[:4])) + (" ..." if len(names) > 4 else "")
     return (
-        f"save: {listed} differ{'s' * (len(names) == 1)} between ranks, though plain tensors are the same on all: "
+        f"save: {shown} differ{'s' * (len(names) == 1)} between ranks, though plain tensors are the same on all: "
         f"those of the first rank that has them are saved. What every rank has of its own needs a name of its own"
     )
 
@@ -195,13 +197,13 @@ def _check(format: str) -> None:
 
 
 def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, contents: Contents) -> Saver:
-    found = WRITERS[format](folder, callers.owners, token)
+    writer = WRITERS[format](folder, callers.owners, token)
     if callers.first:
-        found.check(contents)
-    return found
+        writer.check(contents)
+    return writer
 
 
-def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, Any], me: int) -> Sequence[TensorPart]:
+def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
     check_local(f"{name!r} of the state dict", memory, tensor, me)
@@ -213,7 +215,7 @@ def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, Any
 
 @lru_cache(maxsize=4096)
 def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
-    """The boxes to write, and where they are. Kept: most tensors lie as others do."""
+    """The boxes to write, and where they are. Cached: many tensors share a layout."""
     boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
     _, places = places_of(held, me, strides).once(boxes)
     return [(places.boxes.box(at), cut) for at, cut in enumerate(places.windows())]

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint as it is to be: put together from entries, and read a little at a time."""
+"""A tensor of the target, assembled from entries of a checkpoint and read in chunks."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Stream:
         for link, entry in self.sources:
             entry.check(Boxes.of([link.source_view.region], len(entry.shape)))
 
-    def fill(self, boxes: Boxes, room: torch.Tensor) -> None:
+    def fill(self, boxes: Boxes, buffer: torch.Tensor) -> None:
         """The cells of boxes, one after the other, into a flat tensor."""
         cuts = self._cuts(Places.packed(boxes))
-        read_into(Reading(entry, here, [one.of([room]) for one in there]) for entry, here, there in cuts)
+        read_into(Reading(entry, here, [one.of([buffer]) for one in there]) for entry, here, there in cuts)
 
     @property
     def may_overflow(self) -> bool:
@@ -64,12 +64,12 @@ class Stream:
 
     def losses(self, chunk: int = CHUNK) -> Losses:
         """What the cast loses of all cells; nothing is read where it can lose nothing."""
-        found, whole = Losses(), Box((0,) * len(self.shape), self.shape)
+        losses, whole = Losses(), Box((0,) * len(self.shape), self.shape)
         for part in self._parts(whole, chunk) if self.may_overflow else ():
             for entry, here, _ in self._cuts(Places.packed(part)):
                 if may_overflow(entry.dtype, self.dtype):
-                    found.look(repr(self.name), entry.views(here), self.dtype)
-        return found
+                    losses.look(repr(self.name), entry.views(here), self.dtype)
+        return losses
 
     def _cuts(self, packed: Places) -> Iterator[tuple[Entry, list[Window], list[Window]]]:
         for link, entry in self.sources:
@@ -80,19 +80,19 @@ class Stream:
                 yield entry, entry.cuts(here), to.windows()
 
     def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
-        """The cells of a box, row-major, to a file: as they lie in the source where they can, else packed in chunks."""
+        """The cells of a box, row-major, to a file: copied as stored if possible, otherwise packed in chunks."""
         runs = self._runs(box)
         for entry, run in runs or ():
             entry.copy(run, file)
-        for part, room in self.chunks(box, chunk) if runs is None else ():
-            self.fill(part, room)
-            file.write(room.view(WORDS[self.dtype.itemsize]).numpy().data)
+        for part, buffer in self.chunks(box, chunk) if runs is None else ():
+            self.fill(part, buffer)
+            file.write(buffer.view(WORDS[self.dtype.itemsize]).numpy().data)
 
     def _runs(self, box: Box) -> list[tuple[Entry, Window]] | None:
         """The box as bytes of files one after the other; None where it has to be packed or cast."""
         if not box.volume:
             return []
-        found = list[tuple[int, Entry, Window]]()
+        runs = list[tuple[int, Entry, Window]]()
         for link, entry in self.sources:
             if entry.dtype != self.dtype:
                 return None
@@ -100,14 +100,14 @@ class Stream:
             sources = matched.sources(entry, link.source_view)
             if not all(cut.contiguous for cut in (*sources, *matched.there)):
                 return None
-            found += [(to.offset, entry, run) for run, to in zip(sources, matched.there, strict=True)]
-        return [(entry, run) for _, entry, run in sorted(found, key=lambda run: run[0])]
+            runs += [(to.offset, entry, run) for run, to in zip(sources, matched.there, strict=True)]
+        return [(entry, run) for _, entry, run in sorted(runs, key=lambda run: run[0])]
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
-        """A box in parts of so many bytes, row-major, each with the same room for its cells."""
-        room = _room(min(self._cells(chunk), box.volume), self.dtype)
+        """A box in parts of so many bytes, row-major, each with the same buffer for its cells."""
+        buffer = _buffer(min(self._cells(chunk), box.volume), self.dtype)
         for part in self._parts(box, chunk):
-            yield part, room[: int(part.volumes().sum())]
+            yield part, buffer[: int(part.volumes().sum())]
 
     def _parts(self, box: Box, chunk: int) -> Iterator[Boxes]:
         cells = self._cells(chunk)
@@ -119,7 +119,7 @@ class Stream:
         return max(1, chunk // self.dtype.itemsize)
 
 
-def _room(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory for so many elements. What is large goes back to the system at once: allocators may keep it for later."""
     if count * dtype.itemsize < APART:
         return torch.empty(count, dtype=dtype, device="cpu")

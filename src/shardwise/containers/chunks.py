@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, local_shapes, places_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,10 +42,10 @@ class Chunks:
     @cached_property
     def by_corner(self) -> dict[tuple[int, ...], list[int]]:
         """The numbers of the boxes with that first cell."""
-        found = dict[tuple[int, ...], list[int]]()
+        numbers = dict[tuple[int, ...], list[int]]()
         for number, chunk in enumerate(self.all):
-            found.setdefault(chunk.box.lo, []).append(number)
-        return found
+            numbers.setdefault(chunk.box.lo, []).append(number)
+        return numbers
 
 
 @lru_cache(maxsize=1024)
@@ -52,12 +56,12 @@ def chunks_of(layout: Layout, owner: int) -> Chunks:
     >>> [(str(chunk.box), chunk.written) for chunk in chunks_of(both, 1).all]
     [('[6:8]', True), ('[4:6]', False)]
     """
-    found = list[Chunk]()
+    chunks = list[Chunk]()
     for number, piece in enumerate(layout.pieces(owner) if owner in layout else ()):
         written = _minus([piece.box], _before(layout, owner, number, piece.box))
-        found += [Chunk(number, box, True) for box in written]
-        found += [Chunk(number, box, False) for box in _minus([piece.box], written)]
-    return Chunks(tuple(_told_apart(found)))
+        chunks += [Chunk(number, box, True) for box in written]
+        chunks += [Chunk(number, box, False) for box in _minus([piece.box], written)]
+    return Chunks(tuple(_cut_apart(chunks)))
 
 
 def _minus(boxes: list[Box], others: Iterable[Box]) -> list[Box]:
@@ -79,7 +83,7 @@ def _before(layout: Layout, owner: int, number: int, box: Box) -> list[Box]:
     return [theirs for other, at, theirs in meeting if (other, at) < (owner, number)]
 
 
-def _told_apart(chunks: list[Chunk]) -> list[Chunk]:
+def _cut_apart(chunks: list[Chunk]) -> list[Chunk]:
     """The same cells, cut where boxes with one first cell are not equal: an owner may hold overlapping pieces."""
     ends = dict[tuple[int, ...], tuple[int, ...]]()
     for _, box, _ in chunks:
@@ -90,10 +94,10 @@ def _told_apart(chunks: list[Chunk]) -> list[Chunk]:
     for piece, box, written in chunks:
         core = Box(box.lo, ends[box.lo])
         cut += [Chunk(piece, part, written) for part in (core, *box.minus(core))]
-    return _told_apart(cut)
+    return _cut_apart(cut)
 
 
-def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[Any]:
+def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[WriteItem]:
     """DCP's items of what this rank writes; what a checkpoint cannot hold is refused before anything is written."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -101,7 +105,7 @@ def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[A
     _check(fqn, layout, shards)
 
     def item(box: Box) -> WriteItem:
-        offsets, sizes = _sized(box)
+        offsets, sizes = _offset_and_size(box)
         properties = TensorProperties.create_from_tensor(shards[0].detach())
         data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(layout.shape))
         return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
@@ -111,14 +115,14 @@ def write_items(fqn: str, shards: Tensors, layout: Layout, owner: int) -> list[A
     return [item(chunk.box) for chunk in chunks_of(layout, owner).all if chunk.written]
 
 
-def chunk_list(layout: Layout, owner: int) -> list[Any]:
+def chunk_list(layout: Layout, owner: int) -> list[ChunkStorageMetadata]:
     """DCP's chunks of what this rank reads."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(*_sized(chunk.box)) for chunk in chunks_of(layout, owner).all]
+    return [ChunkStorageMetadata(*_offset_and_size(chunk.box)) for chunk in chunks_of(layout, owner).all]
 
 
-def tensor_shard(index: Any, shards: Tensors, layout: Layout, owner: int) -> torch.Tensor:
+def tensor_shard(index: MetadataIndex, shards: Tensors, layout: Layout, owner: int) -> torch.Tensor:
     """The memory of a chunk, apart from autograd. Of several with one first cell the index says which one is read."""
     known = chunks_of(layout, owner)
     numbers = known.by_corner.get(tuple(index.offset or ()), [])
@@ -139,7 +143,7 @@ def _places(layout: Layout, owner: int, strides: tuple[tuple[int, ...], ...]) ->
     return places_of(layout, owner, strides)
 
 
-def _sized(box: Box) -> tuple[torch.Size, torch.Size]:
+def _offset_and_size(box: Box) -> tuple[torch.Size, torch.Size]:
     """Where it begins, and its size."""
     return torch.Size(box.lo), torch.Size(box.shape)
 
@@ -157,17 +161,18 @@ def _check(fqn: str, layout: Layout, shards: Tensors) -> None:
         check_memory(shard, f"dcp.save: {fqn!r}")
 
 
-def check_shards(shards: tuple[Any, ...], layout: Layout, me: int) -> None:
+def check_shards(shards: Sequence[object], layout: Layout, me: int) -> None:
     """Refuse shards that are not what the layout gives this rank."""
     expected = local_shapes(layout, me)
-    strange = [shard for shard in shards if not isinstance(shard, torch.Tensor)]
-    if strange:
-        raise LayoutError(f"a shard must be a tensor, not {strange[0]!r}")
-    found = tuple(tuple(shard.shape) for shard in shards)
-    if found != expected:
+    tensors = [shard for shard in shards if isinstance(shard, torch.Tensor)]
+    if len(tensors) < len(shards):
+        strange = next(shard for shard in shards if not isinstance(shard, torch.Tensor))
+        raise LayoutError(f"a shard must be a tensor, not {strange!r}")
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    if shapes != expected:
         raise LayoutError(
-            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(found)}"
+            f"{layout!r} gives rank {me} tensors of shapes {list(expected)}, but it brought {list(shapes)}"
         )
-    if len(shards) > 1 and len({(shard.dtype, shard.device) for shard in shards}) > 1:
-        kinds = sorted({f"{shard.dtype} on {shard.device}" for shard in shards})
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in tensors})
         raise LayoutError(f"the shards of a rank must have one dtype and device, not {', '.join(kinds)}")

@@ -1,20 +1,24 @@
-"""The kinds of sharded tensors: what can be resharded, and what can be asked for."""
+"""The kinds of sharded tensors: what can be resharded, and what can be a target."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.containers.sharded import OwnContainer, ShardedTensor
+from shardwise.containers.own_container import OwnContainer
+from shardwise.containers.sharded import ShardedTensor
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
 from shardwise.torch_internals import (
     DTensorContainer,
+    ShardedLike,
+    SpecLike,
     TorchShardedContainer,
     is_dtensor,
     is_mesh,
@@ -27,6 +31,7 @@ from shardwise.transports import GroupTransport
 from shardwise.transports.members import Members, of_job
 
 Tensors = Sequence[torch.Tensor]
+Sharded = torch.Tensor | ShardedLike  # a DTensor or a ShardedTensor, ours or torch's
 
 TARGETS = (
     "a Layout, its notation, (DeviceMesh, placements), a sharding spec, or a sharded tensor to look like "
@@ -35,7 +40,7 @@ TARGETS = (
 
 
 class Container(Protocol):
-    """How a sharded tensor lies, and how its container is taken apart and put together."""
+    """The layout of a sharded tensor, and how to disassemble and assemble it."""
 
     @property
     def layout(self) -> Layout:
@@ -49,7 +54,7 @@ class Container(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Where local tensors are, where it knows."""
+        """The device of local tensors, if known."""
         ...
 
     def disassemble(self, x: Any) -> list[torch.Tensor]:
@@ -64,22 +69,34 @@ class Container(Protocol):
         """The inverse of `local`."""
         ...
 
-    def assemble(self, tensors: Tensors) -> Any:
-        """The inverse of `taken`; None on a rank that holds nothing."""
+    def assemble(self, tensors: Tensors) -> torch.Tensor | None:
+        """The inverse of `disassemble`; None on a rank that holds nothing."""
         ...
 
     def gradient(self, arrived: object = None) -> Container:
-        """How the gradient of such a tensor is to lie; `arrived` is the kind of the one that comes from the result."""
+        """The container of the gradient of such a tensor; `arrived`: the container of the gradient of the result."""
         ...
 
     def gradient_of(self, grads: Tensors) -> Container | None:
-        """How the gradients that came lie; None where only ranks that hold some of them know."""
+        """The container of these gradients; None where only ranks that hold some of them know it."""
         ...
+
+
+@runtime_checkable
+class ContainerSpec(Protocol):
+    """A sharding spec of shardwise.sharded_tensor: it fits tensors of any shape."""
+
+    def container_for(self, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
+        """The container of a tensor of that shape."""
+        ...
+
+
+Target = Layout | str | tuple[DeviceMesh, object] | SpecLike | ContainerSpec | Sharded
 
 
 @dataclass(frozen=True)
 class Renumbered:
-    """A container over ranks of this process's job, seen in a group over several jobs: owners are ranks of the group."""
+    """A container over ranks of this process's job, in a group over several jobs: its owners are ranks of the group."""
 
     container: Container
     members: Members
@@ -111,7 +128,7 @@ class Renumbered:
         """As in its job."""
         return self.container.from_local(local)
 
-    def assemble(self, tensors: Tensors) -> Any:
+    def assemble(self, tensors: Tensors) -> torch.Tensor | None:
         """The container of its job."""
         return self.container.assemble(tensors)
 
@@ -136,27 +153,27 @@ def on_transport(container: Container, transport: GroupTransport | None) -> Cont
         )
     if transport is None or not transport.members.joined:
         return container
-    found = Renumbered(container, transport.members)
-    found.layout  # noqa: B018  # refused here, where errors are told to all
-    return found
+    renumbered = Renumbered(container, transport.members)
+    renumbered.layout  # noqa: B018  # what it refuses is raised here, where all ranks learn of errors
+    return renumbered
 
 
-def is_sharded(x: Any) -> bool:
+def is_sharded(x: object) -> TypeGuard[torch.Tensor]:
     """True for a sharded tensor of any kind."""
-    if type(x) is torch.Tensor:  # asked of every tensor of a model, several times
+    if type(x) is torch.Tensor:  # called several times for every tensor of a model
         return False
     return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
 
 
-def container_of(x: Any) -> Container:
-    """How a sharded tensor lies."""
+def container_of(x: object) -> Container:
+    """The container of a sharded tensor."""
     if isinstance(x, ShardedTensor):
         return x.container
     if is_chunked(x):
-        whole_shape(x)  # refused by itself where that is not known
+        whole_shape(cast(torch.Tensor, x))  # which raises its own error if the shape is not known
         what = f"a DTensor of {type(x._local_tensor).__name__}" if is_dtensor(x) else f"a {type(x).__name__}"
         raise LayoutError(
-            f"{what} knows the chunks of its own rank alone, whatever placements it has: checkpoint.save, "
+            f"{what} only knows the chunks of its own rank, whatever placements it has: checkpoint.save, "
             f"checkpoint.load and Resharder take it; to move it alone, make a ShardedTensor of it "
             f"(sharded_tensor.init_from_local_shards)"
         )
@@ -171,17 +188,16 @@ def container_of(x: Any) -> Container:
     )
 
 
-def target_container(to: Any, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
-    """What was asked for, for a tensor of that shape."""
+def target_container(to: object, shape: Sequence[int], group: dist.ProcessGroup | None) -> Container:
+    """The container of a target, for a tensor of that shape."""
     if isinstance(to, str):
         to = parse(to)
     if isinstance(to, Layout):
         return OwnContainer(to.validate(), group)
     if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
         return on_mesh(*to, shape)
-    if hasattr(to, "container_for"):
-        container: Container = to.container_for(shape, group)
-        return container
+    if isinstance(to, ContainerSpec):
+        return to.container_for(shape, group)
     if is_spec(to):
         if not of_job(group):
             raise RefusedValueError(
@@ -191,20 +207,20 @@ def target_container(to: Any, shape: Sequence[int], group: dist.ProcessGroup | N
         return TorchShardedContainer.by(to, shape, group)
     if is_sharded(to) or is_chunked(to):
         return container_of(to)
-    raise LayoutError(f"{to!r} is no target: ask for {TARGETS}")
+    raise LayoutError(f"{to!r} is not a target: give {TARGETS}")
 
 
-def layout_of(x: Any, shape: Sequence[int] | None = None) -> Layout:
+def layout_of(x: Sharded | Target, shape: Sequence[int] | None = None) -> Layout:
     """Where every cell of a sharded tensor lives: a DTensor, our ShardedTensor or torch's.
 
-    Whatever can be asked for as a target is understood as well; for those that fit any tensor, (DeviceMesh,
-    placements) and sharding specs, `shape` says which.
+    Targets of `reshard` are accepted as well. (DeviceMesh, placements) and sharding specs fit any tensor: give the
+    `shape`.
 
     >>> layout_of(ShardedTensor(torch.zeros(8, 6), "8x6/R@1"))
     Layout('8x6/R@1')
     """
     if shape is not None or isinstance(x, Layout | str):
         return target_container(x, shape or (), None).layout
-    if is_spec(x) or hasattr(x, "container_for") or (isinstance(x, tuple) and x and is_mesh(x[0])):
-        raise LayoutError(f"{x!r} fits tensors of any shape: say of which, layout_of(x, shape)")
+    if is_spec(x) or isinstance(x, ContainerSpec) or (isinstance(x, tuple) and any(map(is_mesh, x[:1]))):
+        raise LayoutError(f"{x!r} fits tensors of any shape: give the shape, layout_of(x, shape)")
     return x.layout if isinstance(x, ShardedTensor) else container_of(x).layout

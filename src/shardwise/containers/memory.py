@@ -13,7 +13,7 @@ from shardwise.errors import ExchangeError
 def check_memory(tensor: torch.Tensor, what: str) -> None:
     """Refuse what has no elements that could be read or written."""
     if is_sharded(tensor):
-        raise ExchangeError(f"{what} is a sharded tensor inside of another: flatten_sharded_tensors makes one of them")
+        raise ExchangeError(f"{what} is a sharded tensor inside another: flatten_sharded_tensors makes one of them")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else tensor.layout
         remedy = "; module.to_empty(device=...) gives it some" if tensor.is_meta else ""
@@ -47,7 +47,7 @@ def shared(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> Ite
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where they have elements in common, and where that cannot be told."""
+    """True if they have elements in common, or if that is not known."""
     if a.dtype != b.dtype or a.stride() != b.stride() or _overlaps_itself(a.stride(), _larger(a, b)):
         return True
     apart, odd = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
@@ -66,7 +66,7 @@ def _reached(apart: int, dims: Sequence[tuple[int, int, int]]) -> bool:
 
 
 def _larger(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a block that has room for either."""
+    """The sizes of a block that contains both."""
     return tuple(map(max, a.shape, b.shape))
 
 

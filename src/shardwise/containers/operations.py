@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +19,10 @@ def refuse(name: str, case: str = "", remedy: str = COMPUTE) -> NoReturn:
     raise UnsupportedError(f"torch function {name!r}{case} is not supported for ShardedTensor! {remedy}")
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Callable[..., object]) -> str:
     """What it is called; of what reads or sets a property, the property."""
-    return str(func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__)
+    owner = func.__self__ if func.__name__ in ("__get__", "__set__") else func  # type: ignore[attr-defined]
+    return str(owner.__name__)
 
 
 def _functions(names: str) -> Iterator[tuple[str, Any]]:
@@ -57,3 +58,12 @@ OWN = {
 
 OF_SHARDS = {func for _, func in _functions("zeros_like empty_like half bfloat16 float double pin_memory")}
 """What is done to every shard, whatever the layout: nothing here moves a cell, or differs between replicas."""
+
+
+def call_on_wrapper(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of OF_THE_WRAPPER on the tensor without memory."""
+    x = args[0]
+    if OF_THE_WRAPPER[func] and x.dtype is None:
+        raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

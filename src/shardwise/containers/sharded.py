@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node
 
 from shardwise import report
 from shardwise.containers import chunks
 from shardwise.containers.chunks import check_shards
-from shardwise.containers.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, name_of, refuse
+from shardwise.containers.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, call_on_wrapper, name_of, refuse
+from shardwise.containers.own_container import OwnContainer
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -21,50 +22,12 @@ from shardwise.layout import Layout, local_boxes, parse
 from shardwise.transports.members import of_job, owner_here
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
     from shardwise.containers.container import Container
 
 Tensors = Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class OwnContainer:
-    """How a ShardedTensor of ours lies: the kind that every layout can have."""
-
-    layout: Layout
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def device(self) -> torch.device | None:
-        """Any."""
-        return None
-
-    def disassemble(self, x: ShardedTensor) -> list[torch.Tensor]:
-        """Its shards."""
-        return list(x.shards)
-
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
-        """They are plain tensors."""
-        return [t.detach() for t in tensors]
-
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
-        """They are plain tensors."""
-        return list(local)
-
-    def assemble(self, tensors: Tensors) -> ShardedTensor | None:
-        """A ShardedTensor, on the ranks that the layout knows."""
-        return ShardedTensor(tensors, self.layout, self.group) if owner_here(self.group) in self.layout else None
-
-    def gradient(self, arrived: object = None) -> OwnContainer:
-        """Whole where the value was partial: every term has the gradient of the value."""
-        return replace(self, layout=self.layout.whole())
-
-    def gradient_of(self, grads: Tensors) -> OwnContainer:
-        """As they are to lie."""
-        return self.gradient()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnContainer:
-        """Itself: it is frozen, and a process group cannot be copied."""
-        return self
 
 
 class ShardedTensor(torch.Tensor):
@@ -77,7 +40,7 @@ class ShardedTensor(torch.Tensor):
     torch.Size([2, 6])
 
     Owners of the layout are global ranks; in a group that joins several jobs, or that torch's registry does not know,
-    they are ranks of the group. `group` is the process group whose ranks call together; the default group unless given.
+    they are ranks of the group. `group` is the process group whose ranks call together; by default the default group.
     Shards may be views, of any strides; nothing is copied.
 
     It is a torch.Tensor of the whole shape, without memory: modules and torch's checkpoints (DCP) take it. It
@@ -103,9 +66,9 @@ class ShardedTensor(torch.Tensor):
     @classmethod
     def _holding(cls, local: tuple[torch.Tensor, ...], container: Container, owner: int) -> Self:
         """One of that container with these tensors of that owner."""
-        found = cls._wrapper(container.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
-        found._shards, found._container, found._owner = local, container, owner
-        return found
+        wrapper = cls._wrapper(container.layout.shape, *((local[0].dtype, local[0].device) if local else (None, None)))
+        wrapper._shards, wrapper._container, wrapper._owner = local, container, owner
+        return wrapper
 
     @classmethod
     def _wrapper(cls, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> Self:
@@ -186,12 +149,12 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True where autograd did not make any of the shards."""
+        """True if all shards are leaves of autograd."""
         return all(shard.is_leaf for shard in self.shards)
 
     @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        """What autograd made the first of the shards by; None for leaves."""
+    def grad_fn(self) -> Node | None:  # type: ignore[override]
+        """The grad_fn of the first shard that has one; None for leaves."""
         return next((shard.grad_fn for shard in self.shards if shard.grad_fn is not None), None)
 
     @property
@@ -211,12 +174,13 @@ class ShardedTensor(torch.Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> ShardedTensor | None:
-        """The gradients of the shards, laid out as gradients are; None where there are none yet."""
+        """The gradients of the shards, as a ShardedTensor; None before backward."""
         grads = [shard.grad for shard in self.shards]
-        found = [grad for grad in grads if grad is not None]
-        if not found or len(found) < len(grads):
+        defined = [grad for grad in grads if grad is not None]
+        if not defined or len(defined) < len(grads):
             return None
-        grad: ShardedTensor = self._container.gradient().assemble(found)
+        grad = self._container.gradient().assemble(defined)
+        assert isinstance(grad, ShardedTensor), "this rank has a part of it"
         return grad
 
     @grad.setter
@@ -260,8 +224,8 @@ class ShardedTensor(torch.Tensor):
         """The same with shards on the CPU."""
         return self._each(torch.Tensor.cpu)
 
-    def cuda(self, device: Any = None) -> ShardedTensor:  # type: ignore[override]
-        """The same with shards on a GPU, the current one unless told."""
+    def cuda(self, device: torch.device | str | int | None = None) -> ShardedTensor:  # type: ignore[override]
+        """The same with shards on a GPU, by default the current one."""
         return self._each(lambda shard: shard.cuda(device))
 
     def type_as(self, other: torch.Tensor) -> ShardedTensor:
@@ -287,16 +251,18 @@ class ShardedTensor(torch.Tensor):
         return all(shard.is_contiguous(memory_format=memory_format) for shard in self.shards)
 
     def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
-        """Copy the values of another ShardedTensor that lies in the same way; of any dtype and device."""
+        """Copy the values of a ShardedTensor of the same layout, of any dtype and device."""
         for mine, theirs in zip(self.shards, self._alike(other, "copy_", self._container).shards, strict=True):
             mine.copy_(theirs, non_blocking)
         return self
 
     def new_empty(self, *size: Any, **how: Any) -> ShardedTensor:
-        """One that lies in the same way, not filled. No other size can be asked for: where would its cells be?"""
-        asked = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-        if asked != self.layout.shape:
-            refuse("new_empty", f" with size {asked}", f"Ask for its own, {self.layout.shape}: only that has a layout")
+        """An uninitialized tensor of the same layout. Other sizes are refused: they have no layout."""
+        shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+        if shape != self.layout.shape:
+            refuse(
+                "new_empty", f" with size {shape}", f"Give its own size, {self.layout.shape}: only that has a layout"
+            )
         return self._each(lambda shard: shard.new_empty(shard.shape, **how))
 
     def share_memory_(self) -> Self:
@@ -310,14 +276,14 @@ class ShardedTensor(torch.Tensor):
         return all(shard.is_shared() for shard in self.shards)  # type: ignore[no-untyped-call]
 
     def equal(self, other: torch.Tensor) -> bool:
-        """True where the other lies in the same way and has the same values. All ranks of the group call."""
+        """True if the other has the same layout and values. All ranks of the group call."""
         return self._compared("equal", other, torch.equal)
 
     def allclose(self, other: torch.Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
-        """True where the other lies in the same way and has values as near as that. All ranks of the group call."""
+        """True if the other has the same layout and close values. All ranks of the group call."""
         return self._compared("allclose", other, lambda a, b: torch.allclose(a, b, rtol, atol, equal_nan))
 
-    def _compared(self, what: str, other: Any, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
+    def _compared(self, what: str, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
         from shardwise.job.agree import together_or_alone  # which makes ShardedTensors
 
         def mine() -> bool:
@@ -327,14 +293,14 @@ class ShardedTensor(torch.Tensor):
                 raise ValueError(f"torch.{what} cannot compare partial values ({self.layout!r}): reduce them first")
             return self._fits(other, self.layout) and all(map(same, self.shards, other.shards))
 
-        return together_or_alone(f"torch.{what}", mine, lambda told: all(told.values()), group=self.group)
+        return together_or_alone(f"torch.{what}", mine, lambda answers: all(answers.values()), group=self.group)
 
     def _fits(self, other: ShardedTensor, layout: Layout) -> bool:
         """True where the other has that layout, and the same cells here: groups may give this process other numbers."""
         return other.layout == layout and local_boxes(*other._part()) == local_boxes(*self._part())
 
-    def _alike(self, other: Any, what: str, container: Container) -> ShardedTensor:
-        """The other, if it lies in that way."""
+    def _alike(self, other: object, what: str, container: Container) -> ShardedTensor:
+        """The other tensor, if it has the container's layout."""
         if not isinstance(other, ShardedTensor):
             refuse(what, f" from a {type(other).__name__}", f"Give a ShardedTensor of the layout {container.layout!r}")
         if not self._fits(other, container.layout):
@@ -354,7 +320,7 @@ class ShardedTensor(torch.Tensor):
         args = args or tuple(kwargs.pop(name) for name in ("input",) if name in kwargs)
         x = args[0] if args else None
         if func in OF_THE_WRAPPER:
-            return _of_the_wrapper(func, args, kwargs)
+            return call_on_wrapper(func, args, kwargs)
         if isinstance(x, ShardedTensor):
             if func in OWN:
                 return getattr(x, OWN[func])(*args[1:], **kwargs)
@@ -368,14 +334,14 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Nothing gets this far but code that does not ask __torch_function__."""
+        """Only reached by code that bypasses __torch_function__."""
         refuse(func.__name__)
 
     def __bool__(self) -> bool:
-        """Of a result that ranks without a part do not get, ask whether it is None."""
+        """Refused. To test whether this rank got a result, compare it with None."""
         refuse("__bool__", remedy="Ask `x is None`, or look at its values: .shards")
 
-    def _fits_in_place(self, other: Any) -> bool:
+    def _fits_in_place(self, other: object) -> bool:
         """Never: a module that is converted gets new parameters."""
         return False
 
@@ -388,15 +354,15 @@ class ShardedTensor(torch.Tensor):
 
     # --- as torch's distributed checkpoints see it (torch.distributed.checkpoint) -------------------------------------
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """What this rank writes."""
         return chunks.write_items(fqn, self._container.disassemble(self), *self._part())
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Which boxes this rank holds, to be read."""
         return chunks.chunk_list(*self._part())
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of one of those boxes."""
         return chunks.tensor_shard(index, self._container.disassemble(self), *self._part())
 
@@ -404,27 +370,27 @@ class ShardedTensor(torch.Tensor):
         """The layout, and which of its owners this is."""
         return self.layout, self._owner
 
-    # --- copies and texts ---------------------------------------------------------------------------------------------
+    # --- copies and strings -------------------------------------------------------------------------------------------
 
     def __copy__(self) -> ShardedTensor:
         """The same shards, in the same group."""
         return self._each(lambda shard: shard)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """Copied shards, in the same group. A parameter stays one."""
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedTensor:
+        """Copied shards, in the same group. A parameter stays a parameter."""
         if isinstance(self, torch.nn.Parameter):
             return _parameter(self._deepcopied, (memo,))
         return self._deepcopied(memo)
 
-    def _deepcopied(self, memo: dict[int, Any]) -> ShardedTensor:
+    def _deepcopied(self, memo: dict[int, object]) -> ShardedTensor:
         return self._each(lambda shard: deepcopy(shard, memo))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Tensors have one of their own, which comes first. A parameter stays one."""
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        """torch.Tensor defines it, so `__reduce__` alone is not enough. A parameter stays a parameter."""
         return (_parameter, self.__reduce__()[:2]) if isinstance(self, torch.nn.Parameter) else self.__reduce__()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without its group: what is loaded lives in the default group, on a rank with the same part."""
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled without its group: it is loaded into the default group, on a rank with the same boxes."""
         if not of_job(self.group):
             raise UnsupportedError(
                 f"{self!r} cannot be pickled: its owners are ranks of a group that is not pickled with it. Pickle its "
@@ -447,7 +413,7 @@ class ShardedTensor(torch.Tensor):
 
 
 def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
-    """What a rank pickled, on a rank with the same part. Shapes do not tell: other cells may have the same."""
+    """A pickled ShardedTensor, on a rank with the same boxes. Equal shapes are not enough."""
     me = owner_here(None)
     if local_boxes(layout, owner) != local_boxes(layout, me):
         raise LayoutError(
@@ -457,16 +423,8 @@ def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
     return ShardedTensor(shards, layout)
 
 
-def _parameter(make: Callable[..., ShardedTensor], given: tuple[Any, ...]) -> ShardedTensor:
-    """What is made, marked as torch.nn.Parameter marks it."""
-    found = make(*given)
-    found._is_param = True
-    return found
-
-
-def _of_the_wrapper(func: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    if OF_THE_WRAPPER[func] and x.dtype is None:
-        raise UnsupportedError(f"{func.__name__} of {x!r}: this rank holds no shard, and so does not know the dtype")
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+def _parameter(make: Callable[..., ShardedTensor], given: tuple[object, ...]) -> ShardedTensor:
+    """A new ShardedTensor, marked as torch.nn.Parameter marks it."""
+    parameter = make(*given)
+    parameter._is_param = True
+    return parameter

@@ -1,11 +1,11 @@
-"""What every rank of a group says, known to all of them; what goes wrong on one, raised on all."""
+"""Share a value of every rank with all of them; an error on one rank is raised on all."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class Made(Protocol):
-    """What ranks make for themselves, and must all make alike."""
+    """What every rank makes on its own, and must be the same on all."""
 
     @property
     def fingerprint(self) -> str:
-        """Tells apart what differs."""
+        """Different for different contents."""
         ...
 
-    def listed(self) -> dict[str, Any]:
+    def listed(self) -> dict[str, object]:
         """All that it depends on, by name."""
         ...
 
@@ -52,23 +52,23 @@ def agree_on(
         return made, made[0].fingerprint
 
     (made, own), prints = tell_all(transport, operation, say, same)
-    if len(set(prints.values())) > 1:  # say more, now that it is an error anyhow
-        _, listed = tell_all(transport, operation, lambda: (None, made.listed()))
+    if len(set(prints.values())) > 1:  # find the difference, for the error
+        _, contents = tell_all(transport, operation, lambda: (None, made.listed()))
         with refusals(operation):
-            _differ(listed)
+            _differ(contents)
     return made, own
 
 
-def _differ(told: Mapping[int, dict[str, Any]]) -> None:
-    (first, one), *others = told.items()
+def _differ(by_rank: Mapping[int, dict[str, object]]) -> None:
+    (first, one), *others = by_rank.items()
     for rank, other in others:
         difference = first_difference(one, other, f"on rank {first}", f"on rank {rank}")
         if difference:
-            raise ValueError(f"the ranks ask for different things: {difference}")
+            raise ValueError(f"the ranks' arguments differ: {difference}")
 
 
-def first_difference(one: Any, other: Any, here: str, there: str, where: str = "") -> str | None:
-    """What differs first in two nested dicts, in words.
+def first_difference(one: object, other: object, here: str, there: str, where: str = "") -> str | None:
+    """The first difference between two nested dicts, in words.
 
     >>> first_difference({"a": {"x": 1}}, {"a": {"x": 2}}, "here", "there")
     "'a' 'x' is 1 here, but 2 there"
@@ -91,37 +91,37 @@ def tell_all(
     say: Callable[[], tuple[K, S]],
     same: Mapping[str, object] | None = None,
 ) -> tuple[K, dict[int, S]]:
-    """What `say` keeps for this rank, and what it tells all: that of every rank. Where it raises on any, all raise that.
+    """`say` returns a value to keep and a value to share: returns the kept value, and the shared ones of all ranks.
 
-    What is told must not be changed: equal values are one object. All ranks must give the `same` values. Without a
-    transport this process is alone.
+    An error on any rank is raised on all. Do not change shared values: equal ones are one object. All ranks must give
+    the `same` values. Without a transport, this process is the only rank.
     """
     if transport is None:
-        mine, telling = say()
-        return mine, {job_rank(): telling}
-    text, error = b"", None
-    mine_and_told: tuple[K, S] | None = None
+        kept, shared = say()
+        return kept, {job_rank(): shared}
+    message, error = b"", None
+    kept_and_shared: tuple[K, S] | None = None
     try:
-        mine_and_told = say()
-        text = pickle.dumps(mine_and_told[1])
-    except Exception as failure:  # the others have to hear of it first
+        kept_and_shared = say()
+        message = pickle.dumps(kept_and_shared[1])
+    except Exception as failure:  # raised after the other ranks know of it
         error = failure
     exchange = Exchange(transport, Terms({"operation": operation, **(same or {})}, error=error)).start()
 
     def tell() -> list[bytes]:
         exchange.finish()
-        return transport.all_gather(text)
+        return transport.all_gather(message)
 
-    texts = SerialQueue.of(transport).run(tell)
-    assert mine_and_told is not None, "or all have raised"
-    mine, telling = mine_and_told
-    values = {one: telling if one == text else pickle.loads(one) for one in set(texts)}  # most say the same
-    return mine, {owner: values[one] for owner, one in zip(transport.owners, texts, strict=True)}
+    messages = SerialQueue.of(transport).run(tell)
+    assert kept_and_shared is not None, "or all have raised"
+    kept, shared = kept_and_shared
+    values = {one: shared if one == message else pickle.loads(one) for one in set(messages)}  # most ranks send the same
+    return kept, {owner: values[one] for owner, one in zip(transport.owners, messages, strict=True)}
 
 
 @contextmanager
 def refusals(operation: str) -> Iterator[None]:
-    """What all ranks find out alike is refused in the same words on all of them."""
+    """Raise what all ranks find out as one error, with the same words on all of them."""
     try:
         yield
     except CheckpointError:
@@ -140,16 +140,16 @@ def together(
     group: dist.ProcessGroup | None = None,
     **same: object,
 ) -> T:
-    """What follows from what `say` returns on every rank of the group, by rank: the same everywhere."""
-    _, told = tell_all(group_transport(group), operation, lambda: (None, say()), same)
+    """The conclusion from the values of `say` on all ranks, by rank: the same on all of them."""
+    _, answers = tell_all(group_transport(group), operation, lambda: (None, say()), same)
     with refusals(operation):
-        return conclude(told)
+        return conclude(answers)
 
 
 def together_or_alone(
     operation: str, say: Callable[[], S], conclude: Callable[[dict[int, S]], T], *, group: dist.ProcessGroup | None
 ) -> T:
-    """The same; a process that has no group at all is rank 0 of one."""
+    """The same; a process without any group is rank 0 of a group of one."""
     if group is None and not has_default_group():
         return conclude({0: say()})
     return together(operation, say, conclude, group=group)

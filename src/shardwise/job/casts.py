@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -69,7 +69,7 @@ def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torc
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse what is none."""
+    """Refuse anything but a torch.dtype or None."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise RefusedTypeError(f"dtype= must be a torch.dtype, not {dtype!r}")
 
@@ -89,7 +89,7 @@ def check_cast(dtype: torch.dtype, becomes: torch.dtype) -> None:
 
 
 def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) -> None:
-    """Check all. The error is that of the first that is refused, and lists the others."""
+    """Check all. The error is that of the first refused cast, and lists the others."""
     refused = dict[str, ValueError]()
     for change in changes:
         try:
@@ -98,8 +98,8 @@ def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) ->
             refused.setdefault(change.target, error)
     first, others = next(iter(refused.values()), None), list(refused)[1:]
     if first is not None and others:
-        listed = ", ".join(map(repr, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
-        raise type(first)(f"{first}. {len(others)} more cast{'s' * (len(others) > 1)} refused: {listed}") from first
+        shown = ", ".join(map(repr, others[:SHOWN])) + (" ..." if len(others) > SHOWN else "")
+        raise type(first)(f"{first}. {len(others)} more cast{'s' * (len(others) > 1)} refused: {shown}") from first
     if first is not None:
         raise first
 
@@ -107,8 +107,8 @@ def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) ->
 def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
     """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
 
-    Scales of codes are no plain numbers either: they belong to what the codes mean. `sources` and `targets` are all
-    tensors that stand beside these.
+    Scales of quantised codes are not plain numbers either: they define what the codes mean. `sources` and `targets` are
+    all tensors of both sides.
     """
     if change.dtype == change.becomes:
         return
@@ -147,11 +147,11 @@ def _by_name(change: Change) -> str:
 
 
 def codes_of(name: str, tensors: Tensors) -> str | None:
-    """The quantised tensor that a scale belongs to; None for what is no scale of codes."""
-    found = SCALE.fullmatch(name)
-    if found is None:
+    """The quantised tensor that a scale belongs to; None if the name is not that of a scale."""
+    match = SCALE.fullmatch(name)
+    if match is None:
         return None
-    base = found["codes"]
+    base = match["codes"]
     own = [f"{base}{ending}" for ending in CODES]
     module = [leaf if base is None else f"{base}.{leaf}" for leaf in CODES_OF_A_MODULE]
     near = [one for one in own if one in tensors] or [one for one in module if one in tensors and one != name]
@@ -180,8 +180,8 @@ class CastRequest(NamedTuple):
 class Casts:
     """Rules of which the first match wins, and a dtype for all other floating point tensors.
 
-    >>> Casts.of([("norm", torch.float32), torch.bfloat16]).asked("norm", torch.float16)
-    Asked(dtype=torch.float32, named=True)
+    >>> Casts.of([("norm", torch.float32), torch.bfloat16]).request("norm", torch.float16)
+    CastRequest(dtype=torch.float32, named=True)
     """
 
     rules: tuple[tuple[str, torch.dtype | None], ...] = ()
@@ -189,13 +189,13 @@ class Casts:
     names: Container[str] = field(default=(), compare=False)  # of all tensors, which patterns can be spelled like
 
     @staticmethod
-    def of(cast: Any, option: str = "cast=") -> Casts:
-        """From what a user gave."""
-        listed = [] if cast is None else [cast] if isinstance(cast, torch.dtype) else cast
-        if not isinstance(listed, list | tuple):
+    def of(cast: object, option: str = "cast=") -> Casts:
+        """From the user's option."""
+        given = [] if cast is None else [cast] if isinstance(cast, torch.dtype) else cast
+        if not isinstance(given, list | tuple):
             raise TypeError(f"{option} must be a torch.dtype, or rules [(pattern, dtype), ...], not {cast!r}")
-        rest = [rule for rule in listed if isinstance(rule, torch.dtype)]
-        rules: list[Any] = [rule for rule in listed if not isinstance(rule, torch.dtype)]
+        rest = [rule for rule in given if isinstance(rule, torch.dtype)]
+        rules = [rule for rule in given if not isinstance(rule, torch.dtype)]
         if len(rest) > 1 or not all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in rules):
             raise TypeError(
                 f"{option} must be rules [(pattern, dtype), ...] and at most one dtype for the rest, not {cast!r}"
@@ -212,15 +212,15 @@ class Casts:
         """The same for tensors of these names."""
         return replace(self, names=names) if self.rules else self
 
-    def asked(self, name: str, dtype: torch.dtype) -> CastRequest | None:
-        """What a tensor is to become; None where nothing is asked for."""
+    def request(self, name: str, dtype: torch.dtype) -> CastRequest | None:
+        """The cast of a tensor; None if no rule applies."""
         for pattern, becomes in self.rules:
             if self._fits(pattern, name):
                 return CastRequest(dtype if becomes is None else becomes, pattern == name)
         return CastRequest(self.rest, named=False) if self.rest is not None and dtype.is_floating_point else None
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The patterns that fit no name."""
+        """The patterns that match no name."""
         there = list(names)
         return [pattern for pattern, _ in self.rules if not any(self._fits(pattern, name) for name in there)]
 
@@ -236,21 +236,21 @@ class TargetCasts:
     allowed: bool = True
 
     @staticmethod
-    def of(cast: Any) -> TargetCasts:
-        """From what a user gave: True, False, or what a conversion takes."""
+    def of(cast: object) -> TargetCasts:
+        """From the user's option: True, False, or what a conversion takes."""
         return TargetCasts(Casts(), cast) if isinstance(cast, bool) else TargetCasts(Casts.of(cast))
 
     def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:
-        """Refuse what is not asked for."""
-        asked = self.casts.among(targets).asked(change.target, change.dtype)
-        if asked is not None and asked.dtype != change.becomes:
-            raise ValueError(f"cast= makes {change.target!r} {asked.dtype}, but the target is {change.becomes}")
-        check_change(change, sources, targets, named=asked is not None and asked.named)
+        """Refuse a cast that the options do not allow."""
+        request = self.casts.among(targets).request(change.target, change.dtype)
+        if request is not None and request.dtype != change.becomes:
+            raise ValueError(f"cast= makes {change.target!r} {request.dtype}, but the target is {change.becomes}")
+        check_change(change, sources, targets, named=request is not None and request.named)
         if change.dtype != change.becomes and not self.allowed:
             raise ValueError(f"{change}: cast=True casts")
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Refuse a rule that fits nothing: it was meant to."""
+        """Refuse a rule that matches no name."""
         unused = self.casts.unused(names)
         if unused:
-            raise ValueError(f"cast= has {unused[0]!r}, which fits no name of the target")
+            raise ValueError(f"cast= has {unused[0]!r}, which matches no name of the target")

@@ -1,4 +1,4 @@
-"""Names of tensors: patterns, renaming, and what was meant by a name that is not there."""
+"""Names of tensors: patterns, renaming, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Rename = Mapping[str, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any] | None
+Names = str | Sequence[str]
+Rename = Mapping[str, Names] | Sequence[tuple[str, Names]] | Callable[[str], Names] | None
 SHOWN = 8
 LIKELY = 200  # characters of a name that is compared with others: to compare takes their square
 ONE = re.compile(r"\[!?+\]?+[^\]]*+\]|.", re.DOTALL)  # what stands for one character: ?, [abc], or itself
 
 
 def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, ...] | None:
-    """What the stars of a pattern stand for in a name; None where it does not fit. ? and [abc] are one character.
+    """The strings that the stars of a pattern match in a name; None if it does not match. ? and [abc]: one character.
 
-    A pattern without stars fits the name that is spelled like it; where that is one of `names`, no other.
+    A pattern without stars matches the equal name; if that is one of `names`, only that one.
 
     >>> matched("layers.*.*.weight", "layers.3.q_proj.weight"), matched("layers.*", "head.weight")
     (('3', 'q_proj'), None)
@@ -32,19 +33,19 @@ def matched(pattern: str, name: str, names: Container[str] = ()) -> tuple[str, .
     parts = _parts(pattern)
     last, at, stars = parts[-1], 0, list[str]()
     end = len(name) - last.width
-    for number, part in enumerate(parts[:-1]):  # each as early as it can be: what a star leaves is of no use to it
-        found = part.text.search(name, at) if number else part.text.match(name)
-        if found is None:
+    for number, part in enumerate(parts[:-1]):  # each as early as possible: a later match never helps
+        match = part.text.search(name, at) if number else part.text.match(name)
+        if match is None:
             return None
-        stars += [name[at : found.start()]] * bool(number)
-        at = found.end()
+        stars += [name[at : match.start()]] * bool(number)
+        at = match.end()
     if end < at or (len(parts) == 1 and end) or not last.text.fullmatch(name, end):
         return None
     return (*stars, name[at:end]) if len(parts) > 1 else ()
 
 
 class _Part(NamedTuple):
-    """What stands between two stars, and how many characters it is."""
+    """The part of a pattern between two stars, and how many characters it matches."""
 
     text: re.Pattern[str]
     width: int
@@ -52,12 +53,12 @@ class _Part(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(pattern: str) -> tuple[_Part, ...]:
-    """Stars are not left to a regular expression: it would try all ways to share out a name among them."""
+    """Stars are not part of the regular expression: it would backtrack through all ways to split a name."""
     return tuple(_Part(re.compile(translate(part)[:-2]), len(ONE.findall(part))) for part in pattern.split("*"))
 
 
 def filled(pattern: str, stars: Sequence[str]) -> str:
-    """A pattern with something for every star.
+    """A pattern with its stars replaced.
 
     >>> filled("model.*.w", ["3"])
     'model.3.w'
@@ -69,9 +70,9 @@ def filled(pattern: str, stars: Sequence[str]) -> str:
 
 
 def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
-    """The names that a tensor gets: by a mapping or rules (first one that fits; stars match anything), or a function.
+    """The new names of a tensor: by a mapping or rules (the first match wins; stars match anything), or by a function.
 
-    `names`: all that are there, which patterns can be spelled like.
+    `names`: all names. A pattern without stars that equals one of them matches only that one.
 
     >>> renamed("model.embed.w", {"model.*": "*"}), renamed("embed.w", [("embed.*", ["embed.*", "head.*"])])
     (['embed.w'], ['embed.w', 'head.w'])
@@ -79,16 +80,16 @@ def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
     if rename is None:
         return [name]
     try:
-        found = rename(name) if callable(rename) else _by_rules(name, rename, names)
+        becomes = rename(name) if callable(rename) else _by_rules(name, rename, names)
     except Exception as error:
         raise ValueError(f"rename= failed for {name!r}: {type(error).__name__}: {error}") from error
-    several = [found] if isinstance(found, str) else found
+    several = [becomes] if isinstance(becomes, str) else becomes
     if not isinstance(several, list | tuple) or not all(isinstance(one, str) for one in several):
-        raise ValueError(f"rename= must give a name or a list of names for {name!r}, not {found!r}")
+        raise ValueError(f"rename= must give a name or a list of names for {name!r}, not {becomes!r}")
     return list(several)
 
 
-def _by_rules(name: str, rename: Any, names: Container[str]) -> Any:
+def _by_rules(name: str, rename: object, names: Container[str]) -> object:
     if not isinstance(rename, Mapping | list | tuple):
         raise TypeError(f"it must be a mapping, rules [(pattern, name), ...] or a function, not {rename!r}")
     for rule in rename.items() if isinstance(rename, Mapping) else rename:
@@ -103,15 +104,15 @@ def _by_rules(name: str, rename: Any, names: Container[str]) -> Any:
 
 
 def missing(what: str, names: Iterable[str], known: Iterable[str]) -> str:
-    """Names that are not where they should be, each with the one that may have been meant.
+    """An error text for missing names, each with the nearest known name.
 
     >>> missing("the target has no", ["q.weigth"], ["q.weight", "k.weight"])
     "the target has no 'q.weigth' (nearest: 'q.weight')"
     """
-    listed, likely = list(names), [name for name in known if len(name) <= LIKELY]
+    absent, likely = list(names), [name for name in known if len(name) <= LIKELY]
     words = []
-    for name in listed[:SHOWN]:
+    for name in absent[:SHOWN]:
         near = get_close_matches(name, likely, 1, 0.5) if len(name) <= LIKELY else []
         words.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
     return f"{what} {', '.join(words)}{more}"

@@ -1,17 +1,16 @@
-"""The plan for a whole model: one for every link, in buckets; it can be explained, saved and held against a file."""
+"""The plan of a whole model: one plan per link, in buckets. It can be explained, saved, and checked against a file."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,12 +22,14 @@ from shardwise.job.casts import travels_as
 from shardwise.job.names import missing
 from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor, subtensor_layout
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh
 from shardwise.planning import Plan, plan, size
 from shardwise.report import draw, matrix
 
+HostsOption = int | Mapping[int, Hashable] | Mesh | None  # owners per host, owner -> host, or a mesh that knows
+HostsKey = int | tuple[tuple[int, Hashable], ...] | Mesh | None  # the same, hashable
 SINGLE = "the tensor"  # the name of a tensor that has no other
-BUCKET = 2**28  # bytes that a rank stages at a time, unless told
+BUCKET = 2**28  # bytes that a rank stages at a time, by default
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class PlannedLink:
     device: str
 
     @staticmethod
-    def of(link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> PlannedLink:
-        """In rounds only where it would stage too much."""
+    def of(
+        link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption
+    ) -> PlannedLink:
+        """In rounds only if one round would stage too much."""
         ours, theirs = (
             subtensor_layout(source.layout, link.source_view),
             subtensor_layout(target.layout, link.target_view),
@@ -75,20 +78,28 @@ class PlannedLink:
         return self.plan.max_bytes is not None
 
 
-def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
-    """One for all tensors that move alike: what is found out about it is found out once."""
-    if isinstance(hosts, list | set):  # which `plan` refuses, in words
-        return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=hosts)  # type: ignore[arg-type]
-    return _kept(source, target, itemsize, limit, tuple(hosts.items()) if isinstance(hosts, Mapping) else hosts)
+def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
+    """One plan object for all tensors that move alike: its properties are computed once."""
+    return _cached_plan(source, target, itemsize, limit, _hosts_key(hosts))
 
 
 @lru_cache(maxsize=4096)
-def _kept(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: Any) -> Plan:
+def _cached_plan(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsKey) -> Plan:
     named = dict(hosts) if isinstance(hosts, tuple) else hosts
     return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
 
 
-def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: Any) -> ModelPlan:
+def _hosts_key(hosts: HostsOption) -> HostsKey:
+    """The option as a key of the caches."""
+    if isinstance(hosts, Mapping):
+        return tuple(hosts.items())
+    given: object = hosts
+    if isinstance(given, list | set):
+        raise PlanError(f"hosts must be a number of owners per host, or owner -> host, or a mesh, not {hosts!r}")
+    return hosts
+
+
+def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption) -> ModelPlan:
     """The plan of one tensor."""
     if source.shape != target.shape:
         plan(source.layout, target.layout)  # which refuses it, in words
@@ -108,25 +119,25 @@ class ModelPlan:
 
     @staticmethod
     def of(
-        found: Sequence[Link],
+        links: Sequence[Link],
         sources: Mapping[str, TensorInfo],
         targets: Mapping[str, TensorInfo],
         *,
         max_bytes: int | None = None,
-        hosts: Any = None,
+        hosts: HostsOption = None,
     ) -> ModelPlan:
         """The same on every rank, from the same values."""
         limit: object = max_bytes
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
         entries = list[PlannedLink]()
-        for link in found:
+        for link in links:
             try:
                 entries.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
             except Exception as error:
                 error.add_note(f"while planning {link.source!r} -> {link.target!r}")
                 raise
-        used = {link.source for link in found}
+        used = {link.source for link in links}
         return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
 
     @cached_property
@@ -161,7 +172,7 @@ class ModelPlan:
 
     @cached_property
     def kept(self) -> frozenset[tuple[str, str]]:
-        """The sources and targets of which one is the other as it is."""
+        """Pairs of source and target names whose tensor does not change."""
         whole = [entry.link for entry in self.entries if entry.plan.source == entry.plan.target]
         return frozenset(
             (link.source, link.target)
@@ -171,7 +182,7 @@ class ModelPlan:
         )
 
     def described(self, name: str) -> str:
-        """What moves to that target, for a tensor that has no other name."""
+        """What moves to that target, for errors about a tensor without a name."""
         entry = next(entry for entry in self.entries if entry.link.target == name)
         layouts = f"from {entry.plan.source!r} to {entry.plan.target!r}"
         return f"a tensor of shape {self.targets[name].shape} that went {layouts}"
@@ -187,7 +198,7 @@ class ModelPlan:
 
     @property
     def bytes_local(self) -> int:
-        """Copied where they are."""
+        """Copied within a rank."""
         return sum(entry.plan.bytes_local for entry in self.entries)
 
     @property
@@ -197,11 +208,11 @@ class ModelPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells apart what differs in any name, shape, dtype, layout or limit."""
+        """Different for plans that differ in a name, shape, dtype, layout or limit."""
         return blake2b(json.dumps(self._listed(lambda layout: layout.fingerprint)).encode(), digest_size=16).hexdigest()
 
     def explain(self) -> str:
-        """In words, and a line for every kind of move."""
+        """A summary in words, with a line for every kind of move."""
         kinds = dict[str, list[PlannedLink]]()
         for entry in self.entries:
             kinds.setdefault(self._in_words(entry), []).append(entry)
@@ -227,7 +238,7 @@ class ModelPlan:
         return " -> ".join(words)
 
     def draw(self, name: str | None = None) -> str:
-        """A target and what it comes from as pictures, and who sends what to whom; without a name that of all."""
+        """Draw a target, its sources and the traffic between ranks; without a name, the traffic of all tensors."""
         if name is None:
             return matrix(*(entry.plan for entry in self.entries))
         if name not in self.targets:
@@ -238,7 +249,7 @@ class ModelPlan:
         return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(entry.plan for entry in mine))] if mine else [])])
 
     def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
-        """Write a page to look at: all tensors by size, what moves, and a picture of each. Returns its path."""
+        """Write an HTML page: all tensors by size, what moves, and a picture of each. Returns its path."""
         buckets, peak = len(self.buckets()), size(self.peak_bytes)
         facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
         return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
@@ -249,42 +260,42 @@ class ModelPlan:
         note = f"from {link.source}" if link.source != link.target else ""
         return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
 
-    def listed(self) -> dict[str, Any]:
+    def listed(self) -> dict[str, object]:
         """All that it depends on, by name."""
         return self._listed(str)
 
-    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, Any]:
-        def told(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, object]:
+        def described(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
             return {
                 name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
                 for name, t in tensors.items()
             }
 
-        links = defaultdict[str, dict[str, Any]](dict)
+        links = defaultdict[str, dict[str, object]](dict)
         for link in (entry.link for entry in self.entries):
             links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
         hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
-        parts = {"sources": told(self.sources), "targets": told(self.targets), "links": links}
+        parts = {"sources": described(self.sources), "targets": described(self.targets), "links": links}
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 
     def to_json(self) -> str:
-        """As a file."""
+        """The text of a plan file."""
         figures = {"bytes_moved": self.bytes_moved, "peak_bytes": self.peak_bytes}
         return json.dumps({"shardwise_model_plan": 1, **self.listed(), **figures}, indent=1)
 
     def check(self, text: str) -> None:
-        """Raise a PlanError that says the first difference, unless the file is of this plan."""
+        """Raise a PlanError with the first difference if the text is not that of this plan's file."""
         try:
             given = json.loads(text)
         except (TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan file: {error}") from None
         if not isinstance(given, dict) or given.get("shardwise_model_plan") != 1:
             raise PlanError("this is not the plan file of a model")
-        found = json.loads(self.to_json())
-        difference = first_difference(given, found, "in the file", "here")
+        current = json.loads(self.to_json())
+        difference = first_difference(given, current, "in the file", "here")
         if difference:
             raise PlanError(f"the plan file is of another model: {difference}")
 
 
-def _view(view: Any) -> list[list[int]]:
+def _view(view: Subtensor) -> list[list[int]]:
     return [list(view.region.lo), list(view.region.hi), list(view.order)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwise.job.names import Rename, filled, matched, missing, renamed
 from shardwise.job.subtensor import Subtensor
@@ -135,7 +135,7 @@ class Transposed:
 Remap = Concat | Stack | Transposed
 
 
-def _dim(dim: Any, shape: Shape) -> int:
+def _dim(dim: object, shape: Shape) -> int:
     if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
         raise ValueError(f"there is no dim {dim!r} in a shape of {len(shape)} dims")
     return dim % len(shape)
@@ -166,16 +166,16 @@ def links(
                 raise ValueError(f"{link.target!r} would come both from {by[link.target]} and from {rule}")
             ruled[link.target].append(link)
     _check_whole(ruled, targets)
-    found = list[Link]()
+    planned = list[Link]()
     for name, shape in targets.items():
         if name in ruled:
-            found += ruled[name]
+            planned += ruled[name]
         elif name in shapes:
-            found.append(_plain(name, shapes[name], shape))
+            planned.append(_plain(name, shapes[name], shape))
     unused = [rule for rule in rules if rule not in by.values()]
-    _check(found, shapes, targets, unused, strict, whole)
-    found = [link for link in found if empty or 0 not in link.target_view.shape]
-    return [link._replace(source=given[link.source]) if rename else link for link in found]
+    _check(planned, shapes, targets, unused, strict, whole)
+    planned = [link for link in planned if empty or 0 not in link.target_view.shape]
+    return [link._replace(source=given[link.source]) if rename else link for link in planned]
 
 
 def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
@@ -191,20 +191,21 @@ def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
     return given
 
 
-def _checked(remap: Any) -> list[Remap]:
-    """Refuse what are no rules."""
-    rules = list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
-    for rule in rules:
+def _checked(remap: object) -> list[Remap]:
+    """The rules; anything else is refused."""
+    rules, given = list[Remap](), list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
+    for rule in given:
         if not isinstance(rule, Remap):
             raise TypeError(f"remap= must be a list of Concat, Stack and Transposed, but has {rule!r}")
         several = rule.parts if isinstance(rule, Concat) and not isinstance(rule.parts, str) else ()
         names = [rule.name] if isinstance(rule, Transposed) else [rule.whole, *several]
         if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{rule}: names must be texts")
+            raise TypeError(f"{rule}: names must be strings")
         if isinstance(rule, Stack) and "{}" not in rule.part:
             raise ValueError(f"{rule}: `part` needs {{}} where the number of a part is")
         if isinstance(rule, Concat) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
             raise ValueError(f"{rule}: `parts` must be a list of different names")
+        rules.append(rule)
     return rules
 
 
@@ -257,7 +258,7 @@ def _check_parts(rule: Concat, shapes: Shapes) -> None:
 def _turned(rule: Transposed, source: Shape) -> Shape:
     order = tuple(reversed(range(len(source)))) if rule.order is None else tuple(_dim(d, source) for d in rule.order)
     if sorted(order) != list(range(len(source))):
-        raise ValueError(f"{rule.order} is no order of {len(source)} dims")
+        raise ValueError(f"{rule.order} is not an order of {len(source)} dims")
     return tuple(source[order.index(dim)] for dim in range(len(source)))
 
 
@@ -306,7 +307,7 @@ def _parts(rule: Concat | Stack, whole: str, shape: Shape, parts: Shapes, *, inw
 def _transposed(name: str, rule: Transposed, source: Shape, target: Shape) -> Link:
     order = tuple(reversed(range(len(target)))) if rule.order is None else tuple(_dim(d, target) for d in rule.order)
     if sorted(order) != list(range(len(target))):
-        raise ValueError(f"{name!r}: {rule.order} is no order of the {len(target)} dims of the target")
+        raise ValueError(f"{name!r}: {rule.order} is not an order of the {len(target)} dims of the target")
     view = Subtensor.whole(target).permute(order)
     if view.shape != source:
         raise ValueError(f"{name!r} has shape {source} in the source, but {view.shape} when the target is transposed")
@@ -322,10 +323,10 @@ def _check_whole(ruled: Mapping[str, Sequence[Link]], targets: Shapes) -> None:
 
 
 def _check(
-    found: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool, whole: bool
+    planned: Sequence[Link], sources: Shapes, targets: Shapes, unused: Sequence[Remap], strict: bool, whole: bool
 ) -> None:
     """Every target comes from somewhere; every source goes somewhere."""
-    used, reached = {link.source for link in found}, {link.target for link in found}
+    used, reached = {link.source for link in planned}, {link.target for link in planned}
     left = [name for name in targets if whole and name not in reached]
     idle = f"; {', '.join(map(str, unused))} fit nothing" if unused else ""
     if left:

@@ -1,4 +1,4 @@
-"""What is kept for a process group: its transport, and the queue in which its calls are carried out."""
+"""The session of a process group: its transport, and the queue that runs its calls."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from contextvars import copy_context
+from functools import wraps
 from threading import Condition, Thread
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.torch_internals import DTensorContainer, default_group, home_of, 
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Task = tuple[Callable[[], Any], Future[Any]]
 
@@ -30,8 +32,8 @@ Task = tuple[Callable[[], Any], Future[Any]]
 class SerialQueue:
     """Runs tasks one after the other. All that a task waits for is within one timeout of the transport.
 
-    Every task that is submitted brings a thread, which does those before it too; or, where the order of messages is all
-    that tells them apart, who waits does them, so that calls reach the transport in the order of the program.
+    Each submitted task starts a thread, which runs the tasks before it too. Where only the order of messages tells them
+    apart, the waiting thread runs them, so that calls reach the transport in program order.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -47,11 +49,11 @@ class SerialQueue:
 
     @property
     def idle(self) -> bool:
-        """True where nothing is under way."""
+        """True if no task is queued or running."""
         return not self._busy and not self._tasks
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do it after all that was submitted before."""
+        """Run it after all tasks that were submitted before."""
         future = Pending[T](self)
         with self._turn:
             self._tasks.append((_as_here(lambda: self._limited(work)), future))
@@ -60,7 +62,7 @@ class SerialQueue:
         return future
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do it after all that was submitted before, and wait for it; right here where nothing is under way."""
+        """Run it after all submitted tasks and wait for it; in this thread if the queue is idle."""
         if not self.idle:
             return self.submit(work).result()
         with self._turn:
@@ -77,7 +79,7 @@ class SerialQueue:
             return work()
 
     def _drain(self, until: Future[Any]) -> None:
-        """Do tasks in their order until this one is done."""
+        """Run tasks in order until this one is done."""
         while not until.done():
             with self._turn:
                 self._turn.wait_for(lambda: not self._busy)
@@ -96,21 +98,21 @@ class SerialQueue:
 
 
 class Pending(Future[T]):
-    """A future of a lane. Where the lane has no thread of its own, who waits does the work."""
+    """A future of a queue. If the queue has no thread, the waiting thread runs its tasks."""
 
-    def __init__(self, lane: SerialQueue) -> None:
+    def __init__(self, queue: SerialQueue) -> None:
         super().__init__()
-        self._lane = lane
+        self._queue = queue
 
     def result(self, timeout: float | None = None) -> T:
         """The result, or the error."""
-        if not self._lane._threaded:
-            self._lane._drain(self)
+        if not self._queue._threaded:
+            self._queue._drain(self)
         return super().result(timeout)
 
 
 def _as_here(work: Callable[[], T]) -> Callable[[], T]:
-    """Inference mode, stream and budget belong to a thread: take those of the caller along."""
+    """Run with the inference mode, stream and budget of the calling thread."""
     context = copy_context()
     inference = torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -122,17 +124,30 @@ def _as_here(work: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
+def accepts_wire(call: Callable[P, T]) -> Callable[P, T]:
+    """`wire=` as another spelling of the keyword `transport=`."""
+
+    @wraps(call)
+    def with_transport(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "wire" in kwargs:
+            if "transport" in kwargs:
+                raise TypeError("transport= and wire= are two spellings of one option: give transport= alone")
+            kwargs["transport"] = kwargs.pop("wire")
+        return call(*args, **kwargs)
+
+    return with_transport
+
+
 _transports = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupTransport]]()
 
 
 def transport_for(
-    group: dist.ProcessGroup | None, container: Container | None, to: Any, *, failed: bool
+    group: dist.ProcessGroup | None, container: Container | None, to: object, *, failed: bool
 ) -> GroupTransport | None:
-    """The transport of a call. All ranks that call must come to the same, and one that passes None knows little:
+    """The transport of a call. All ranks must choose the same, although one that passes None knows little.
 
-    the group that was given; else that of a ShardedTensor that has one; else, for a DTensor that stays on its mesh (or
-    what was meant to be one and `failed`), the ranks of that mesh (None on others: they have no part in it); else the
-    default group.
+    The first of these wins: `group`; the group of a ShardedTensor; for a DTensor that stays on its mesh (or `failed` to
+    become one), the ranks of that mesh, with None on other ranks, which have no part in it; the default group.
     """
     if group is not None:
         return _transport(group)
@@ -145,7 +160,7 @@ def transport_for(
 
 
 def group_transport(group: dist.ProcessGroup | None) -> GroupTransport:
-    """The transport of a group, the default one unless given."""
+    """The transport of a group, by default of the default group."""
     if group is None:
         _check_initialized()
     return _transport(group or default_group())
@@ -168,8 +183,8 @@ def _mesh_transport(group: dist.ProcessGroup, ranks: Sequence[int]) -> GroupTran
     return transport
 
 
-def _transport(group: Any, owners: Sequence[int] | None = None) -> GroupTransport:
-    """Made at first use, which is a call of all its ranks. `owners`, of some, are ranks of the group's only job."""
+def _transport(group: object, owners: Sequence[int] | None = None) -> GroupTransport:
+    """Created at first use, a call of all its ranks. `owners`: some ranks of the group's only job."""
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ExchangeError(f"rank {job_rank()} is not in the group: only ranks of the group may call")
     if not isinstance(group, dist.ProcessGroup):
@@ -194,7 +209,7 @@ def _new(group: dist.ProcessGroup, owners: Sequence[int] | None) -> GroupTranspo
 
 
 def release_staging() -> int:
-    """Give back the memory that exchanges keep for the next ones; how many bytes it was.
+    """Release the memory that exchanges keep for reuse. Returns how many bytes it was.
 
     >>> release_staging()
     0
@@ -204,7 +219,7 @@ def release_staging() -> int:
 
 
 def check_owners(transport: GroupTransport, side: str, layout: Layout) -> None:
-    """Refuse owners that do not call."""
+    """Refuse a layout with owners that are not callers."""
     missing = transport.missing_owners(layout)
     if missing:
         raise RefusedValueError(

@@ -1,4 +1,4 @@
-"""The tensors of a state dict: where they lie, and what is known of them on ranks that hold nothing."""
+"""The tensors of a state dict: their memory on this rank, and their descriptions, which all ranks share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
 from shardwise.containers.container import container_of, is_sharded, on_transport
 from shardwise.containers.memory import check_memory
-from shardwise.containers.sharded import OwnContainer, ShardedTensor
+from shardwise.containers.own_container import OwnContainer
+from shardwise.containers.sharded import ShardedTensor
 from shardwise.errors import LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
@@ -28,7 +29,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class PlainContainer(OwnContainer):
-    """How a plain tensor lies: whole, on every rank that has it."""
+    """The container of a plain tensor: whole, on every rank that has it."""
 
     on: torch.device | None = None
 
@@ -37,7 +38,7 @@ class PlainContainer(OwnContainer):
         """Where it is to be."""
         return self.on
 
-    def disassemble(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Itself."""
         return [x]
 
@@ -54,7 +55,7 @@ class Side(Protocol):
         ...
 
     def stamp(self) -> object:
-        """Equal to an earlier one while all memory is where it was."""
+        """Equal to an earlier stamp while no memory has moved."""
         ...
 
     def sent(self, entries: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class Side(Protocol):
 class LiveSide:
     """Tensors of a state dict, by name."""
 
-    def __init__(self, values: Mapping[str, Any], names: Iterable[str]) -> None:
+    def __init__(self, values: Mapping[str, object], names: Iterable[str]) -> None:
         self.values, self._names = values, list(names)
 
     def memory(self, name: str) -> Tensors:
@@ -73,7 +74,7 @@ class LiveSide:
         return memory_of(self.values.get(name))
 
     def stamp(self) -> object:
-        """Addresses; and the mode, which decides what may be written."""
+        """Addresses, and the inference mode, which decides what may be written."""
         tensors = (t for name in self._names for t in memory_of(self.values.get(name), apart=False))
         return [_place(tensor) for tensor in tensors], torch.is_inference_mode_enabled()
 
@@ -82,10 +83,10 @@ class LiveSide:
 
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
         """All memory; refused where it is not what the layouts give this rank."""
-        found = {name: self.memory(name) for name in self._names}
-        for name, memory in found.items():
+        memories = {name: self.memory(name) for name in self._names}
+        for name, memory in memories.items():
             check_local(f"{name!r} of the {what}", memory, infos[name], me)
-        return found
+        return memories
 
 
 def _place(tensor: torch.Tensor) -> object:
@@ -95,7 +96,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 class FreshSide:
-    """Memory that is made when it is first asked for."""
+    """Memory that is allocated at first use."""
 
     def __init__(self, infos: Mapping[str, TensorInfo], device_of: Callable[[str], torch.device], me: int) -> None:
         self._infos, self._device_of, self._me = infos, device_of, me
@@ -110,16 +111,16 @@ class FreshSide:
         return self._made[name]
 
     def stamp(self) -> object:
-        """Never that of an earlier one."""
+        """Never equal to an earlier stamp."""
         return object()
 
     def sent(self, entries: Sequence[int]) -> None:
         """Nothing is read here."""
 
 
-def memory_of(value: Any, *, apart: bool = True) -> Tensors:
+def memory_of(value: object, *, apart: bool = True) -> Tensors:
     """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
-    if value is None:
+    if not isinstance(value, torch.Tensor) and not is_tensor(value):
         return []
     if lists_chunks(value):
         tensors = [tensor for _, tensor in chunks_in(value)]
@@ -145,7 +146,7 @@ def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
 
 
 class TensorDescription(NamedTuple):
-    """What all ranks must know of a tensor. `layout` is None for a plain one: all have it who have the state dict."""
+    """A tensor as all ranks must know it. `layout` is None for a plain one: every rank with the state dict has it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # not known to a rank that has none of its shards
@@ -156,18 +157,18 @@ class TensorDescription(NamedTuple):
 Descriptions = Mapping[str, TensorDescription | None]
 
 
-def is_tensor(value: Any) -> bool:
-    """True for what can be moved."""
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """True for tensors that can be moved."""
     return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
 
 
-def lists_chunks(value: Any) -> bool:
-    """True where a rank knows its own chunks alone: torch's LocalShardsWrapper, and what no process group places."""
+def lists_chunks(value: object) -> TypeGuard[torch.Tensor]:
+    """True if a rank only knows its own chunks: torch's LocalShardsWrapper, and tensors without a process group."""
     return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
 
 
-def describe(value: Any, transport: GroupTransport | None) -> TensorDescription | None:
-    """What a rank knows of one of its tensors, with the owners of a transport; None where it has nothing of it."""
+def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDescription | None:
+    """This rank's description of a tensor, with the owners of a transport; None if it holds nothing of it."""
     if lists_chunks(value):
         return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
     if not is_sharded(value):
@@ -190,26 +191,26 @@ def _known_chunks(
     return TensorDescription(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
 
 
-def describe_all(flat: Mapping[str, Any], transport: GroupTransport | None) -> Descriptions:
-    """What this rank knows of the tensors of a flat state dict; None for one of which it has nothing.
+def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -> Descriptions:
+    """This rank's descriptions of the tensors of a flat state dict; None for one of which it holds nothing.
 
-    Owners are those of the transport of all who call; without one, ranks of this process's job.
+    Owners are those of the transport; without one, ranks of this process's job.
     """
-    found = dict[str, TensorDescription | None]()
+    descriptions = dict[str, TensorDescription | None]()
     for name, value in flat.items():
         if value is None or is_tensor(value):
             try:
-                found[name] = None if value is None else describe(value, transport)
+                descriptions[name] = None if value is None else describe(value, transport)
             except LayoutError as error:
                 raise LayoutError(f"{name!r}: {error}") from error
-    return found
+    return descriptions
 
 
-def refuse_several_jobs(told: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
-    """Refuse a source that several jobs give, each by its own ranks: these are tensors of one name, not replicas."""
+def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
+    """Refuse a source that several jobs give, each on its own ranks: equal names do not make them replicas."""
     jobs = transport.members.jobs if transport is not None else ()
     layouts = defaultdict[str, dict[int, set[str]]](lambda: defaultdict(set))
-    for rank, known in told.items() if jobs else ():
+    for rank, known in by_rank.items() if jobs else ():
         for name, tensor in (known or {}).items():
             if tensor is not None:  # nobody says that plain ones of two jobs are equal
                 plain = f"a plain tensor on rank {rank}"
@@ -224,13 +225,13 @@ def refuse_several_jobs(told: Mapping[int, Descriptions | None], transport: Grou
                 )
 
 
-def combine_descriptions(told: Mapping[int, Descriptions | None], side: str) -> dict[str, TensorInfo]:
-    """What a plan has to know of all tensors; raises where ranks that have the state dict do not say the same.
+def combine_descriptions(by_rank: Mapping[int, Descriptions | None], side: str) -> dict[str, TensorInfo]:
+    """The infos of all tensors for a plan; raises if the ranks with the state dict do not agree.
 
-    A name that is None on all ranks is left out: a value like others.
+    A name that is None on all ranks is left out: it is not a tensor.
     """
-    alike = dict[int, tuple[list[int], Descriptions]]()  # most often all say the same, which is one object
-    for rank, known in told.items():
+    alike = dict[int, tuple[list[int], Descriptions]]()  # usually all ranks send the same, as one object
+    for rank, known in by_rank.items():
         if known is not None:
             alike.setdefault(id(known), ([], known))[0].append(rank)
     if not alike:
@@ -245,12 +246,12 @@ def combine_descriptions(told: Mapping[int, Descriptions | None], side: str) -> 
             raise ValueError(
                 f"the {side} has other names on rank {rank} than on rank {first}: {', '.join(map(repr, strange[:5]))}"
             )
-    found = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    infos = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
+    return {name: tensor for name, tensor in infos.items() if tensor is not None}
 
 
-def _one(what: str, told: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
-    given = [(ranks, one) for ranks, one in told if one is not None]
+def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
+    given = [(ranks, one) for ranks, one in descriptions if one is not None]
     if not given:
         return None
 
@@ -280,7 +281,7 @@ def _replicated(shape: tuple[int, ...], holders: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _joined(layouts: tuple[Layout, ...]) -> Layout | None:
-    """One for all, where they are on different ranks: each group of ranks has the whole. None where they are not."""
+    """One layout for several on disjoint ranks, each of the whole tensor. None if they share ranks."""
     if len(layouts) == 1:
         return layouts[0]
     owners = [owner for layout in layouts for owner in layout.owners()]

@@ -41,7 +41,7 @@ class Subtensor:
     def narrow(self, dim: int, start: int, length: int) -> Subtensor:
         """Some of the cells along a dim of the part.
 
-        >>> View.whole((6, 4)).narrow(0, 2, 3).region
+        >>> Subtensor.whole((6, 4)).narrow(0, 2, 3).region
         Box(lo=(2, 0), hi=(5, 4))
         """
         lo, hi = list(self.region.lo), list(self.region.hi)

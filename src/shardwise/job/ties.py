@@ -1,9 +1,8 @@
-"""Tied weights: tensors of several names that share all of their memory, cell by cell."""
+"""Tied weights: tensors with several names that share all of their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import torch
 
@@ -15,8 +14,8 @@ Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def ties_of(flat: Mapping[str, Any], transport: GroupTransport | None = None) -> dict[str, tuple[str, bool]]:
-    """The tied names of a flat state dict, as this rank sees it: those that have no memory here may be tied elsewhere.
+def ties_of(flat: Mapping[str, object], transport: GroupTransport | None = None) -> dict[str, tuple[str, bool]]:
+    """The tied names of a flat state dict on this rank. Names without memory here may be tied on other ranks.
 
     >>> w = torch.ones(3)
     >>> ties_of({"a": w, "b": w.view(3), "part": w[1:], "c": w.clone()})
@@ -28,46 +27,46 @@ def ties_of(flat: Mapping[str, Any], transport: GroupTransport | None = None) ->
 
 
 def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:
-    """Names of equal keys, where there are several."""
-    found = dict[Hashable, list[str]]()
+    """Groups of names with equal keys, of at least two names."""
+    groups = dict[Hashable, list[str]]()
     for name, key in keys.items():
-        found.setdefault(key, []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+        groups.setdefault(key, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
-def _addresses(value: Any) -> Hashable:
-    """Quick to tell: most tensors lie elsewhere than all others. Empty where there are no cells."""
-    if type(value) in PLAIN and value.layout == torch.strided:
+def _addresses(value: object) -> Hashable:
+    """A quick first test: most tensors share no address with others. Empty if there are no cells."""
+    if isinstance(value, torch.Tensor) and type(value) in PLAIN and value.layout == torch.strided:
         address = value.data_ptr()
         return (address,) if address else ()
     return tuple(tensor.data_ptr() for tensor in memory_of(value, apart=False) if tensor.numel() and _is_plain(tensor))
 
 
-def tied(told: Mapping[int, Ties]) -> dict[str, str]:
-    """The names that share their memory with an earlier one on every rank that has any of it, and that one.
+def tied(by_rank: Mapping[int, Ties]) -> dict[str, str]:
+    """Tied names, each with the earlier name whose memory it shares on every rank that has any of it.
 
     >>> tied({0: {"a": ("a", True), "b": ("a", True)}, 1: {"a": ("a", False), "b": ("a", False), "c": ("a", False)}})
     {'b': 'a'}
     """
-    first, found = dict[Hashable, str](), dict[str, str]()
-    for name in dict.fromkeys(name for ties in told.values() for name in ties):
-        places = [ties.get(name, (name, True)) for ties in told.values()]
+    first, ties_to = dict[Hashable, str](), dict[str, str]()
+    for name in dict.fromkeys(name for ties in by_rank.values() for name in ties):
+        places = [ties.get(name, (name, True)) for ties in by_rank.values()]
         known = first.setdefault(tuple(where for where, _ in places), name)
         if known != name and any(cells for _, cells in places):
-            found[name] = known
-    return found
+            ties_to[name] = known
+    return ties_to
 
 
-def _has_cells(value: Any) -> bool:
+def _has_cells(value: object) -> bool:
     return any(tensor.numel() for tensor in memory_of(value))
 
 
-def _memories(values: Mapping[str, Any], transport: GroupTransport | None) -> dict[str, Hashable]:
-    """Equal for what lies in the same memory, in the same way; and for what has none here."""
-    # all are alive at the same time: what is made anew for every call must not be taken for what was there before
+def _memories(values: Mapping[str, object], transport: GroupTransport | None) -> dict[str, Hashable]:
+    """A key per name: equal for the same memory in the same shape, and for tensors without memory here."""
+    # keep all tensors alive: a new one at the address of a freed one must not look tied
     parts = {name: [t for t in memory_of(value) if t.numel()] for name, value in values.items()}
     return {
-        name: None if value is None else (describe(value, transport), tuple(map(_place, parts[name])))
+        name: (describe(value, transport), tuple(map(_place, parts[name]))) if is_tensor(value) else None
         for name, value in values.items()
     }
 

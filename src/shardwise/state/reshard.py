@@ -1,22 +1,22 @@
-"""reshard_state_dict: all tensors of a state dict to other shardings, in as few exchanges as the memory allows."""
+"""reshard_state_dict: reshard all tensors of a state dict, in as few exchanges as the memory limit allows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.container import Container
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
-from shardwise.job.plan import ModelPlan, TensorInfo
+from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Link
-from shardwise.job.session import check_owners, group_transport
+from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import (
     Descriptions,
     FreshSide,
@@ -29,41 +29,46 @@ from shardwise.job.side import (
 )
 from shardwise.job.subtensor import Subtensor
 from shardwise.state.targets import Targets, containers_for
-from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, unflatten_state_dict
+from shardwise.state.traverse import (
+    FLATTEN_MAPPING,
+    STATE_DICT_TYPE,
+    StateDict,
+    flatten_state_dict,
+    unflatten_state_dict,
+)
 from shardwise.torch_internals.memory import storage_of
 from shardwise.transports import GroupTransport, TransportChoice
 
-StateDict = Mapping[Any, Any]
 OPERATION = "reshard_state_dict"
 
 
+@accepts_wire
 def reshard_state_dict(
     state_dict: StateDict | None,
     to: Targets,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     dtype: Cast = None,
     overflow: Overflow = "refuse",
     max_bytes: int | None = None,
-    hosts: Any = None,
+    hosts: HostsOption = None,
     free: bool = False,
     verify: bool = False,
     progress: Progress = None,
     transport: TransportChoice = "auto",
-) -> dict[str, Any]:
-    """A state dict with its tensors in other shardings. Every rank of the group calls; None where it has nothing of it.
+) -> STATE_DICT_TYPE:
+    """Reshard the tensors of a state dict. Every rank of the group calls; a rank that holds nothing of it passes None.
 
-    `to` says for every tensor what `reshard` takes as a target: as a mapping from names, as rules [(pattern, target),
-    ...] of which the first that fits holds (* ? [abc] match as in file names), as a function of the name, or as a state
-    dict to look like. None leaves a tensor as it is. With `mesh`, placements will do: [("*.q_proj.weight", "S0"), ("*",
-    "R")].
+    `to` gives the target of every tensor, as `reshard` takes it: a mapping from names, rules [(pattern, target), ...]
+    of which the first match wins (* ? [abc] match as in file names), a function of the name, or a state dict to look
+    like. None leaves a tensor as it is. With `mesh`, placements are enough: [("*.q_proj.weight", "S0"), ("*", "R")].
 
-    DTensors, ShardedTensors and plain tensors (which all ranks have alike) are moved; everything else keeps its place.
-    Names are those of nested dicts and lists with dots. `dtype`: cast floating point tensors, or some of them by rules,
-    as `cast` of `checkpoint.convert` does. `free`: give the memory of each source tensor back as soon as it was sent
-    (after the comparison with `verify`). `overflow`, `verify`, `max_bytes`, `hosts`, `transport`: as in `reshard`.
-    `progress`: a function of (bytes done, bytes in all), or "bar".
+    DTensors, ShardedTensors and plain tensors (equal on all ranks) are moved; other values are kept. Names of nested
+    dicts and lists are joined with dots. `dtype`: cast floating point tensors, or some of them by rules, as `cast` of
+    `checkpoint.convert` does. `free`: release the memory of each source tensor once it is sent (with `verify`, once it
+    is compared). `overflow`, `verify`, `max_bytes`, `hosts`, `transport`: as in `reshard`. `progress`: a function of
+    (bytes done, bytes in total), or "bar".
     """
     over = group_transport(group)
     flat, paths, sources = _described(state_dict, over)
@@ -95,28 +100,28 @@ def reshard_state_dict(
 
 def _described(
     state_dict: StateDict | None, transport: GroupTransport
-) -> tuple[dict[str, Any], FLATTEN_MAPPING, dict[str, TensorInfo]]:
-    """The flat state dict of this rank, its nested names, and what is known of the tensors of all ranks."""
+) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo]]:
+    """This rank's flat state dict and the paths of its names, and the descriptions of all ranks' tensors."""
 
-    def say() -> tuple[tuple[dict[str, Any], FLATTEN_MAPPING], Descriptions | None]:
+    def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING], Descriptions | None]:
         if state_dict is None:
             return ({}, {}), None
         flat, paths = flatten_state_dict(state_dict)
         return (flat, paths), describe_all(flat, transport)
 
-    (flat, paths), told = tell_all(transport, OPERATION, say)
+    (flat, paths), by_rank = tell_all(transport, OPERATION, say)
     with refusals(OPERATION):
-        refuse_several_jobs(told, transport)
-        sources = combine_descriptions(told, "state dict")
-    if None in told.values():  # somebody has to learn the rest from one who has it
-        holder = next(rank for rank, one in told.items() if one is not None)
+        refuse_several_jobs(by_rank, transport)
+        sources = combine_descriptions(by_rank, "state dict")
+    if None in by_rank.values():  # ranks without the state dict get its other values from a rank that has it
+        holder = next(rank for rank, one in by_rank.items() if one is not None)
         rest = _others(flat, paths) if transport.me == holder else ({}, {})
         _, others = tell_all(transport, OPERATION, lambda: (None, rest))
         flat, paths = others[holder] if state_dict is None else (flat, paths)
     return flat, paths, sources
 
 
-def _others(flat: Mapping[str, Any], paths: FLATTEN_MAPPING) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+def _others(flat: Mapping[str, object], paths: FLATTEN_MAPPING) -> tuple[dict[str, object], FLATTEN_MAPPING]:
     """All but the tensors."""
     return {name: value for name, value in flat.items() if not is_tensor(value)}, paths
 
@@ -127,36 +132,36 @@ def _plan(
     containers: Mapping[str, Container],
     casts: Casts,
     max_bytes: int | None,
-    hosts: Any,
+    hosts: HostsOption,
 ) -> ModelPlan:
     targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(containers)
     for name, container in containers.items():
         source = sources[name]
         check_owners(transport, f"{name!r}, as it is,", source.layout)
         check_owners(transport, f"{name!r}, as it is to be,", container.layout)
-        asked = casts.asked(name, source.dtype) or CastRequest(source.dtype, named=False)
-        named |= {name} if asked.named else set()
-        becomes = asked.dtype
+        request = casts.request(name, source.dtype) or CastRequest(source.dtype, named=False)
+        named |= {name} if request.named else set()
+        becomes = request.dtype
         targets[name] = TensorInfo(
             source.shape, becomes, container.layout, (container.device or torch.device(source.device)).type
         )
     changes = [Change(name, name, sources[name].dtype, target.dtype) for name, target in targets.items()]
     check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))
     if unused := casts.unused(targets):
-        raise ValueError(f"dtype= has {unused[0]!r}, which fits no tensor that is moved")
-    found = [Link(name, name, Subtensor.whole(t.shape), Subtensor.whole(t.shape)) for name, t in targets.items()]
+        raise ValueError(f"dtype= has {unused[0]!r}, which matches no tensor that is moved")
+    links = [Link(name, name, Subtensor.whole(t.shape), Subtensor.whole(t.shape)) for name, t in targets.items()]
     moved = {name: sources[name] for name in targets}
-    return ModelPlan.of(found, moved, targets, max_bytes=max_bytes, hosts=hosts)
+    return ModelPlan.of(links, moved, targets, max_bytes=max_bytes, hosts=hosts)
 
 
 class FreedSide(LiveSide):
-    """Gives the memory of sources back, once nothing will read it any more: tied weights share it."""
+    """Releases the memory of source tensors once nothing reads it any more: tied weights share it."""
 
     def look(self, plan: ModelPlan) -> None:
-        """Find out who reads what. What stays as it is, is never given back."""
+        """Record the last reader of every storage. Tensors that are not moved keep their memory."""
         self._plan = plan
         self._last = dict[int, int]()  # by storage, the last entry that reads it
-        self._waiting = dict[int, list[torch.Tensor]]()  # what was sent of a storage that is still to be read
+        self._waiting = dict[int, list[torch.Tensor]]()  # sent tensors, by storage, until its last reader is done
         for at, entry in enumerate(plan.entries):
             for tensor in memory_of(self.values.get(entry.link.source), apart=False):
                 self._last[storage_of(tensor)] = at
@@ -167,17 +172,17 @@ class FreedSide(LiveSide):
                         self._last[storage_of(tensor)] = len(plan.entries)
 
     def sent(self, entries: Sequence[int]) -> None:
-        """These will not be read again."""
+        """Release what nothing reads any more."""
         for at in entries:
             for tensor in memory_of(self.values.get(self._plan.entries[at].link.source), apart=False):
                 storage = storage_of(tensor)
                 self._waiting.setdefault(storage, []).append(tensor)
                 if self._last[storage] <= at:
-                    _give_back(self._waiting.pop(storage))
+                    _release(self._waiting.pop(storage))
 
 
-def _give_back(tensors: list[torch.Tensor]) -> None:
-    """The memory of tensors that were sent, unless it is a part of something else; the tensors are empty then."""
+def _release(tensors: list[torch.Tensor]) -> None:
+    """Empty tensors that were sent, and release their storage unless other tensors use a part of it."""
     storage = tensors[0].untyped_storage()
     parts = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.is_contiguous()}
     if storage.resizable() and sum(parts.values()) >= storage.nbytes():  # views of it keep it alive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,10 @@ from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
-from shardwise.job.plan import ModelPlan, TensorInfo
+from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
-from shardwise.job.session import check_owners, group_transport
+from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import (
     Descriptions,
     FreshSide,
@@ -29,25 +28,24 @@ from shardwise.job.side import (
     is_tensor,
     refuse_several_jobs,
 )
-from shardwise.state.traverse import dotted, flatten_state_dict
+from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
-
-StateDict = Mapping[Any, Any]
 
 
 class Resharder:
     """Moves the values of a source state dict into the tensors of a target state dict, in place.
 
-    Every rank of the group makes one, and calls `run` together. A rank that has nothing of one side passes None for it;
-    a tensor of which it has nothing may be None, too. `rename`: the names that source tensors have in the target, by a
-    mapping or rules with stars, or a function. `remap`: Concat, Stack and Transposed, where tensors are put together or
-    apart. `cast=True`: float64, float32, float16 and bfloat16 become what the target has; other dtypes, such as those
-    of quantised codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`: write
-    nothing where a value is beyond the range of its target; "allow" casts it. `strict=False`: sources without a target
-    are left out. `max_bytes`: stage no more than this at a time. `verify`: compare, and write only if all is well.
-    `plan`: a file that must be of this plan. `transport`: as in `reshard`.
+    Every rank of the group creates one, and all ranks call `run` together. A rank that holds nothing of one side passes
+    None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors, by a
+    mapping or rules with stars, or by a function. `remap`: Concat, Stack and Transposed, to join, split or transpose
+    tensors. `cast=True`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
+    those of quantised codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`:
+    write nothing if a value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without
+    a target. `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
+    `plan`: the text of a plan file, which must be of this plan. `transport`: as in `reshard`.
     """
 
+    @accepts_wire
     def __init__(
         self,
         source: StateDict | None,
@@ -60,16 +58,16 @@ class Resharder:
         overflow: Overflow = "refuse",
         strict: bool = True,
         max_bytes: int | None = None,
-        hosts: Any = None,
+        hosts: HostsOption = None,
         verify: bool = False,
         plan: str | None = None,
         progress: Progress = None,
         transport: TransportChoice = "auto",
     ) -> None:
         self._verify, self._progress, self._transport = verify, progress, group_transport(group)
-        values, told = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
+        values, by_rank = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
         with refusals("Resharder"):
-            sources, targets = ({rank: both[side] for rank, both in told.items()} for side in (0, 1))
+            sources, targets = ({rank: both[side] for rank, both in by_rank.items()} for side in (0, 1))
             refuse_several_jobs(sources, self._transport)
             infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
@@ -93,7 +91,7 @@ class Resharder:
         return f"Resharder({self.plan!r})"
 
     def run(self) -> None:
-        """Move the current values. Every rank of the group calls. All waits share one timeout of the group."""
+        """Move the current values. Every rank of the group calls. All waits share one timeout, that of the group."""
         first = self._transport.me == self._transport.owners[0]
         bar = shown(self._progress, self._job.total, "sync", here=first)
         with self._transport.budget(), torch.no_grad(), bar as progress:
@@ -106,7 +104,7 @@ class Resharder:
                 increment_version(self._job.written)  # autograd does not see it
 
     def _run_verified(self, progress: Tell) -> None:
-        """Into memory of our own first: the target is written once all ranks have found the values right."""
+        """Into temporary memory first: the target is written once all ranks have verified the values."""
         aside = FreshSide(self.plan.targets, self._device_of, self._transport.me)
         self._job.run(self._source, aside, check=self._check, verify=True, progress=progress)
         try:
@@ -125,7 +123,7 @@ class Resharder:
 
 
 def _check(plan: ModelPlan, source: LiveSide, target: LiveSide, me: int, *, apart: bool) -> None:
-    """Refuse memory that is not what the layouts say, cannot be written, or (unless that is fine) is on both sides."""
+    """Refuse memory that does not match the layouts, cannot be written, or (with `apart`) is on both sides."""
     targets, sources = target.checked("target", plan.targets, me), source.checked("source", plan.sources, me)
     for name, memory in targets.items():
         for tensor in memory:
@@ -136,7 +134,7 @@ def _check(plan: ModelPlan, source: LiveSide, target: LiveSide, me: int, *, apar
 def _check_apart(plan: ModelPlan, targets: Mapping[str, Tensors], sources: Mapping[str, Tensors]) -> None:
     """Refuse memory that would be written twice, or read after it was written.
 
-    But tied targets have all in common, and what becomes itself may do so where it is.
+    Tied targets may share all of their memory, and a tensor that does not change may be both source and target.
     """
     written = [("target", name, tensor) for name, memory in targets.items() for tensor in memory]
     read = [("source", name, tensor) for name, memory in sources.items() for tensor in memory]
@@ -148,24 +146,24 @@ def _check_apart(plan: ModelPlan, targets: Mapping[str, Tensors], sources: Mappi
             raise ValueError(f"{name!r} of the target shares memory with {other!r} of the {side}: give it its own")
 
 
-def _tensors(state_dict: StateDict) -> dict[str, Any]:
-    """The tensors of a state dict by name; None stands for one of which this rank has nothing."""
+def _tensors(state_dict: StateDict) -> dict[str, torch.Tensor | None]:
+    """The tensors of a state dict by name; None for a tensor of which this rank holds nothing."""
     flat, paths = flatten_state_dict(state_dict)
-    found = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
-    several = next((dotted(paths[name]) for name in found if dotted(paths[name]) != name), None)
-    if several is not None:  # which of them is meant by the name would depend on the order of the dicts
+    tensors = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
+    several = next((dotted(paths[name]) for name in tensors if dotted(paths[name]) != name), None)
+    if several is not None:  # the order of the dicts would decide which of them has the name
         raise ValueError(f"two leaves of a state dict are both called {several!r}: give one of them another key")
-    return found
+    return tensors
 
 
 Infos = dict[str, TensorInfo]
-Values = tuple[dict[str, Any], dict[str, Any]]
+Values = tuple[Mapping[str, object], Mapping[str, object]]
 
 
 def _described(
     transport: GroupTransport, source: StateDict | None, target: StateDict | None
 ) -> tuple[Values, tuple[Descriptions | None, Descriptions | None]]:
-    """The tensors of both sides on this rank, and what it knows of them."""
+    """This rank's tensors of both sides, and their descriptions."""
     sides = [None if given is None else _tensors(given) for given in (source, target)]
     known = [None if side is None else describe_all(side, transport) for side in sides]
     return (sides[0] or {}, sides[1] or {}), (known[0], known[1])
@@ -179,16 +177,16 @@ def _plan(
     cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
-    hosts: Any,
+    hosts: HostsOption,
 ) -> ModelPlan:
     for side, tensors in zip(("source", "target"), known, strict=True):
         for name, tensor in tensors.items():
             check_owners(transport, f"{name!r} of the {side},", tensor.layout)
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
-    found = links(*shapes, rename=rename, remap=remap, strict=strict)
+    planned = links(*shapes, rename=rename, remap=remap, strict=strict)
     cast.check_used(targets)
-    pairs = ((link.source, link.target) for link in found)
+    pairs = ((link.source, link.target) for link in planned)
     changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
     check_changes(changes, lambda change: cast.check(change, sources, targets))
-    return ModelPlan.of(found, sources, targets, max_bytes=max_bytes, hosts=hosts)
+    return ModelPlan.of(planned, sources, targets, max_bytes=max_bytes, hosts=hosts)

@@ -1,27 +1,30 @@
-"""Tensors in shared memory: ranks of the same host read them where they are, with one copy and no staging."""
+"""Tensors in shared memory: ranks on the same host read them in place, with one copy and no staging."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.containers.container import target_container
+from shardwise.containers.container import Target, target_container
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.side import is_tensor, memory_of
 from shardwise.layout import Layout, local_shapes, parse
 from shardwise.transports.members import owner_here
 
+if TYPE_CHECKING:
+    from shardwise.transports.segments import SharedTensors
+
 T = TypeVar("T")
 
 
 def empty(
-    to: Any,
+    to: Target,
     shape: Sequence[int] | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -29,44 +32,44 @@ def empty(
     group: dist.ProcessGroup | None = None,
     shared: bool = False,
 ) -> Any:
-    """A sharded tensor that is not filled, of the kind that is asked for; None on ranks that hold nothing of it.
+    """An uninitialized sharded tensor of the kind of the target; None on ranks that hold nothing of it.
 
     `to` is a Layout or its notation (the result is a ShardedTensor), (DeviceMesh, placements) (a DTensor), or a
     sharding spec; the latter fit tensors of any shape, so give the `shape`. `shared`: in shared memory of this host.
-    Nothing is sent, every rank may call it by itself.
+    Nothing is sent: a rank may call it alone.
     """
     to = parse(to) if isinstance(to, str) else to
     if shape is None and not isinstance(to, Layout):
-        raise LayoutError(f"{to!r} fits tensors of any shape: say of which, empty(to, shape)")
+        raise LayoutError(f"{to!r} fits tensors of any shape: give the shape, empty(to, shape)")
     if isinstance(to, Layout) and shape is not None and tuple(shape) != to.shape:
-        raise LayoutError(f"{to!r} is no layout of a tensor of shape {tuple(shape)}")
+        raise LayoutError(f"{to!r} is not a layout of a tensor of shape {tuple(shape)}")
     container = target_container(to, shape or (), group)
-    found, at = dtype or torch.get_default_dtype(), torch.device(device)
+    becomes, at = dtype or torch.get_default_dtype(), torch.device(device)
     if shared and at.type != "cpu":
-        raise ExchangeError(f"shared=True: only tensors of the CPU can be in shared memory, not of {at}")
+        raise ExchangeError(f"shared=True: only CPU tensors can be in shared memory, not {at}")
     shapes = local_shapes(container.layout, owner_here(container.group))
-    local = [_shared(one, found) if shared else fresh(one, found, at) for one in shapes]
+    local = [_shared(one, becomes) if shared else fresh(one, becomes, at) for one in shapes]
     return container.assemble(container.from_local(local))
 
 
 def share_(x: T) -> T:
     """Move tensors to shared memory, in place: a tensor of any kind, a module, or all tensors of a state dict.
 
-    Whatever has the same storage follows: parameters, their views, what FSDP keeps of them. Every rank may call it by
-    itself. Memory is taken from /dev/shm.
+    All tensors of the same storage follow: parameters, their views, FSDP's own references. A rank may call it alone.
+    Memory is taken from /dev/shm.
     """
     if not (x is None or isinstance(x, nn.Module | Mapping | list | tuple) or is_tensor(x)):
         raise TypeError(f"share_ takes a tensor, a module, or a dict or list of tensors, not a {type(x).__name__}")
     for tensor in _tensors(x):
         if tensor.device.type != "cpu":
-            raise ExchangeError(f"share_: only tensors of the CPU can be in shared memory, not of {tensor.device}")
+            raise ExchangeError(f"share_: only CPU tensors can be in shared memory, not {tensor.device}")
         if tensor.layout != torch.strided:
             raise ExchangeError(f"share_: only dense tensors can be in shared memory, not {tensor.layout}")
         _memory().move(tensor.untyped_storage())
     return x
 
 
-def _tensors(x: Any) -> list[torch.Tensor]:
+def _tensors(x: object) -> list[torch.Tensor]:
     if isinstance(x, nn.Module):
         return [local for one in (*x.parameters(), *x.buffers()) for local in memory_of(one)]
     if isinstance(x, Mapping):
@@ -81,7 +84,7 @@ def _shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return _memory().new(max(size, 1))[:size].view(dtype).view(tuple(shape))
 
 
-def _memory() -> Any:
+def _memory() -> SharedTensors:
     if sys.platform != "linux":
         raise ExchangeError("shared memory between ranks needs Linux")
     from shardwise.transports.this_process import this_process

@@ -1,58 +1,59 @@
-"""What a state dict is to become: targets by name, from a mapping, rules, a function, or a state dict to look like."""
+"""Targets by name: from a mapping, rules, a function, or a state dict to look like."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Container as Names
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.container import Container, is_sharded, on_transport, target_container
 from shardwise.job.names import matched, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import PlainContainer, is_tensor
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
+from shardwise.state.traverse import StateDict
 from shardwise.torch_internals import is_mesh, is_placement
 from shardwise.torch_internals.memory import is_chunked
 from shardwise.transports import GroupTransport
 
-Targets = Mapping[Any, Any] | Sequence[tuple[str, Any]] | Callable[[str], Any]
+Targets = StateDict | Sequence[tuple[str, object]] | Callable[[str], object]
 
 
 def containers_for(
     sources: Mapping[str, TensorInfo],
     to: Targets,
-    mesh: Any,
+    mesh: DeviceMesh | None,
     transport: GroupTransport,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Container]:
-    """How every tensor is to lie; those that stay as they are, are left out."""
-    asked, found = _asked(to, list(sources)), dict[str, Container]()
+    """The target container of every tensor. Tensors that stay as they are, are left out."""
+    target_of, containers = _target_by_name(to, list(sources)), dict[str, Container]()
     for name, source in sources.items():
         try:
-            target = asked(name)
+            target = target_of(name)
             if target is not None:
-                found[name] = _container(_on(mesh, target), source.shape, transport, group)
+                containers[name] = _container(_on(mesh, target), source.shape, transport, group)
         except Exception as error:
             reason = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the target of {name!r}: {reason}") from error
-    return found
+    return containers
 
 
-def _on(mesh: Any, target: Any) -> Any:
-    """Placements with their mesh. One that is replicated is so along all axes."""
+def _on(mesh: DeviceMesh | None, target: object) -> object:
+    """Add the mesh to bare placements. A single Replicate applies to all axes."""
     if not _are_placements(target):
         return target
     if mesh is None:
-        raise ValueError(f"{target!r} says nothing of a mesh: give mesh=, or a target with its own")
+        raise ValueError(f"{target!r} has no mesh: give mesh=, or a target with a mesh of its own")
     everywhere = isinstance(target, Replicate) or target == "R" or (is_placement(target) and target.is_replicate())
     return mesh, [target] * mesh.ndim if everywhere else target
 
 
 def _container(
-    target: Any, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None
+    target: object, shape: tuple[int, ...], transport: GroupTransport, group: dist.ProcessGroup | None
 ) -> Container:
     if isinstance(target, torch.Tensor) and not (is_sharded(target) or is_chunked(target)):
         container: Container = PlainContainer(
@@ -61,82 +62,82 @@ def _container(
     else:
         container = on_transport(target_container(target, shape, group), transport)
     if container.layout.shape != shape:
-        raise ValueError(f"it has shape {shape}, but {container.layout.shape} is asked for")
+        raise ValueError(f"it has shape {shape}, but its target has {container.layout.shape}")
     return container
 
 
-def _asked(to: Targets, names: Sequence[str]) -> Callable[[str], Any]:
-    """What is asked for, by name."""
+def _target_by_name(to: Targets, names: Sequence[str]) -> Callable[[str], object]:
+    """A function from names to targets."""
     if isinstance(to, Mapping):
         known = set(names)
-        tensors = dict(_listed(to, "", known))
+        tensors = dict(_targets_in(to, "", known))
         extra = [name for name in tensors if name not in known]
         if extra:
             raise ValueError(missing("the state dict has no", extra, names))
         left = [name for name in names if name not in tensors]
-        if left:  # the nearest may be a misspelt name with something that only a tensor's own name makes a target
+        if left:  # a misspelt key may have a value that is a target only for a tensor of that name
             keys = [name for name in _keys(to, "") if name not in left]
-            raise ValueError(missing("nothing is asked for", left, keys) + "; None leaves a tensor as it is")
+            raise ValueError(missing("to= has no target for", left, keys) + "; None leaves a tensor as it is")
         return tensors.__getitem__
     return to if callable(to) else _Rules(to, set(names))
 
 
 class _Rules:
-    """Ordered rules: of those that fit a name, the first one holds."""
+    """Ordered rules: the first match wins."""
 
-    def __init__(self, rules: Any, names: Names[str]) -> None:
+    def __init__(self, rules: object, names: Names[str]) -> None:
         if not isinstance(rules, list | tuple):
             raise TypeError(
                 f"to= must be a mapping, rules [(pattern, target), ...] or a function, not {rules!r}; "
-                f"[('*', target)] is the same for all"
+                f"[('*', target)] gives all tensors one target"
             )
-        self._rules, self._names = list[tuple[str, Any]](), names
+        self._rules, self._names = list[tuple[str, object]](), names
         for rule in rules:
             if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
                 raise ValueError(f"a rule is a pair (pattern, target), such as ('*', target), not {rule!r}")
             self._rules.append((rule[0], rule[1]))
 
-    def __call__(self, name: str) -> Any:
+    def __call__(self, name: str) -> object:
         for pattern, target in self._rules:
             if matched(pattern, name, self._names) is not None:
                 return target
         rules = ", ".join(repr(pattern) for pattern, _ in self._rules)
-        raise ValueError(f"no rule fits: there are {rules or 'none'}; end with '*'")
+        raise ValueError(f"no rule matches: the patterns are {rules or 'none'}; end with '*'")
 
 
-def _listed(to: Mapping[Any, Any], prefix: str, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """What a mapping asks for, by name: nested as the state dict, or with dots. What asks for nothing is left out."""
+def _targets_in(to: StateDict, prefix: str, names: set[str]) -> Iterator[tuple[str, object]]:
+    """The targets of a mapping by name: nested as the state dict, or with dotted keys. Other values are left out."""
     for key, value in to.items():
         name = f"{prefix}{key}"
         if name in names:
             yield name, value
         elif isinstance(value, Mapping):
-            yield from _listed(value, f"{name}.", names)
-        elif isinstance(value, list | tuple) and not (value and is_mesh(value[0])) and any(map(_asks, value)):
-            yield from _listed(dict(enumerate(value)), f"{name}.", names)
-        elif _asks(value):
+            yield from _targets_in(value, f"{name}.", names)
+        elif isinstance(value, list | tuple) and not (value and is_mesh(value[0])) and any(map(_is_target, value)):
+            yield from _targets_in(dict(enumerate(value)), f"{name}.", names)
+        elif _is_target(value):
             yield name, value
 
 
-def _keys(to: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+def _keys(to: StateDict, prefix: str) -> Iterator[str]:
     for key, value in to.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def _asks(value: Any) -> bool:
-    """True for what can only be a target, or lead to one."""
+def _is_target(value: object) -> bool:
+    """True for a value that can only be a target, or contains one."""
     if isinstance(value, str):
         return "/" in value
-    asks = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
-    return asks or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
+    certain = isinstance(value, Layout | Mapping) or is_tensor(value) or hasattr(value, "build_metadata")
+    return certain or (isinstance(value, tuple) and bool(value) and is_mesh(value[0]))
 
 
-def _are_placements(target: Any) -> bool:
-    """True for what says nothing of a mesh: words, placements, or a sequence of those."""
+def _are_placements(target: object) -> bool:
+    """True for placements without a mesh: strings, placement objects, or a sequence of those."""
     if isinstance(target, str):
-        return "/" not in target  # as notation has
+        return "/" not in target  # which the notation of layouts has
     if isinstance(target, list | tuple):
         return not (target and is_mesh(target[0]))
     if isinstance(target, Mapping):

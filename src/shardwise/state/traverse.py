@@ -1,9 +1,9 @@
-"""Nested state dicts: visit what is in them, look it up, set it, flatten them and back. Nothing given is changed."""
+"""Nested state dicts: visit, look up and set values, flatten and unflatten. Inputs are never changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 
@@ -11,32 +11,35 @@ PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
 STATE_DICT_ITEM = object
 STATE_DICT_TYPE = dict[str, Any]
+StateDict = Mapping[Any, object]  # what is accepted: keys of any type, nested or flat
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
+Keep = Callable[[Any], bool]
+Visitor = Callable[[OBJ_PATH, Any], None]
 
 
 class Key(int):
-    """A number that is the key of a mapping; plain numbers in a path are places in a list."""
+    """An integer key of a mapping. Plain integers in a path are list indices."""
 
 
 class Place(int):
-    """A place in a tuple."""
+    """An index into a tuple."""
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     containers = "local_shards", "shards", "__create_chunk_list__"
     return isinstance(value, torch.Tensor) or any(hasattr(value, name) for name in containers)
 
 
 def traverse_state_dict(
-    state_dict: Mapping[Any, Any],
-    visitor: Callable[[OBJ_PATH, Any], None],
-    keep_traversing: Callable[[Any], bool] | None = _is_tensor,
+    state_dict: StateDict,
+    visitor: Visitor,
+    keep_traversing: Keep | None = _is_tensor,
 ) -> None:
     """Call `visitor(path, value)` for every leaf.
 
-    Mappings are entered; lists and tuples only if they hold, at any depth, a mapping or something that
-    `keep_traversing` wants to see. Empty containers are leaves. Keys stay what they are: numbers that are keys of
-    mappings are `Key`s.
+    Mappings are entered. Lists and tuples are entered only if they contain, at any depth, a mapping or a value for
+    which `keep_traversing` returns True. Empty containers are leaves. Keys keep their type; integer keys of mappings
+    are `Key`s.
 
     >>> traverse_state_dict({"a": {1: [2, 3], "b": ()}, "c": [torch.zeros(1)]}, lambda path, _: print(path))
     ('a', 1)
@@ -47,18 +50,22 @@ def traverse_state_dict(
     _visit((), state_dict, visitor, keep_traversing or (lambda _: False), [])
 
 
-def _check_mapping(value: Any) -> None:
+def _check_mapping(value: object) -> None:
     if not isinstance(value, Mapping):
         hint = ": give its state_dict()" if hasattr(value, "state_dict") else ""
         raise TypeError(f"a state dict is a mapping, not {type(value).__name__}{hint}")
 
 
 def _visit(
-    path: OBJ_PATH, value: Any, visitor: Callable[..., None], keep: Callable[[Any], bool], inside: list[int]
+    path: OBJ_PATH,
+    value: object,
+    visitor: Visitor,
+    keep: Keep,
+    inside: list[int],
 ) -> None:
     if id(value) in inside:
         raise ValueError(f"the state dict contains itself at {'.'.join(map(str, path))}")
-    items = list(_items(value)) if isinstance(value, Mapping) or _entered(value, keep, [], set()) else []
+    items = _items(value) if isinstance(value, Mapping) or _entered(value, keep, [], set()) else []
     if not items and path:
         visitor(path, value)
         return
@@ -66,15 +73,15 @@ def _visit(
         _visit((*path, key), item, visitor, keep, [*inside, id(value)])
 
 
-def _items(value: Any) -> list[tuple[PATH_ITEM, Any]]:
+def _items(value: StateDict | Sequence[object]) -> list[tuple[PATH_ITEM, object]]:
     if isinstance(value, Mapping):
         return [(Key(key) if type(key) is int else key, item) for key, item in value.items()]
     place = Place if isinstance(value, tuple) else int
     return [(place(at), item) for at, item in enumerate(value)]
 
 
-def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int], dull: set[int]) -> bool:
-    """True for a list or tuple with something to see, if only itself. `dull` ones are known to have nothing."""
+def _entered(value: object, keep: Keep, inside: list[int], dull: set[int]) -> TypeGuard[Sequence[object]]:
+    """True for a list or tuple to enter, also one that contains itself. `dull`: ids of those not to enter."""
     if not isinstance(value, list | tuple) or isinstance(value, torch.Size) or id(value) in dull:
         return False
     if id(value) in inside:
@@ -86,8 +93,8 @@ def _entered(value: Any, keep: Callable[[Any], bool], inside: list[int], dull: s
     return False
 
 
-def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
-    """Set a value along a path; containers on the way are made as the path says.
+def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: object) -> None:
+    """Set the value at a path. Missing containers are created, of the kinds that the path needs.
 
     >>> root = {}
     >>> set_element(root, ("a", 1, "b"), 5)
@@ -95,13 +102,13 @@ def set_element(root_dict: dict[Any, Any], path: OBJ_PATH, value: Any) -> None:
     {'a': [None, {'b': 5}]}
     """
     if not path:
-        raise ValueError("an empty path leads nowhere")
+        raise ValueError("the path is empty: give at least one key")
     _check_mapping(root_dict)
     _put(root_dict, path, value)
 
 
-def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
-    """The container with the value: the same one, but for tuples, which are made anew."""
+def _put(container: object, path: OBJ_PATH, value: object) -> object:
+    """The container with the value: the same object, or a new one for a tuple."""
     key, rest = path[0], path[1:]
     if container is None:
         container = () if isinstance(key, Place) else [] if type(key) is int else {}
@@ -110,37 +117,37 @@ def _put(container: Any, path: OBJ_PATH, value: Any) -> Any:
         container[plain] = _put(container.get(plain), rest, value) if rest else value  # type: ignore[index]
         return container
     if not isinstance(key, int) or not isinstance(container, list | tuple):
-        raise ValueError(f"{key!r} leads into {type(container).__name__}, which has no such items")
-    items: list[Any] = list(container) if isinstance(container, tuple) else container
+        raise ValueError(f"{key!r} is not a key or index of {type(container).__name__}")
+    items: list[object] = list(container) if isinstance(container, tuple) else container
     items.extend([None] * (key + 1 - len(items)))
     items[key] = _put(items[key], rest, value) if rest else value
     return tuple(items) if isinstance(container, tuple) else items
 
 
-def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
-    """What is at a path, or the default.
+def get_element(root_dict: StateDict, path: OBJ_PATH, default_value: object = None) -> Any:
+    """The value at a path, or the default.
 
     >>> get_element({"a": [1, {"b": 5}]}, ("a", 1, "b")), get_element({"a": [1]}, ("a", 1), "nothing")
     (5, 'nothing')
     """
-    found: Any = root_dict
+    value: Any = root_dict
     for key in path:
-        if isinstance(found, Mapping):
-            if key not in found:
+        if isinstance(value, Mapping):
+            if key not in value:
                 return default_value
-        elif not isinstance(found, list | tuple) or not isinstance(key, int) or not 0 <= key < len(found):
+        elif not isinstance(value, list | tuple) or not isinstance(key, int) or not 0 <= key < len(value):
             return default_value
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
-def is_step(key: Any) -> bool:
-    """True for a key of a path that a file can hold: a text or a whole number."""
+def is_step(key: object) -> bool:
+    """True for a key of a path that a file can hold: a string or an integer."""
     return isinstance(key, str | int) and not isinstance(key, bool)
 
 
-def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
-    """One level of names with dots, and the path of each, for `unflatten_state_dict`.
+def flatten_state_dict(state_dict: StateDict) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
+    """The leaves by dotted name, and the path of each, for `unflatten_state_dict`.
 
     >>> flat, paths = flatten_state_dict({"a": {1: "x"}, "b": ({}, torch.Size([2]))})
     >>> flat
@@ -148,7 +155,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, 
     >>> unflatten_state_dict(flat, paths)
     {'a': {1: 'x'}, 'b': ({}, torch.Size([2]))}
     """
-    leaves = list[tuple[OBJ_PATH, Any]]()
+    leaves = list[tuple[OBJ_PATH, object]]()
     traverse_state_dict(state_dict, lambda path, value: leaves.append((path, value)))
     plain = {dotted(path) for path, _ in leaves}
     flat, paths = STATE_DICT_TYPE(), FLATTEN_MAPPING()
@@ -163,7 +170,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> tuple[STATE_DICT_TYPE, 
 
 
 def dotted(path: OBJ_PATH) -> str:
-    """The name of a leaf. Several leaves may have it.
+    """The name of a leaf. Several leaves may share one.
 
     >>> dotted(("a", 1)), dotted(("a.1",))
     ('a.1', 'a.1')
@@ -172,7 +179,7 @@ def dotted(path: OBJ_PATH) -> str:
 
 
 def spelled(path: OBJ_PATH) -> str:
-    """A name that only this path has: where the one with dots is that of another leaf, too.
+    """A unique name, for a leaf whose dotted name another leaf has too.
 
     >>> spelled(("a", "b")), spelled(("a.b",))
     ("'a':str/'b':str", "'a.b':str")
@@ -180,8 +187,8 @@ def spelled(path: OBJ_PATH) -> str:
     return "/".join(f"{key!r}:{type(key).__name__}" for key in path)
 
 
-def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
-    """The nested state dict again."""
+def unflatten_state_dict(state_dict: Mapping[str, object], mapping: FLATTEN_MAPPING) -> STATE_DICT_TYPE:
+    """The inverse of `flatten_state_dict`."""
     nested = STATE_DICT_TYPE()
     for name, value in state_dict.items():
         if name not in mapping:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.containers.container import Sharded
 from shardwise.exchange import Exchange, Terms
 from shardwise.job.session import SerialQueue, transport_for
 from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread, sums
@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 FIELDS = ("shape", "dtype", "source", "device")  # what all ranks must know
 
 
-def fingerprint(x: Any, *, group: dist.ProcessGroup | None = None) -> str | None:
+def fingerprint(x: Sharded | None, *, group: dist.ProcessGroup | None = None) -> str | None:
     """32 hex digits of the values of a sharded tensor: positions, bits, shape and dtype. Every rank of its group calls.
 
     The same under every sharding and number of ranks, today and tomorrow. It guards against accidents, such as a lost
@@ -57,7 +57,7 @@ def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) 
 
 
 def _once(layout: Layout, local: Tensors, me: int) -> torch.Tensor:
-    """The sums of the cells for which this rank speaks: every cell has one such rank, also where there are replicas."""
+    """The sums of this rank's share of the cells: each cell is counted by one rank, also if it has replicas."""
     if me not in layout:
         return torch.zeros(LANES, dtype=torch.int64)
     copies = plan(layout, Layout.replicated(layout.shape, [layout.owners()[0]])).for_owner(me).copies

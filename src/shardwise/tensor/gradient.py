@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.containers.sharded import OwnContainer
+from shardwise.containers.own_container import OwnContainer
 from shardwise.tensor.call import Call, Source
 
 

@@ -2,52 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from shardwise.containers.container import Container, is_sharded, on_transport, target_container
-from shardwise.containers.sharded import OwnContainer, ShardedTensor
+from shardwise.containers.container import Container, Sharded, Target, is_sharded, on_transport, target_container
+from shardwise.containers.own_container import OwnContainer
+from shardwise.containers.sharded import ShardedTensor
 from shardwise.errors import ExchangeError
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
-from shardwise.job.plan import SINGLE
-from shardwise.job.session import group_transport, transport_for
-from shardwise.layout import Layout, Mesh
+from shardwise.job.plan import SINGLE, HostsOption
+from shardwise.job.session import accepts_wire, group_transport, transport_for
+from shardwise.layout import Layout
 from shardwise.tensor.call import Call, Options, Source, check_whole
 from shardwise.tensor.gradient import with_autograd
 from shardwise.transports import TransportChoice
 
+Output = Sharded | Sequence[torch.Tensor] | None
 
+
+class ReshardOptions(TypedDict, total=False):
+    """The keywords of `reshard` that do not change the type of its result."""
+
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype | None
+    max_bytes: int | None
+    hosts: HostsOption
+    verify: bool
+    transport: TransportChoice
+    overflow: Overflow
+
+
+@overload
 def reshard(
-    x: Any,
-    to: Any = None,
+    x: Sharded | None,
+    to: Target | None = None,
+    *,
+    out: Output = None,
+    async_op: Literal[True],
+    **options: Unpack[ReshardOptions],
+) -> Handle: ...
+@overload
+def reshard(
+    x: Sharded | None, to: Layout | str, *, async_op: Literal[False] = False, **options: Unpack[ReshardOptions]
+) -> ShardedTensor | None: ...
+@overload
+def reshard(
+    x: Sharded | None,
+    to: tuple[DeviceMesh, object],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReshardOptions],
+) -> DTensor | None: ...
+@overload
+def reshard(
+    x: Sharded | None,
+    to: Target | None = None,
+    *,
+    out: Output = None,
+    async_op: Literal[False] = False,
+    **options: Unpack[ReshardOptions],
+) -> torch.Tensor | None: ...
+@overload
+def reshard(
+    x: Sharded | None,
+    to: Target | None = None,
+    *,
+    out: Output = None,
+    async_op: bool,
+    **options: Unpack[ReshardOptions],
+) -> Handle | torch.Tensor | None: ...
+
+
+@accepts_wire
+def reshard(
+    x: Sharded | None,
+    to: Target | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-    out: Any = None,
+    out: Output = None,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
-    hosts: int | Mapping[int, Hashable] | Mesh | None = None,
+    hosts: HostsOption = None,
     verify: bool = False,
     async_op: bool = False,
     transport: TransportChoice = "auto",
     overflow: Overflow = "refuse",
-) -> Any:
+) -> Handle | torch.Tensor | None:
     """Move a sharded tensor to another sharding. Every rank of the group calls it; autograd follows.
 
     `x` is a DTensor or a ShardedTensor (ours or torch's), and None on ranks that hold nothing of it. `to` is a Layout,
-    its notation, (DeviceMesh, placements), a sharding spec, or a tensor to look like. The result is of the kind that
-    was asked for, and None on ranks that hold nothing of it.
+    its notation, (DeviceMesh, placements), a sharding spec, or a tensor to look like. The result is of the target's
+    kind, and None on ranks that hold nothing of it.
 
-    `group`: the ranks that call; else the group of a ShardedTensor that has one, the mesh of a DTensor that stays on
-    it, or the default group. `out`: write the result there. `dtype`: cast on the way. `overflow="refuse"`: move nothing
-    where a value is beyond the range of that dtype; "allow" casts it. `max_bytes`: stage no more than this at a time.
-    `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `transport`: "auto"
-    goes through shared memory between ranks of one host, "group" over the group, "shared" is refused unless all ranks
-    can share memory.
+    `group`: the ranks that call; by default the group of a ShardedTensor that has one, the mesh of a DTensor that stays
+    on it, or the default group. `out`: write the result there. `dtype`: cast while moving. `overflow="refuse"`: move
+    nothing if a value is out of range for that dtype; "allow" casts it. `max_bytes`: stage at most this much at a time.
+    `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `transport`:
+    "auto" uses shared memory between ranks on one host, "group" only the group, "shared" requires that all ranks can
+    share memory.
     """
     options = Options(dtype, max_bytes, hosts, verify, transport, overflow)
     target = out if to is None else to
@@ -58,7 +117,13 @@ def reshard(
 
 
 def start_call(
-    source: Source, to: Any, options: Options, *, group: dist.ProcessGroup | None, out: Any = None, alone: bool = True
+    source: Source,
+    to: object,
+    options: Options,
+    *,
+    group: dist.ProcessGroup | None,
+    out: Output = None,
+    alone: bool = True,
 ) -> Call | None:
     """A call for a target, started; None on a rank that has no part in it."""
     transport = transport_for(group, source.container, to, failed=source.error is not None)
@@ -72,8 +137,8 @@ def start_call(
     return Call(transport, source.on(transport), target, options, out=out).start(alone=alone)
 
 
-def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
-    """What the user gets, and a stand-in for backward on a rank that gets nothing."""
+def result_of(call: Call, out: Output = None) -> tuple[Any, torch.Tensor | None]:
+    """The user's result, and a stand-in for backward on a rank that gets nothing."""
     tensors, stand_in = with_autograd(call)
     if out is not None:
         for tensor in call.move.target:  # autograd does not see what is received
@@ -82,21 +147,21 @@ def result_of(call: Call, out: Any = None) -> tuple[Any, torch.Tensor | None]:
 
 
 class Handle:
-    """A reshard under way. Until `wait` returns, leave the source as it is and do not read what was given as out=."""
+    """A reshard in progress. Until `wait` returns, do not change the source and do not read `out`."""
 
-    def __init__(self, future: Future[Call] | None, out: Any = None) -> None:
+    def __init__(self, future: Future[Call] | None, out: Output = None) -> None:
         self._future, self._out = future, out
-        self._result: tuple[Any, torch.Tensor | None] | None = (None, None) if future is None else None
+        self._result: tuple[torch.Tensor | None, torch.Tensor | None] | None = (None, None) if future is None else None
 
-    def wait(self) -> Any:
-        """The result, once it is there; the error, if there was one."""
+    def wait(self) -> torch.Tensor | None:
+        """Wait for the result; raise the error if it failed."""
         if self._result is None:
             assert self._future is not None, "of a rank with a part in it"
             self._result = result_of(self._future.result(), self._out)
         return self._result[0]
 
     def done(self) -> bool:
-        """True once `wait` would return at once."""
+        """True if `wait` would return immediately."""
         return self._future is None or self._future.done()
 
     def backward(self) -> None:
@@ -137,12 +202,12 @@ def gather(
         return OwnContainer(layout, x.group)
 
     source = Source.of(x.detach if apart else lambda: x)
-    room = out if fits else None
-    call = Call(transport, source, target, Options(dtype, overflow=overflow), out=room, operation="gather")
-    found, _ = result_of(call.start().run(), room)
-    if found is None or out is None:
-        return None if found is None else found.local_tensor()
-    whole = found.local_tensor()
+    direct = out if fits else None
+    call = Call(transport, source, target, Options(dtype, overflow=overflow), out=direct, operation="gather")
+    result, _ = result_of(call.start().run(), direct)
+    if result is None or out is None:
+        return None if result is None else result.local_tensor()
+    whole = result.local_tensor()
     if not fits and overflow == "refuse":
         losses = Losses()
         losses.look(SINGLE, [whole], out.dtype)

@@ -1,15 +1,15 @@
-"""Every byte of a checkpoint read once, by one rank, and sent to all who need any of it."""
+"""Read every byte of a checkpoint once, on one rank, and send it to all ranks that need it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry
-from shardwise.checkpoint.shares import Owned, slices
+from shardwise.checkpoint.writer_assignment import Owned, slices
 from shardwise.containers.memory import check_written
 from shardwise.exchange.overflow import Losses
 from shardwise.geometry import Box, Boxes
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 def load_once(
     callers: Callers,
     targets: Mapping[str, TensorInfo],
-    flat: Mapping[str, Any],
+    flat: Mapping[str, object],
     prepare: Callable[[], Prepared],
     max_bytes: int | None,
     progress: Progress,
@@ -43,14 +43,14 @@ def load_once(
 ) -> tuple[Prepared, Losses]:
     """Fill the targets: a job whose source are the mapped files, of which every rank reads an equal share.
 
-    What was done, and what casts lost of what this rank reads.
+    Returns what was loaded, and the casts' losses among what this rank reads.
     """
     transport = group_transport(callers.group)
 
     def make() -> tuple[ModelPlan, Prepared]:
         prepared = prepare()
         entries = {link.source: entry for link, entry, _ in prepared.links}
-        layouts = readers(entries.values(), callers.owners)
+        layouts = assign_readers(entries.values(), callers.owners)
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
         links = [link for link, _, _ in prepared.links]
         used = {link.target for link in links}
@@ -73,7 +73,7 @@ def load_once(
 
 
 class FileSide:
-    """What this rank reads, as tensors of the mapped files. What several targets are made of is mapped once."""
+    """This rank's share of the files, as memory-mapped tensors. A source of several targets is mapped once."""
 
     def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
         self._entries, self._plan, self._me = entries, plan, me
@@ -90,16 +90,16 @@ class FileSide:
         return object()
 
     def sent(self, entries: Sequence[int]) -> None:
-        """They need not be mapped any more."""
+        """Unmap them."""
         self._mapped.clear()
 
 
-def readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
-    """Who reads what: boxes as they are stored, one after the other, in shares of equally many bytes."""
-    listed = list(entries)
-    total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in listed)), 0
-    found = dict[str, Layout]()
-    for entry in listed:
+def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
+    """The readers of every tensor: stored boxes in order, in shares of equally many bytes."""
+    stored = list(entries)
+    total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in stored)), 0
+    layouts = dict[str, Layout]()
+    for entry in stored:
         pieces, boxes = list[Owned](), entry.boxes
         columns = boxes.volumes().tolist(), boxes.lo.tolist(), boxes.hi.tolist()
         for volume, lo, hi in zip(*columns, strict=True):
@@ -108,12 +108,12 @@ def readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout
             whole = (owners[first], tuple(lo), tuple(hi))
             pieces += [whole] if first == last else slices(Box(*whole[1:]), owners[first : last + 1])
             before += size
-        found[entry.name] = Layout.boxes(entry.shape, pieces, overlap="replicas")
-    return found
+        layouts[entry.name] = Layout.boxes(entry.shape, pieces, overlap="replicas")
+    return layouts
 
 
 def _mapped(entry: Entry, layout: Layout, me: int) -> list[torch.Tensor]:
-    """What this rank is to read, as tensors of the mapped files."""
+    """This rank's share of an entry, as memory-mapped tensors."""
     if me not in layout:
         return []
     boxes = [piece.box for piece in sorted(layout.pieces(me), key=lambda piece: piece.buffer)]

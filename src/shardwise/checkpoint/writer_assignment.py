@@ -15,7 +15,7 @@ Owned = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corner
 WHOLE = 2**22  # bytes of a box that one of its replicas writes whole: smaller parts are not worth their names
 
 
-def written(name: str, layout: Layout, itemsize: int, turn: int) -> Layout:
+def assign_writers(name: str, layout: Layout, itemsize: int, turn: int) -> Layout:
     """The boxes that every owner writes. `turn` moves small ones on to the next replica, so that all write as much."""
     if layout.op is not None:
         raise CheckpointError(
@@ -49,22 +49,22 @@ def _holders(layout: Layout) -> list[tuple[Box, list[int]]] | None:
         cells, holders = layout.form.cells, layout.form.holders
         rows = [holders.owners[holders.edges[block] : holders.edges[block + 1]].tolist() for block in cells.block]
         return [(cells.boxes.box(at), owners) for at, owners in enumerate(rows) if cells.boxes.box(at).volume]
-    found = dict[Box, list[int]]()
+    holders_of = dict[Box, list[int]]()
     for owner in layout.owners():
         for piece in layout.pieces(owner):
-            found.setdefault(piece.box, []).append(owner)
-    return list(found.items()) if sum(box.volume for box in found) == prod(layout.shape) else None
+            holders_of.setdefault(piece.box, []).append(owner)
+    return list(holders_of.items()) if sum(box.volume for box in holders_of) == prod(layout.shape) else None
 
 
 def _as_planned(layout: Layout, itemsize: int) -> Layout:
-    """As a plan would choose who sends a cell to somebody who has none, in boxes that lie inside of pieces."""
+    """As a plan chooses the senders for an owner that has nothing, in boxes that lie inside pieces."""
     copies = plan(layout, Layout.replicated(layout.shape, [max(layout.owners()) + 1]), itemsize=itemsize).copies
-    found = list[Owned]()
+    pieces = list[Owned]()
     for owner in layout.owners():
-        held = places_of(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
-        boxes = held.once(copies.boxes.take(copies.source == owner))[1].boxes
-        found += [(owner, boxes.box(at).lo, boxes.box(at).hi) for at in range(boxes.count)]
-    return Layout.boxes(layout.shape, found)
+        places = places_of(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
+        boxes = places.once(copies.boxes.take(copies.source == owner))[1].boxes
+        pieces += [(owner, boxes.box(at).lo, boxes.box(at).hi) for at in range(boxes.count)]
+    return Layout.boxes(layout.shape, pieces)
 
 
 def slices(box: Box, owners: Sequence[int]) -> list[Owned]:
