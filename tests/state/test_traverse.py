@@ -203,7 +203,7 @@ def test_a_value_can_be_set_inside_of_a_tuple_which_is_then_another():
 )
 def test_a_path_that_leads_nowhere_is_refused_and_nothing_is_set(root, path):
     before = dict(root)
-    with pytest.raises(ValueError, match="is empty|is not a key or index"):
+    with pytest.raises(ValueError, match=r"is empty|is not a key or index"):
         ours.set_element(root, path, 1)
     assert list(root.items()) == list(before.items())
 
