@@ -674,7 +674,7 @@ OPTIONS = {
     ),
     "to what fails": (partial(state_dict, to=failing), "the target of 'q': KeyError: 'what'"),
     "no mesh": (partial(state_dict, to=[("*", "S0")]), "the target of 'q': 'S0' has no mesh: give mesh="),
-    "no mesh for many": (partial(state_dict, to={"q": COLUMNS, "k": ["S0"]}), "the target of 'k': ['S0'] says nothing"),
+    "no mesh for many": (partial(state_dict, to={"q": COLUMNS, "k": ["S0"]}), "the target of 'k': ['S0'] has no mesh"),
     "rename to None": (partial(renamed, rename=lambda name: None), "a name or a list of names for 'q', not None"),
     "rename fails": (partial(renamed, rename=failing), "rename= failed for 'q': KeyError: 'what'"),
     "rename by a number": (partial(renamed, rename=5), "rename= failed for 'q'"),

@@ -50,7 +50,7 @@ ASKED = {
     "shape": (
         lambda rank: asked(**{"k.weight": "6x8/S0@4"}),
         {},
-        ["the target of 'k.weight': it has shape (8, 6), but (6, 8)"],
+        ["the target of 'k.weight': the tensor has shape (8, 6), but the target (6, 8)"],
     ),
     "shape of what to look like": (
         lambda rank: like(**{"k.weight": numbers(6, 8)}),

@@ -62,7 +62,7 @@ def _container(
     else:
         container = on_transport(target_container(target, shape, group), transport)
     if container.layout.shape != shape:
-        raise ValueError(f"it has shape {shape}, but its target has {container.layout.shape}")
+        raise ValueError(f"the tensor has shape {shape}, but the target {container.layout.shape}")
     return container
 
 
