@@ -51,7 +51,7 @@ def test_chunks_are_saved_and_loaded_as_torch_does(tmp_path):
         target = wrapped(mesh, rank, -1.0)
         judge.load({"w": target}, checkpoint_id=tmp_path / "dcp")
         assert parts(target) == [WHOLE[:, a:b].tolist() for a, b in COLUMNS[rank]]
-        with pytest.raises(sw.LayoutError, match="knows the chunks of its own rank alone"):
+        with pytest.raises(sw.LayoutError, match="only knows the chunks of its own rank"):
             sw.layout_of(target)
 
     on_ranks(3, run)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,7 +266,8 @@ class Call:
         """Tell the others what this rank knows of the call. `alone`: nothing else is under way."""
         known = self.source.facts()
         self._exchange = self._prepared(known, frozenset(FACTS).difference(known))
-        self._exchange.start(alone=alone and SerialQueue.of(self.transport).idle)
+        with self._noting():
+            self._exchange.start(alone=alone and SerialQueue.of(self.transport).idle)
         return self
 
     def run(self) -> Call:
@@ -278,12 +280,18 @@ class Call:
 
     def _finish(self) -> Call:
         assert self._exchange is not None, "start first"
-        try:
+        with self._noting():
             self._carry_out(self._exchange)
-        except BaseException as error:  # also an interrupt
+        return self
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Errors, and interrupts, say which move it was."""
+        try:
+            yield
+        except BaseException as error:
             error.add_note(self._where())
             raise
-        return self
 
     def _carry_out(self, exchange: Exchange) -> None:
         answers = exchange.finish()
