@@ -16,7 +16,7 @@ import torch
 from shardwise.activation.account import Account
 from shardwise.activation.digest import difference
 from shardwise.errors import ExchangeError
-from shardwise.exchange.collectives import PeerBuffer, PostedMessages
+from shardwise.exchange.transport import PeerBuffer, PostedMessages
 from shardwise.torch_internals.autograd import after_backward, backward_task
 from shardwise.transports import GroupTransport
 

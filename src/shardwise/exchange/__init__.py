@@ -2,8 +2,7 @@
 
 from shardwise.exchange.agreement import Terms, in_words
 from shardwise.exchange.buffers import Staging, ViewCache
-from shardwise.exchange.collectives import PeerBuffer, PostedMessages
 from shardwise.exchange.exchange import Exchange, Move
-from shardwise.exchange.transport import Transport
+from shardwise.exchange.transport import PeerBuffer, PostedMessages, Transport
 
 __all__ = ["Exchange", "Move", "PeerBuffer", "PostedMessages", "Staging", "Terms", "ViewCache", "Transport", "in_words"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange import in_words
-from shardwise.exchange.transport import Endpoint
+from shardwise.transports.endpoint import Endpoint
 from shardwise.transports.failure_notices import (
     CONNECTION_LOST,
     TIMED_OUT,

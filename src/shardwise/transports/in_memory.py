@@ -9,7 +9,7 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.exchange import PeerBuffer
-from shardwise.exchange.transport import Endpoint
+from shardwise.transports.endpoint import Endpoint
 
 Queues = dict[tuple[int, int, int], "Queue[torch.Tensor]"]  # by sender, receiver and tag
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ExchangeError, RefusedValueError
-from shardwise.exchange import PeerBuffer, collectives, in_words
-from shardwise.exchange.collectives import ReduceOp
-from shardwise.exchange.transport import PostedRound
+from shardwise.exchange import PeerBuffer, in_words
+from shardwise.exchange.transport import PostedRound, ReduceOp
 from shardwise.layout import Layout
+from shardwise.transports import collectives
 from shardwise.transports.guarded_group import GuardedGroup
 from shardwise.transports.members import GroupMember, Members, registered_ranks, remember
 from shardwise.transports.torch_groups import asynchronous, post_as_batch

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange import in_words
-from shardwise.exchange.collectives import wait_for
 from shardwise.exchange.transport import PeerTensors, PostedRound, Receive, Send
 from shardwise.geometry import Ints
 from shardwise.transports import message_location, process_memory
+from shardwise.transports.collectives import wait_for
 from shardwise.transports.failure_notices import CauseError
 from shardwise.transports.local_peers import LocalPeers
 from shardwise.transports.message_location import LocatedTensors, MessageLocation

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
+from shardwise.exchange.transport import PeerBuffer, PostedMessages, ReduceOp
+
 T = TypeVar("T")
-ReduceOp = Literal["max", "sum"]
-PeerBuffer = tuple[int, torch.Tensor]  # an owner, and the bytes for it or the room for its bytes
-
-
-class PostedMessages(Protocol):
-    """Messages in flight."""
-
-    def arrivals(self) -> Iterable[int]:
-        """The number of each receive once it is filled. When this ends, all sends are done too."""
-        ...
 
 
 class Messages(Protocol):
