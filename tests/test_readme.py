@@ -37,7 +37,17 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
         yield command, output
 
 
+# torch aborts a process of FSDP2 over gloo now and then, also in a script that only trains and imports nothing else
+TORCH_ABORTS, TRIES = "terminate called without an active exception", 4
+
+
 def run(command: str, cwd: Path) -> str:
+    """What the command prints; again where torch itself has aborted it."""
+    outputs = (run_once(command, cwd) for _ in range(TRIES))
+    return next((output for output in outputs if TORCH_ABORTS not in output), TORCH_ABORTS)
+
+
+def run_once(command: str, cwd: Path) -> str:
     # nothing of the caller's environment: a width or a colour setting there would change the output
     path = os.pathsep.join([str(Path(sys.executable).parent), os.defpath])
     env = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
