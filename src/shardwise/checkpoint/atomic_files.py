@@ -26,7 +26,15 @@ from typing import IO, TYPE_CHECKING, cast
 
 import torch
 
-from shardwise.checkpoint.files import Descriptor, KernelOutput, PathLike, file_system, join_path, readable
+from shardwise.checkpoint.files import (
+    Descriptor,
+    KernelOutput,
+    PathLike,
+    file_system,
+    join_path,
+    readable,
+    unreadable,
+)
 from shardwise.errors import CheckpointError
 from shardwise.exchange.buffers import bytes_at
 from shardwise.quoting import brief
@@ -224,11 +232,13 @@ class AppendOnlyFile(KernelOutput):
         """
         while count:
             out, into = self._pipe
-            with readable(source.name), _kernel_attempt() as failed:
+            try:
                 done = os.splice(source.number, into.number, min(count, PIPE), offset_src=start)
-            if failed:
+            except (OSError, AttributeError) as error:
+                _check_unsupported(error, source.name)
                 with readable(source.name):
-                    done = self.write(os.pread(source.number, min(count, PIPE), start))
+                    data = os.pread(source.number, min(count, PIPE), start)
+                done = self.write(data)
             else:
                 self._drain(out, done)
             if not done:
@@ -237,9 +247,10 @@ class AppendOnlyFile(KernelOutput):
 
     def _drain(self, out: Descriptor, left: int) -> None:
         while left:
-            with _kernel_attempt() as failed:
+            try:
                 left -= os.splice(out.number, self._raw.fileno(), left)
-            if failed:
+            except (OSError, AttributeError) as error:
+                _check_unsupported(error)
                 left -= self.write(os.read(out.number, left))
 
     @cached_property
@@ -250,16 +261,10 @@ class AppendOnlyFile(KernelOutput):
         return Descriptor(out), Descriptor(into)
 
 
-@contextmanager
-def _kernel_attempt() -> Iterator[list[Exception]]:
-    """Collects the error if the system does not support splice for these files: then we copy the bytes."""
-    errors = list[Exception]()
-    try:
-        yield errors
-    except (OSError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
-            raise
-        errors.append(error)
+def _check_unsupported(error: OSError | AttributeError, source: object = None) -> None:
+    """Return if the system does not support splice for these files: then the bytes are copied by this process."""
+    if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
+        raise error if source is None else unreadable(source, error) from error
 
 
 @contextmanager

@@ -130,12 +130,15 @@ class LocalFiles(Files):
         self.check(source)
         if not isinstance(file, KernelOutput):
             return super().copy(source, file)
-        file.copy_from(self._descriptor(source.file), source.start, source.stop - source.start)
-        self.check_unchanged([source.file])
+        opened = self._opened(source.file)
+        try:
+            file.copy_from(opened, source.start, source.stop - source.start)
+        finally:  # a file that changed meanwhile is the reason for any other error
+            self._check_same(source.file, os.fstat(opened.number))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Without mapping the file: a checkpoint may have very many headers."""
-        file = self._open.get(name) or self._descriptor(name)  # a reference: other threads may drop theirs meanwhile
+        file = self._opened(name)
         wanted = ByteRange(name, start, self._status[name].size if stop is None else stop)
         self.check(wanted)
         try:
@@ -181,6 +184,10 @@ class LocalFiles(Files):
             raise CheckpointError(
                 f"{self.label(name)} was replaced or changed since the checkpoint was opened: open it again"
             )
+
+    def _opened(self, name: str) -> Descriptor:
+        """The open file. The caller checks its status after reading. Other threads may close theirs meanwhile."""
+        return self._open.get(name) or self._descriptor(name)
 
     def _descriptor(self, name: str) -> Descriptor:
         """The open file; refused if it is not the one that was opened first."""
