@@ -12,9 +12,10 @@ from math import prod
 from pathlib import PurePath
 from typing import IO
 
+from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.cli_options import size_in_bytes
-from shardwise.checkpoint.comparing import check_jobs, check_losses, compare_streams, ordered
+from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
@@ -26,10 +27,18 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClai
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
-from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
-from shardwise.checkpoint.streaming import CHUNK, Stream
+from shardwise.checkpoint.streams import (
+    CHUNK,
+    Select,
+    Stream,
+    check_jobs,
+    check_losses,
+    chosen,
+    ordered,
+    stream_of,
+    streams_of,
+)
 from shardwise.checkpoint.values import is_listed
-from shardwise.checkpoint.writer_assignment import assign_writers
 from shardwise.errors import CheckpointError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -42,7 +51,12 @@ from shardwise.planning import size
 from shardwise.quoting import brief
 
 CONFIG = "config.json"  # of the model, beside its weights
-FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
+WRITERS: dict[str, type[Writer]] = {
+    "safetensors": SafetensorsWriter,
+    "sharded": ShardedWriter,
+    "dcp": DcpWriter,
+    "torch.save": TorchSaveWriter,
+}
 ONE_RANK = "mesh = {tp = 1}", "rule = [{name = '*', placements = 'R'}]"
 LIMITED = {  # the formats that cannot hold all objects
     "safetensors": "safetensors files hold tensors only",
@@ -101,7 +115,7 @@ def convert(
     contents = _contents(opened, streams, layouts, values, ties)
     owners = sorted({owner for _, layout in contents.tensors.values() for owner in layout.owners()}) or [0]
     token = _token(opened, streams, contents, format)
-    writer = _writer(format, folder, owners, token, name)
+    writer = WRITERS[format](folder, owners, token, name)
     _check_apart(opened, folder, name)
     writer.fits(contents)
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
@@ -216,8 +230,8 @@ def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, Outpu
     )
     ending = PurePath(path).suffix
     chosen_format = format or endings.get(ending, "safetensors")
-    if chosen_format not in FORMATS:
-        raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    if chosen_format not in WRITERS:
+        raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
     if endings.get(ending) == chosen_format and name:
@@ -312,14 +326,6 @@ def _parts(
 def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -> None:
     stream.write(box, file, chunk)
     done.add(box.volume * stream.dtype.itemsize)
-
-
-def _writer(format: str, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None) -> Writer:
-    if format == "safetensors":
-        return SafetensorsWriter(folder, owners, token, **({"name": name} if name else {}))
-    if format == "torch.save":
-        return TorchSaveWriter(folder, owners, token, **({"name": name} if name else {}))
-    return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
 
 
 def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:

@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import inf
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.geometry import Window
 from shardwise.quoting import brief, in_line
 
 if TYPE_CHECKING:
@@ -33,6 +36,11 @@ class ByteRange(NamedTuple):
     file: str
     start: int
     stop: int
+
+    @staticmethod
+    def of(file: str, window: Window, itemsize: int) -> ByteRange:
+        """The bytes from the first to the last element of a window, whose offset is counted in bytes."""
+        return ByteRange(file, window.offset, window.offset + window.reach * itemsize)
 
 
 class FileLabel(NamedTuple):
@@ -106,6 +114,17 @@ class Files(ABC):
     @abstractmethod
     def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
         """The bytes of each range. They must not be written to."""
+
+    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The elements of windows of files, whose offsets are counted in bytes. All are fetched together."""
+        size = dtype.itemsize
+        parts = [[(file, part) for part in _parts(window, size)] for file, window in windows]
+        data = iter(self.fetch([ByteRange.of(file, part, size) for some in parts for file, part in some]))
+        tensors = [[elements(next(data), 0, dtype, part.shape, part.strides) for _, part in some] for some in parts]
+        return [
+            some[0] if len(some) == 1 else torch.stack(some).reshape(window.shape)
+            for (_, window), some in zip(windows, tensors, strict=True)
+        ]
 
     def check_unchanged(  # noqa: B027  # not every file system can tell
         self, names: Iterable[str], *, within: float = 0
@@ -218,6 +237,18 @@ def worth_it(gap: int, size: int) -> bool:
     They are few, or no more than the needed ones: at most twice as much is fetched.
     """
     return gap <= SMALL_GAP or gap <= min(size, LARGE_GAP)
+
+
+def _parts(window: Window, itemsize: int) -> list[Window]:
+    """A window of a file, one part for every step along its first dims: most of what is fetched is needed."""
+    outer = 0
+    for dim, (size, stride) in enumerate(zip(window.shape, window.strides, strict=True)):
+        inner = window._replace(shape=window.shape[dim + 1 :], strides=window.strides[dim + 1 :]).reach
+        if size > 1 and not worth_it((stride - inner) * itemsize, inner * itemsize):
+            outer = dim + 1
+    steps = [stride * itemsize for stride in window.strides[:outer]]
+    starts = [window.offset + sum(map(mul, at, steps)) for at in product(*map(range, window.shape[:outer]))]
+    return [Window(window.tensor, window.shape[outer:], window.strides[outer:], start) for start in starts]
 
 
 def _part(joined: Sequence[ByteRange], whole: Sequence[Bytes], wanted: ByteRange) -> Bytes:

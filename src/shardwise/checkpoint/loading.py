@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compare_streams, names_there
-from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
+from shardwise.checkpoint.entry import Checkpoint, Copies, Entry, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.files import PathLike
-from shardwise.checkpoint.matching import Local, match
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.read_once import Prepared, load_once
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streaming import Stream
+from shardwise.checkpoint.streams import Stream
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
+from shardwise.job.agree import agree_on
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
+from shardwise.job.job import Job
 from shardwise.job.names import Rename, missing
-from shardwise.job.plan import TensorInfo
+from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
+from shardwise.job.session import group_transport
+from shardwise.job.side import (
+    Descriptions,
+    LiveSide,
+    check_local,
+    combine_descriptions,
+    describe_all,
+    is_tensor,
+    memory_of,
+)
 from shardwise.job.ties import Ties, tied, ties_of
+from shardwise.layout import Layout
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
@@ -83,23 +95,17 @@ def load(
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        linked_entries = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
-        linked = {link.target for link, _, _ in linked_entries}
-        return Prepared(_once(checkpoint, linked_entries, ties, check=callers.first), linked, others)
+        linked = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
+        names = {one.link.target for one in linked}
+        return Prepared(_first_of_tied(checkpoint, linked, ties, check=callers.first), names, others)
 
-    def each() -> tuple[Prepared, Losses]:
-        prepared, losses = prepare(), Losses()
-        _load_each(prepared.links, state.flat, callers, progress, losses if count_losses else None)
-        return prepared, losses
-
-    count_losses, shared = overflow == "refuse", None
+    fill = partial(_load_once, max_bytes=max_bytes) if once else _load_each
+    do_fill = partial(fill, callers, targets, state.flat, prepare, progress, count_losses=overflow == "refuse")
     with torch.no_grad():
-        if once:
-            how = max_bytes, progress
-            shared = load_once(callers, targets, state.flat, prepare, *how, count_losses=count_losses)
+        filled = do_fill() if once else None  # a job of all ranks: it raises on all what goes wrong on one
 
         def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
-            prepared, losses = shared or each()
+            prepared, losses = filled or do_fill()
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
         # no rank returns while another still reads: the caller may delete the files
@@ -108,6 +114,26 @@ def load(
             _refuse_losses(losses_by_rank, disjoint=once)
     for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
         set_element(into, state.paths[name], value)
+
+
+class LinkedEntry(NamedTuple):
+    """An entry that fills a tensor, or a part of it."""
+
+    link: Link
+    entry: Entry
+    target: TensorInfo
+
+
+class Prepared(NamedTuple):
+    """What a load does on a rank: which entries fill which tensors, the names that are filled, and other values."""
+
+    links: Sequence[LinkedEntry]
+    linked: set[str]
+    others: Sequence[str]
+
+    def entries(self) -> dict[str, Entry]:
+        """By name."""
+        return {one.link.source: one.entry for one in self.links}
 
 
 class State(NamedTuple):
@@ -167,7 +193,7 @@ def _links(
     remap: Iterable[Remap],
     cast: TargetCasts,
     strict: bool,
-) -> list[tuple[Link, Entry, TensorInfo]]:
+) -> list[LinkedEntry]:
     """Which entry fills which tensor."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
@@ -182,16 +208,16 @@ def _links(
         cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    linked_entries = [(link, checkpoint[link.source], targets[link.target]) for link in planned]
-    for link, _, tensor in linked_entries:
+    linked = [LinkedEntry(link, checkpoint[link.source], targets[link.target]) for link in planned]
+    for link, _, tensor in linked:
         if tensor.layout.op is not None:
             raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in linked_entries]
+    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in linked]
     try:
         check_changes(changes, lambda change: cast.check(change, checkpoint, targets))
     except ValueError as error:
         raise RefusedCastError(f"{checkpoint.path}: {error}") from error
-    return linked_entries
+    return linked
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
@@ -200,57 +226,139 @@ def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container
     return {name: one for name, one in wanted.items() if name in reached or ties.get(name, name) not in filled}
 
 
-def _once(
-    checkpoint: Checkpoint,
-    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
-    ties: Mapping[str, str],
-    *,
-    check: bool,
-) -> list[tuple[Link, Entry, TensorInfo]]:
+def _first_of_tied(
+    checkpoint: Checkpoint, linked: Sequence[LinkedEntry], ties: Mapping[str, str], *, check: bool
+) -> list[LinkedEntry]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
     streams = dict[str, Stream]()
-    for link, entry, tensor in linked_entries if ties else ():
+    for link, entry, tensor in linked if ties else ():
         before = streams[link.target].sources if link.target in streams else ()
         streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
     first = dict[str, str]()
     again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
     for name, one in again.items() if check else ():
-        differences = (
-            compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
-        )
+        same = streams[one].same_bytes(streams[name])
+        differences = compare_streams({name: (streams[one], streams[name])}) if not same else []
         if differences:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
                 f"({differences[0].what}): give each its own memory, or leave one of them out"
             )
-    return [one for one in linked_entries if one[0].target not in again]
+    return [one for one in linked if one.link.target not in again]
+
+
+# --- every rank reads what it needs -----------------------------------------------------------------------------------
 
 
 def _load_each(
-    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
-    flat: Mapping[str, object],
     callers: Callers,
+    targets: Mapping[str, TensorInfo],
+    flat: Mapping[str, object],
+    prepare: Callable[[], Prepared],
     progress: Progress,
-    losses: Losses | None,
-) -> None:
-    """Load this rank's part. All locations are found before the first read, so that errors come early.
+    *,
+    count_losses: bool,
+) -> tuple[Prepared, Losses]:
+    """Load this rank's part. All positions are found before the first read, so that errors come early.
 
     Losses of casts are counted in the same pass.
     """
-    todo = list[Reading]()
-    for link, entry, tensor in linked_entries:
-        memory = memory_of(flat.get(link.target))
-        check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
-        for one in memory:
-            check_written(one, repr(link.target))
-        copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
-        look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
-        todo.append(
-            Reading(entry, copies.sources(entry, link.source_view), [cut.of(memory) for cut in copies.there], look)
-        )
+    prepared, losses = prepare(), Losses()
+    todo = [_reading(one, flat, callers.me, losses if count_losses else None) for one in prepared.links]
     total = sum(reading.bytes for reading in todo) if progress is not None else 0
     with shown(progress, total, "load", here=callers.first) as tell:
         read_into(todo, Count(tell, total).add)
+    return prepared, losses
+
+
+def _reading(one: LinkedEntry, flat: Mapping[str, object], me: int, losses: Losses | None) -> Reading:
+    """What this rank reads of an entry."""
+    link, entry, tensor = one
+    memory = memory_of(flat.get(link.target))
+    check_local(f"{link.target!r} of the state dict", memory, tensor, me)
+    _check_written({link.target: memory})
+    copies = Copies.of(entry, Local(tensor.layout, me, tuple(t.stride() for t in memory)), link)
+    look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
+    return copies.into(memory, look)
+
+
+def _check_written(memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """Refuse memory that must not be written to."""
+    for name, memory in memories.items():
+        for tensor in memory:
+            check_written(tensor, repr(name))
+
+
+# --- every byte is read once, by one rank, and sent to all that need it -----------------------------------------------
+
+
+def _load_once(
+    callers: Callers,
+    targets: Mapping[str, TensorInfo],
+    flat: Mapping[str, object],
+    prepare: Callable[[], Prepared],
+    progress: Progress,
+    *,
+    count_losses: bool,
+    max_bytes: int | None,
+) -> tuple[Prepared, Losses]:
+    """Fill the targets: a job whose source is the mapped files, of which every rank reads an equal share.
+
+    Returns what was loaded, and the casts' losses among what this rank reads.
+    """
+
+    def make() -> tuple[ModelPlan, Prepared]:
+        prepared = prepare()
+        entries = prepared.entries()
+        layouts = assign_readers(entries.values(), callers.owners)
+        sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
+        filled = {one.link.target for one in prepared.links}
+        return ModelPlan.of(
+            [one.link for one in prepared.links],
+            sources,
+            {name: tensor for name, tensor in targets.items() if name in filled},
+            max_bytes=max_bytes,
+        ), prepared
+
+    transport = group_transport(callers.group)
+    plan, prepared = agree_on(transport, "load", make)
+    job = Job(transport, plan, "load", overflow="count" if count_losses else "allow")
+    source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)
+
+    def check() -> None:
+        _check_written(target.checked("state dict", plan.targets, callers.me))
+
+    with shown(progress, job.total, "load", here=callers.first) as tell:
+        job.run(source, target, check=check, fresh=False, progress=tell)
+    return prepared, job.losses
+
+
+class FileSide:
+    """This rank's share of the files, as memory-mapped tensors. A source of several targets is mapped once."""
+
+    def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
+        self._entries, self._plan, self._me = entries, plan, me
+        self._mapped = dict[str, list[torch.Tensor]]()
+
+    def memory(self, name: str) -> list[torch.Tensor]:
+        """Of its share."""
+        if name not in self._mapped:
+            self._mapped[name] = self._map(self._entries[name], self._plan.sources[name].layout)
+        return self._mapped[name]
+
+    def _map(self, entry: Entry, layout: Layout) -> list[torch.Tensor]:
+        if self._me not in layout:
+            return []
+        boxes = [piece.box for piece in sorted(layout.pieces(self._me), key=lambda piece: piece.buffer)]
+        return entry.views(Copies.of(entry, Packed(HashableBoxes.of(*boxes))).sources)
+
+    def stamp(self) -> object:
+        """Files are read once."""
+        return object()
+
+    def sent(self, entries: Sequence[int]) -> None:
+        """Unmap them."""
+        self._mapped.clear()
 
 
 def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
@@ -262,37 +370,58 @@ def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> 
         raise RefusedCastError(refusal(losses.listed(), "All tensors of the target were written"))
 
 
+# --- values other than tensors ----------------------------------------------------------------------------------------
+
+
 def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
     """The names of values other than tensors that are to be set."""
-    names = [name for name, value in flat.items() if not is_tensor(value)]
-    tensors = [name for name in names if name in checkpoint and flat[name] is not None]
-    if tensors:
-        here = type(flat[tensors[0]]).__name__
-        raise CheckpointError(
-            f"{tensors[0]!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill"
-        )
-    names = [name for name in names if name not in checkpoint]
-    empty = [name for name in names if isinstance(flat[name], dict) and not flat[name]]
-    below = [name for name in empty if any(other.startswith(f"{name}.") for other in checkpoint)]
-    if below and strict:
-        raise CheckpointError(
-            f"{below[0]!r} is empty here, but {checkpoint.path} has tensors below it: give tensors to fill (for an "
-            f"optimizer what torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it empty"
-        )
-    lacking = [name for name in names if name not in checkpoint.objects and not _is_empty(flat[name])]
-    if lacking and strict:
+    values = {name: value for name, value in flat.items() if not is_tensor(value)}
+    _refuse_tensors(checkpoint, values)
+    values = {name: value for name, value in values.items() if name not in checkpoint}
+    stored = [name for name in values if name in checkpoint.objects]
+    opaque = {name: one for name in stored if (one := opaque_in(checkpoint.objects[name])) is not None}
+    if strict:
+        _refuse_empty(checkpoint, values)
+        _refuse_lacking(checkpoint, values)
+        _refuse_opaque(checkpoint, opaque)
+    return [name for name in stored if name not in opaque]
+
+
+def _refuse_tensors(checkpoint: Checkpoint, values: Mapping[str, object]) -> None:
+    """Refuse values that are tensors in the checkpoint."""
+    for name, value in values.items():
+        if name in checkpoint and value is not None:
+            here = type(value).__name__
+            raise CheckpointError(f"{name!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill")
+
+
+def _refuse_empty(checkpoint: Checkpoint, values: Mapping[str, object]) -> None:
+    """Refuse empty dicts below which the checkpoint has tensors."""
+    for name in (name for name, value in values.items() if isinstance(value, dict) and not value):
+        if any(other.startswith(f"{name}.") for other in checkpoint):
+            raise CheckpointError(
+                f"{name!r} is empty here, but {checkpoint.path} has tensors below it: give tensors to fill (for an "
+                f"optimizer what torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it "
+                f"empty"
+            )
+
+
+def _refuse_lacking(checkpoint: Checkpoint, values: Mapping[str, object]) -> None:
+    """Refuse values that the checkpoint does not have."""
+    lacking = [name for name, value in values.items() if name not in checkpoint.objects and not _is_empty(value)]
+    if lacking:
         reason = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
         raise CheckpointError(f"{reason}; strict=False leaves them as they are")
-    stored = [name for name in names if name in checkpoint.objects]
-    opaque = {name: one for name in stored if (one := opaque_in(checkpoint.objects[name])) is not None}
-    if opaque and strict:
-        name, one = next(iter(opaque.items()))
+
+
+def _refuse_opaque(checkpoint: Checkpoint, opaque: Mapping[str, Opaque]) -> None:
+    """Refuse objects of unknown classes."""
+    for name, one in opaque.items():
         raise CheckpointError(
             f"{name!r} in {checkpoint.path} is {one!r}: its class is not known here, and nothing of it was run. "
             f"Remedy: leave {name!r} out{_where(checkpoint.objects[name], name)}, allow the class with "
             f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
         )
-    return [name for name in stored if name not in opaque]
 
 
 def _where(value: object, name: str) -> str:

@@ -14,7 +14,7 @@ from shardwise import report
 from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in, tensors_in
-from shardwise.checkpoint.selection import Select
+from shardwise.checkpoint.streams import Select
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
 from shardwise.checkpoint.files import ByteRange, Files, inside
 from shardwise.checkpoint.formats.torch_archive import Archive, ArchiveTemplates, read_archives, tensor_reader
 from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
@@ -298,18 +298,18 @@ def _entry(
         raise ValueError(f"its dtype is {brief(dtype)}, its shape {shape}")
     budget.spend(len(fields["chunks"]))
     chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in fields["chunks"])
-    alike = _boxes(shape, chunks)
+    stored = _boxes(shape, chunks)
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
-    def locate(some: Ints) -> Located:
+    def locate(some: Ints) -> Positions:
         archives = table.ranges(files, rows[some], [name] * len(some))
-        return templates.locate(archives, alike.boxes.take(some), name, dtype)
+        return templates.locate(archives, stored.boxes.take(some), name, dtype)
 
-    return Entry(name, shape, dtype, alike, table.file[rows], locate, table.paths, files, own)
+    return Entry(name, shape, dtype, stored, table.file[rows], locate, table.paths, files, own)
 
 
 @lru_cache(maxsize=1024)
-def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> Alike:
+def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> HashableBoxes:
     """The chunks that have cells. torch saves every cell once. Cached: many tensors have the same chunks."""
     both = np.array(chunks, dtype=np.int64).reshape(len(chunks), 2, len(shape)).swapaxes(0, 1)
     lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
@@ -319,7 +319,7 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> Alike:
     cells = exact_sum(boxes.volumes())
     if cells != prod(shape):
         raise ValueError(f"its boxes have {cells} cells, but its shape {shape} has {prod(shape)}")
-    return Alike(boxes)
+    return HashableBoxes(boxes)
 
 
 class InnerLeaf(NamedTuple):

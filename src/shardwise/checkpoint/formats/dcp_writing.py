@@ -29,14 +29,7 @@ import torch
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
 from shardwise.checkpoint.formats.torch_archive import TensorRecord, torch_save_bytes, write_archive
-from shardwise.checkpoint.formats.writers import (
-    Contents,
-    TensorPart,
-    check_alone,
-    check_key_types,
-    check_overlaps,
-    commit,
-)
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types, check_overlaps
 from shardwise.checkpoint.values import CARRIED, encode
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
@@ -65,13 +58,10 @@ class Item(NamedTuple):
     size: int
 
 
-class DcpWriter:
+class DcpWriter(Writer):
     """Writes a file for every owner; that of the first one also has the values."""
 
-    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None:
-        self.folder, self._owners, self._token = folder, list(owners), token
-        self._numbers = {owner: number for number, owner in enumerate(self._owners)}
-        self.main = METADATA
+    main = METADATA
 
     @staticmethod
     def fits(contents: Contents) -> None:
@@ -82,18 +72,14 @@ class DcpWriter:
         for name, value in contents.values.items():
             encode(value, name, CARRIED)
 
-    def check(self, contents: Contents) -> None:
-        """Refuse a checkpoint of another format. An earlier one stays until this one is complete."""
-        check_alone(self.folder, METADATA)
-
     def file(self, owner: int) -> str:
         """The file name of an owner."""
-        return f"__{self._numbers[owner]}_{self._token}.distcp"
+        return f"__{self.numbers[owner]}_{self.token}.distcp"
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> list[Item]:
         """Write the archives of an owner one after the other, unless an earlier try has written them."""
         items, at, name = list[Item](), 0, self.file(me)
-        values = nesting(contents).values if me == self._owners[0] else {}
+        values = nesting(contents).values if self.numbers[me] == 0 else {}
         earlier = _read_items(self.folder, name)
         if [item[:3] for item in earlier] == _item_keys(parts, values) and earlier:
             self.folder.reused.append(name)
@@ -111,15 +97,9 @@ class DcpWriter:
             file.write(_items_bytes(items))
         return items
 
-    def finish(self, results: Mapping[int, list[Item]], contents: Contents) -> list[str]:
-        """Write the metadata. Returns the files of the checkpoint that it replaces."""
-        items = [item for listed in results.values() for item in listed]
-        files = {self.file(owner) for owner in self._owners}
-        return commit(self.folder, METADATA, pickle.dumps(_metadata(items, contents)), files)
-
-    def undo(self, me: int) -> None:
-        """Remove the file of an owner."""
-        self.folder.remove(self.file(me))
+    def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
+        """A pickle of torch's metadata."""
+        return pickle.dumps(_metadata([item for listed in results.values() for item in listed], contents))
 
 
 def _items_bytes(items: Sequence[Item]) -> bytes:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
@@ -27,7 +26,7 @@ from shardwise.checkpoint.formats.safetensors import (
     read_header,
     write_parts,
 )
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_alone, check_key_types, commit
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types
 from shardwise.checkpoint.values import STORED, JsonObject, JsonValue, decode, encode
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
@@ -50,13 +49,10 @@ def key_of(name: str, lo: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, lo))}"
 
 
-class ShardedWriter:
-    """Writes a file for every owner, then the index."""
+class ShardedWriter(Writer):
+    """Writes a file for every owner, even if it is empty, then the index."""
 
-    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None:
-        self.folder, self._owners, self._token = folder, list(owners), token
-        self._numbers = {owner: number for number, owner in enumerate(self._owners)}
-        self.main = INDEX
+    main = INDEX
 
     @staticmethod
     def fits(contents: Contents) -> None:
@@ -67,27 +63,17 @@ class ShardedWriter:
         for name, value in contents.values.items():
             encode(value, name, STORED)
 
-    def check(self, contents: Contents) -> None:
-        """Refuse a checkpoint of another format. An earlier one stays until this one is complete."""
-        check_alone(self.folder, INDEX)
-
     def file(self, owner: int) -> str:
         """The file name of an owner."""
-        return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
+        return f"shard-{self.numbers[owner]:05d}-of-{len(self.numbers):05d}-{self.token}.safetensors"
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
-        """Write the file of an owner, even if it is empty: the index lists one for each."""
-        keyed = {key_of(part.name, part.box.lo): part for part in parts}
-        write_parts(self.folder, self.file(me), keyed, self._token)
+        """Write the file of an owner."""
+        write_parts(self.folder, self.file(me), {key_of(part.name, part.box.lo): part for part in parts}, self.token)
 
-    def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
-        """Write the index. Returns the files of the checkpoint that it replaces."""
-        files = [self.file(owner) for owner in self._owners]
-        return commit(self.folder, INDEX, index_bytes(files, contents, self._numbers), files)
-
-    def undo(self, me: int) -> None:
-        """Remove the file of an owner."""
-        self.folder.remove(self.file(me))
+    def index(self, results: Mapping[int, None], contents: Contents) -> bytes:
+        """In JSON."""
+        return index_bytes(self.files, contents, self.numbers)
 
 
 def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int]) -> bytes:
@@ -209,14 +195,14 @@ def _entry(headers: Headers, where: object, tensors: JsonObject, name: str, valu
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
     own = _own_name(tensors, name, fields, where)
     locate = partial(_locate, headers, own, parts)
-    return Entry(name, parts.shape, parts.dtype, parts.alike, parts.file, locate, headers.names, headers.files, own)
+    return Entry(name, parts.shape, parts.dtype, parts.stored, parts.file, locate, headers.names, headers.files, own)
 
 
 def _own_name(tensors: JsonObject, name: str, fields: JsonObject, where: object) -> str:
     """The name of a tensor in its files: that of the one that it is tied to."""
     one = fields.get("tied", name)
-    alike = {key: value for key, value in fields.items() if key != "tied"}
-    if one != name and (not isinstance(one, str) or tensors.get(one) != alike):
+    same = {key: value for key, value in fields.items() if key != "tied"}
+    if one != name and (not isinstance(one, str) or tensors.get(one) != same):
         raise CheckpointError(
             f"{name!r} in {where} is tied to {one!r}, which is not an untied tensor with the same layout"
         )
@@ -230,7 +216,7 @@ class StoredParts(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    alike: Alike
+    stored: HashableBoxes
     file: Ints
     known: dict[int, tuple[int, str, tuple[int, ...]]]  # a cache for `part`
 
@@ -238,7 +224,7 @@ class StoredParts(NamedTuple):
         """The file, the end of the key, and the shape of a box."""
         part = self.known.get(row)
         if part is None:
-            box = self.alike.boxes.box(row)
+            box = self.stored.boxes.box(row)
             part = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
         return part
 
@@ -262,14 +248,14 @@ def _stored_parts(dtype: str, shape: tuple[int, ...], text: str, files: int) -> 
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # a fast path, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
-        return StoredParts(layout.shape, DTYPES[dtype], Alike(layout.form.cells.boxes.take(row)), owner, {})
+        return StoredParts(layout.shape, DTYPES[dtype], HashableBoxes(layout.form.cells.boxes.take(row)), owner, {})
     pieces = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
     boxes = Boxes.of([piece.box for _, piece in pieces], layout.ndim)
     owners = ints([owner for owner, _ in pieces])
-    return StoredParts(layout.shape, DTYPES[dtype], Alike(boxes), owners, {})
+    return StoredParts(layout.shape, DTYPES[dtype], HashableBoxes(boxes), owners, {})
 
 
-def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Located:
+def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Positions:
     starts = list[int]()
     for number, ending, shape in map(parts.part, rows.tolist()):
         key = name + ending
@@ -282,4 +268,4 @@ def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Loca
                 f"it is not the file that the index was written for"
             )
         starts.append(tensor.start)
-    return Located(ints(starts))
+    return Positions(ints(starts))

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardwise.checkpoint.atomic_files import write_tensor
-from shardwise.checkpoint.entry import Located
+from shardwise.checkpoint.entry import Positions
 from shardwise.checkpoint.files import WORDS, ByteRange, Bytes, Files, RangeLabel
 from shardwise.checkpoint.opaque import Opaque, OpaqueError, opaque_in
 from shardwise.checkpoint.pickles import UnknownNames, check_tree, unpickle
@@ -193,7 +193,7 @@ class ArchiveTemplates:
         self._files = files
         self._known = dict[TemplateKey, ArchiveTemplate | None]()  # None if the elements are not described before them
 
-    def locate(self, archives: Sequence[ByteRange], boxes: Boxes, name: str, dtype: torch.dtype) -> Located:
+    def locate(self, archives: Sequence[ByteRange], boxes: Boxes, name: str, dtype: torch.dtype) -> Positions:
         """The elements of boxes of a tensor, each in an archive of its own."""
         shapes = list(map(tuple, (boxes.hi - boxes.lo).tolist()))
         keys = [(one.stop - one.start, shape, dtype) for one, shape in zip(archives, shapes, strict=True)]
@@ -209,7 +209,7 @@ class ArchiveTemplates:
         places = [(one.start, one.strides) for one in (one or read_now[at] for at, one in enumerate(known))]
         plain = all(strides == row_major(shape) for (_, strides), shape in zip(places, shapes, strict=True))
         strides = None if plain else ints([strides for _, strides in places]).reshape(boxes.lo.shape)
-        return Located(ints([one.start + start for one, (start, _) in zip(archives, places, strict=True)]), strides)
+        return Positions(ints([one.start + start for one, (start, _) in zip(archives, places, strict=True)]), strides)
 
     def _matching(
         self, archives: Sequence[ByteRange], templates: Sequence[ArchiveTemplate | None]

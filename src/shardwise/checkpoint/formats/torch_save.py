@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.entry import Checkpoint, Entry, Located, whole_box
+from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
 from shardwise.checkpoint.files import ByteRange, Files
 from shardwise.checkpoint.formats.safetensors import open_indexed as open_by_index
 from shardwise.checkpoint.formats.torch_archive import (
@@ -18,7 +18,7 @@ from shardwise.checkpoint.formats.torch_archive import (
     tensor_reader,
     write_archive,
 )
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_keys, check_overlaps
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_keys, check_overlaps
 from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class
 from shardwise.checkpoint.pickles import count_tensors, refuse, without_stubs
 from shardwise.checkpoint.unpickle_stubs import TensorStub
@@ -106,15 +106,15 @@ def _flat(archive: Archive) -> tuple[dict[str, object], dict[str, OBJ_PATH]]:
 def _entry(name: str, tensor: TensorStub, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
     shape, size = tensor.shape, tensor.dtype.itemsize
     member = archive.storage(tensor, name)
-    alike = whole_box(shape)
+    stored = whole_box(shape)
 
-    def locate(rows: Ints) -> Located:
+    def locate(rows: Ints) -> Positions:
         start = data_starts(files, [member])[0] + tensor.offset * size if len(rows) else 0
         strides = None if tensor.strides == row_major(shape) else ints([tensor.strides])[: len(rows)]
-        return Located(np.full(len(rows), start), strides)
+        return Positions(np.full(len(rows), start), strides)
 
     shared = number, tensor.storage.key, tensor.offset, tensor.strides
-    return Entry(name, shape, tensor.dtype, alike, np.full(alike.boxes.count, number), locate, names, files, shared)
+    return Entry(name, shape, tensor.dtype, stored, np.full(stored.boxes.count, number), locate, names, files, shared)
 
 
 def _objects(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict[str, object]:
@@ -124,13 +124,14 @@ def _objects(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict
     }
 
 
-class TorchSaveWriter:
-    """Writes one file, with values and nested names."""
+class TorchSaveWriter(Writer):
+    """Writes one file, with values and nested names; there is no index."""
 
     def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         if len(owners) != 1:
             raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
-        self.folder, self.main = folder, name or "model.pt"
+        super().__init__(folder, owners, token, name)
+        self.main = name or "model.pt"
 
     @staticmethod
     def fits(contents: Contents) -> None:
@@ -159,5 +160,9 @@ class TorchSaveWriter:
             write_archive(file, unflatten_state_dict(flat, paths), records)
 
     def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
-        """Nothing to do: there is no index."""
+        """Nothing to do."""
         return []
+
+    def index(self, results: Mapping[int, None], contents: Contents) -> bytes:
+        """None."""
+        return b""
