@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -14,15 +14,13 @@ from typing import IO
 
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.cli_options import size_in_bytes
 from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
 from shardwise.checkpoint.formats.sharded import ShardedWriter
-from shardwise.checkpoint.formats.torch_archive import torch_save_bytes
-from shardwise.checkpoint.formats.torch_save import TorchSaveWriter
+from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClaim, Writer, claim_folder, token_of
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
@@ -35,6 +33,7 @@ from shardwise.checkpoint.streams import (
     check_losses,
     chosen,
     ordered,
+    repeated,
     stream_of,
     streams_of,
 )
@@ -50,6 +49,7 @@ from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.quoting import brief
 
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 CONFIG = "config.json"  # of the model, beside its weights
 WRITERS: dict[str, type[Writer]] = {
     "safetensors": SafetensorsWriter,
@@ -282,13 +282,9 @@ def _layouts(
 
 def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
     """Tied names, each with the earlier name of the same bytes and layout."""
-    first, ties = dict[Hashable, str](), dict[str, str]()
-    for name, stream in streams.items():
-        if stream.origin is not None and stream.size:
-            layout = None if rules is None else rules.layout(name, stream.shape)
-            one = first.setdefault((stream.origin, layout), name)
-            ties |= {name: one} if one != name else {}
-    return ties
+    shared = {name: stream for name, stream in streams.items() if stream.origin is not None and stream.size}
+    layouts = {name: rules and rules.layout(name, stream.shape) for name, stream in shared.items()}
+    return repeated({name: (stream.origin, layouts[name]) for name, stream in shared.items()})
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
@@ -376,3 +372,19 @@ def _verify(
         raise CheckpointError(
             f"{made.path} does not match the source: {differences[0]} (and {len(differences) - 1} more)"
         )
+
+
+def size_in_bytes(text: int | str) -> int:
+    """
+    >>> size_in_bytes("5GB"), size_in_bytes("0.5 MiB"), size_in_bytes(4096)
+    (5000000000, 524288, 4096)
+    """
+    number = str(text).strip().upper()
+    unit = next((unit for unit in UNITS if number.endswith(unit)), "")
+    try:
+        size = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        size = 0.0
+    if not 1 <= size < 2**62:
+        raise ValueError(f"{text!r} is not a size: write 5GB, 512MiB, or a number of bytes")
+    return int(size)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
 
 OutputFile = IO[bytes]
+V = TypeVar("V")
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # windows that are copied at a time: each may need a file of its own, and a process has few
 BATCH = 2**24  # bytes that are copied at a time where tensors are small
@@ -363,6 +364,32 @@ def _read_batch(batch: Sequence[Reading]) -> None:
         there += tensors
     copy_all(there, here)
     files.check_unchanged(names)
+
+
+class LazyMapping(Mapping[str, V]):
+    """Values that are made when first used: a large checkpoint has very many."""
+
+    def __init__(self, names: Mapping[str, object], make: Callable[[str], V]) -> None:
+        self._names, self._make, self._made = names, make, dict[str, V]()
+
+    def __getitem__(self, name: str) -> V:
+        if name not in self._made:
+            if name not in self._names:
+                raise KeyError(name)
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class Checkpoint(Mapping[str, Entry]):

@@ -44,24 +44,15 @@ class ByteRange(NamedTuple):
 
 
 class FileLabel(NamedTuple):
-    """A file as messages show it. The text is composed only when it is printed: most labels never are."""
+    """A file or bytes of it as messages show them. The text is composed only when printed: most labels never are."""
 
     root: str
     name: str
+    bytes: ByteRange | None = None
 
     def __str__(self) -> str:
-        return in_line(join_path(self.root, self.name))
-
-
-class RangeLabel(NamedTuple):
-    """Bytes of a file as messages show them."""
-
-    root: str
-    range: ByteRange
-
-    def __str__(self) -> str:
-        file, start, stop = self.range
-        return f"{FileLabel(self.root, file)}, bytes {start} to {stop}"
+        bytes = "" if self.bytes is None else f", bytes {self.bytes.start} to {self.bytes.stop}"
+        return in_line(join_path(self.root, self.name)) + bytes
 
 
 class Output(Protocol):
@@ -151,9 +142,9 @@ class Files(ABC):
         """The file as messages show it."""
         return FileLabel(self.root, name)
 
-    def range_label(self, bytes: ByteRange) -> RangeLabel:
+    def range_label(self, bytes: ByteRange) -> FileLabel:
         """Bytes of a file as messages show them."""
-        return RangeLabel(self.root, bytes)
+        return FileLabel(self.root, bytes.file, bytes)
 
     def check(self, wanted: ByteRange) -> None:
         """Refuse bytes that the file does not have."""

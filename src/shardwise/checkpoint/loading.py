@@ -17,7 +17,7 @@ from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streams import Stream
+from shardwise.checkpoint.streams import Stream, repeated
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
@@ -234,8 +234,7 @@ def _first_of_tied(
     for link, entry, tensor in linked if ties else ():
         before = streams[link.target].sources if link.target in streams else ()
         streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
-    first = dict[str, str]()
-    again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
+    again = repeated({name: ties.get(name, name) for name in streams})
     for name, one in again.items() if check else ():
         same = streams[one].same_bytes(streams[name])
         differences = compare_streams({name: (streams[one], streams[name])}) if not same else []

@@ -217,6 +217,16 @@ def check_losses(
     return tuple(lost)
 
 
+def repeated(keys: Mapping[str, Hashable]) -> dict[str, str]:
+    """The names whose key an earlier name has, with that name.
+
+    >>> repeated({"a": 1, "b": 2, "c": 1})
+    {'c': 'a'}
+    """
+    first = dict[Hashable, str]()
+    return {name: one for name, key in keys.items() if (one := first.setdefault(key, name)) != name}
+
+
 def check_jobs(jobs: int) -> None:
     """Refuse a number of threads below 1."""
     if jobs < 1:

@@ -28,7 +28,7 @@ import torch
 
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
-from shardwise.checkpoint.formats.torch_archive import TensorRecord, torch_save_bytes, write_archive
+from shardwise.checkpoint.formats.torch_save import TensorRecord, torch_save_bytes, write_archive
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types, check_overlaps
 from shardwise.checkpoint.values import CARRIED, encode
 from shardwise.errors import CheckpointError

@@ -9,14 +9,14 @@ parts under that name.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
@@ -114,7 +114,7 @@ def open_sharded(files: Files) -> Checkpoint:
     names = [inside(name, where) for name in listed]
     nested = {name: _path(path, name, where, len(paths)) for name, path in paths.items()}
     headers = Headers(files, names)
-    entries = LazyEntries(tensors, partial(_entry, headers, where, tensors))
+    entries = LazyMapping(tensors, partial(_entry, headers, where, tensors))
     return Checkpoint(
         files,
         "sharded",
@@ -140,28 +140,6 @@ def _decode(value: JsonValue, name: str, where: object) -> object:
         raise CheckpointError(f"{name!r} in {where} is not a recognized value: {error}") from error
 
 
-class LazyEntries(Mapping[str, Entry]):
-    """Entries that are made when first used: a large checkpoint has very many."""
-
-    def __init__(self, described: Mapping[str, JsonValue], make: Callable[[str, JsonValue], Entry]) -> None:
-        self._described, self._make, self._made = described, make, dict[str, Entry]()
-
-    def __getitem__(self, name: str) -> Entry:
-        entry = self._made.get(name)
-        if entry is None:
-            entry = self._made[name] = self._make(name, self._described[name])
-        return entry
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._described
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._described)
-
-    def __len__(self) -> int:
-        return len(self._described)
-
-
 class Headers:
     """The headers of files, read when first needed."""
 
@@ -182,9 +160,9 @@ class Headers:
         return self._read[number]
 
 
-def _entry(headers: Headers, where: object, tensors: JsonObject, name: str, value: JsonValue) -> Entry:
+def _entry(headers: Headers, where: object, tensors: JsonObject, name: str) -> Entry:
     try:
-        fields = cast("dict[str, Any]", value)
+        fields = cast("dict[str, Any]", tensors[name])
         dtype, shape, layout = fields["dtype"], tuple(fields["shape"]), str(fields["layout"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where} lacks dtype, shape or layout") from error
