@@ -61,7 +61,7 @@ class Item(NamedTuple):
 class DcpWriter(Writer):
     """Writes a file for every owner; that of the first one also has the values."""
 
-    main = METADATA
+    index_name = METADATA
 
     @staticmethod
     def fits(contents: Contents) -> None:

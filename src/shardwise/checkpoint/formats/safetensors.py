@@ -249,9 +249,11 @@ def write_parts(folder: OutputFolder, file: str, parts: Mapping[str, TensorPart]
 class SafetensorsWriter(Writer):
     """Writes a file for every owner, and an index if there are several."""
 
+    index_name = INDEX
+
     def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         super().__init__(folder, owners, token, name)
-        self.main = self.file(owners[0]) if len(owners) == 1 else INDEX
+        self.main = INDEX if len(owners) > 1 else self.file(owners[0])
         self._unfinished = list[str]()  # files of another conversion that was interrupted
 
     @staticmethod

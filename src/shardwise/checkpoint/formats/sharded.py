@@ -52,7 +52,7 @@ def key_of(name: str, lo: Sequence[int]) -> str:
 class ShardedWriter(Writer):
     """Writes a file for every owner, even if it is empty, then the index."""
 
-    main = INDEX
+    index_name = INDEX
 
     @staticmethod
     def fits(contents: Contents) -> None:

@@ -196,13 +196,13 @@ def _clean_up(folder: OutputFolder, lock: FileLock, token: str) -> list[WriterRe
 class Writer(ABC):
     """Writes a checkpoint: every owner its parts, then one of them the index. `token` marks the files of this one.
 
-    `main` is the file to open for reading, usually the index; `name` that of a single file.
+    `main` is the file to open for reading, usually the index; `name` is that of a single file.
     """
 
-    main = ""
+    index_name = ""
 
     def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
-        self.folder, self.token, self.name = folder, token, name
+        self.folder, self.token, self.name, self.main = folder, token, name, self.index_name
         self.numbers = {owner: number for number, owner in enumerate(owners)}
 
     @property
@@ -217,7 +217,7 @@ class Writer(ABC):
 
     def check(self, contents: Contents) -> None:
         """Refuse a directory with a checkpoint of another format. An earlier one stays until this one is complete."""
-        others = [name for name in self.folder.names() if name in INDEXES and name != self.main]
+        others = [name for name in self.folder.names() if name in INDEXES and name != self.index_name]
         if others:
             raise CheckpointError(
                 f"{self.folder.path} has a checkpoint of another format ({others[0]}): give another path, or remove it"
