@@ -9,38 +9,25 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compare_streams, names_there
-from shardwise.checkpoint.entry import Checkpoint, Copies, Entry, HashableBoxes, Local, Packed, Reading, read_into
+from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
+from shardwise.checkpoint.filling import LinkedEntry, Prepared, fill_each, fill_once
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Stream, repeated
 from shardwise.checkpoint.values import refuse_modules
-from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
-from shardwise.job.agree import agree_on
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
-from shardwise.job.job import Job
 from shardwise.job.names import Rename, missing
-from shardwise.job.plan import ModelPlan, TensorInfo
-from shardwise.job.progress import Count, Progress, check_progress, shown
-from shardwise.job.remap import Link, Remap, links
-from shardwise.job.session import group_transport
-from shardwise.job.side import (
-    Descriptions,
-    LiveSide,
-    check_local,
-    combine_descriptions,
-    describe_all,
-    is_tensor,
-    memory_of,
-)
+from shardwise.job.plan import TensorInfo
+from shardwise.job.progress import Progress, check_progress
+from shardwise.job.remap import Remap, links
+from shardwise.job.side import Descriptions, combine_descriptions, describe_all, is_tensor
 from shardwise.job.ties import Ties, tied, ties_of
-from shardwise.layout import Layout
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
@@ -99,13 +86,13 @@ def load(
         names = {one.link.target for one in linked}
         return Prepared(_first_of_tied(checkpoint, linked, ties, check=callers.first), names, others)
 
-    fill = partial(_load_once, max_bytes=max_bytes) if once else _load_each
-    do_fill = partial(fill, callers, targets, state.flat, prepare, progress, count_losses=overflow == "refuse")
+    how = partial(fill_once, max_bytes=max_bytes) if once else fill_each
+    fill = partial(how, callers, state.flat, prepare, progress, count_losses=overflow == "refuse")
     with torch.no_grad():
-        filled = do_fill() if once else None  # a job of all ranks: it raises on all what goes wrong on one
+        filled = fill() if once else None  # a job of all ranks: it raises on all what goes wrong on one
 
         def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
-            prepared, losses = filled or do_fill()
+            prepared, losses = filled or fill()
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
         # no rank returns while another still reads: the caller may delete the files
@@ -114,26 +101,6 @@ def load(
             _refuse_losses(losses_by_rank, disjoint=once)
     for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
         set_element(into, state.paths[name], value)
-
-
-class LinkedEntry(NamedTuple):
-    """An entry that fills a tensor, or a part of it."""
-
-    link: Link
-    entry: Entry
-    target: TensorInfo
-
-
-class Prepared(NamedTuple):
-    """What a load does on a rank: which entries fill which tensors, the names that are filled, and other values."""
-
-    links: Sequence[LinkedEntry]
-    linked: set[str]
-    others: Sequence[str]
-
-    def entries(self) -> dict[str, Entry]:
-        """By name."""
-        return {one.link.source: one.entry for one in self.links}
 
 
 class State(NamedTuple):
@@ -244,120 +211,6 @@ def _first_of_tied(
                 f"({differences[0].what}): give each its own memory, or leave one of them out"
             )
     return [one for one in linked if one.link.target not in again]
-
-
-# --- every rank reads what it needs -----------------------------------------------------------------------------------
-
-
-def _load_each(
-    callers: Callers,
-    targets: Mapping[str, TensorInfo],
-    flat: Mapping[str, object],
-    prepare: Callable[[], Prepared],
-    progress: Progress,
-    *,
-    count_losses: bool,
-) -> tuple[Prepared, Losses]:
-    """Load this rank's part. All positions are found before the first read, so that errors come early.
-
-    Losses of casts are counted in the same pass.
-    """
-    prepared, losses = prepare(), Losses()
-    todo = [_reading(one, flat, callers.me, losses if count_losses else None) for one in prepared.links]
-    total = sum(reading.bytes for reading in todo) if progress is not None else 0
-    with shown(progress, total, "load", here=callers.first) as tell:
-        read_into(todo, Count(tell, total).add)
-    return prepared, losses
-
-
-def _reading(one: LinkedEntry, flat: Mapping[str, object], me: int, losses: Losses | None) -> Reading:
-    """What this rank reads of an entry."""
-    link, entry, tensor = one
-    memory = memory_of(flat.get(link.target))
-    check_local(f"{link.target!r} of the state dict", memory, tensor, me)
-    _check_written({link.target: memory})
-    copies = Copies.of(entry, Local(tensor.layout, me, tuple(t.stride() for t in memory)), link)
-    look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
-    return copies.into(memory, look)
-
-
-def _check_written(memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    """Refuse memory that must not be written to."""
-    for name, memory in memories.items():
-        for tensor in memory:
-            check_written(tensor, repr(name))
-
-
-# --- every byte is read once, by one rank, and sent to all that need it -----------------------------------------------
-
-
-def _load_once(
-    callers: Callers,
-    targets: Mapping[str, TensorInfo],
-    flat: Mapping[str, object],
-    prepare: Callable[[], Prepared],
-    progress: Progress,
-    *,
-    count_losses: bool,
-    max_bytes: int | None,
-) -> tuple[Prepared, Losses]:
-    """Fill the targets: a job whose source is the mapped files, of which every rank reads an equal share.
-
-    Returns what was loaded, and the casts' losses among what this rank reads.
-    """
-
-    def make() -> tuple[ModelPlan, Prepared]:
-        prepared = prepare()
-        entries = prepared.entries()
-        layouts = assign_readers(entries.values(), callers.owners)
-        sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        filled = {one.link.target for one in prepared.links}
-        return ModelPlan.of(
-            [one.link for one in prepared.links],
-            sources,
-            {name: tensor for name, tensor in targets.items() if name in filled},
-            max_bytes=max_bytes,
-        ), prepared
-
-    transport = group_transport(callers.group)
-    plan, prepared = agree_on(transport, "load", make)
-    job = Job(transport, plan, "load", overflow="count" if count_losses else "allow")
-    source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)
-
-    def check() -> None:
-        _check_written(target.checked("state dict", plan.targets, callers.me))
-
-    with shown(progress, job.total, "load", here=callers.first) as tell:
-        job.run(source, target, check=check, fresh=False, progress=tell)
-    return prepared, job.losses
-
-
-class FileSide:
-    """This rank's share of the files, as memory-mapped tensors. A source of several targets is mapped once."""
-
-    def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
-        self._entries, self._plan, self._me = entries, plan, me
-        self._mapped = dict[str, list[torch.Tensor]]()
-
-    def memory(self, name: str) -> list[torch.Tensor]:
-        """Of its share."""
-        if name not in self._mapped:
-            self._mapped[name] = self._map(self._entries[name], self._plan.sources[name].layout)
-        return self._mapped[name]
-
-    def _map(self, entry: Entry, layout: Layout) -> list[torch.Tensor]:
-        if self._me not in layout:
-            return []
-        boxes = [piece.box for piece in sorted(layout.pieces(self._me), key=lambda piece: piece.buffer)]
-        return entry.views(Copies.of(entry, Packed(HashableBoxes.of(*boxes))).sources)
-
-    def stamp(self) -> object:
-        """Files are read once."""
-        return object()
-
-    def sent(self, entries: Sequence[int]) -> None:
-        """Unmap them."""
-        self._mapped.clear()
 
 
 def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
