@@ -24,7 +24,7 @@ from shardwise.checkpoint.streams import (
     stream_of,
     streams_of,
 )
-from shardwise.checkpoint.values import is_listed, same_value
+from shardwise.checkpoint.values import has_known_types, same_value
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.job.casts import Cast
@@ -122,7 +122,7 @@ def uncompared(
     safetensors = "safetensors" in (one.format, other.format)
     reasons = dict[str, str]()
     for name, value in (item for side in _sides(one, other, select) for item in side.items()):
-        if objects == "drop" and not is_listed(value):
+        if objects == "drop" and not has_known_types(value):
             reasons[name] = "of unknown classes"
         elif safetensors and not tensors_in(value):
             reasons.setdefault(name, "that safetensors cannot hold")
@@ -138,7 +138,7 @@ def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str
 def _missing_values(values: Mapping[str, object], there: Checkpoint) -> list[Difference]:
     """Values that a checkpoint lacks; for objects, with their class and how to skip them."""
     names = [name for name in values if name not in there.objects]
-    objects = [name for name in names if there.format == "safetensors" or not is_listed(values[name])]
+    objects = [name for name in names if there.format == "safetensors" or not has_known_types(values[name])]
     drop = "objects='drop' does not compare such objects"
     return _absent([name for name in names if name not in objects], there.objects, there.path) + [
         Difference(name, f"{there.path} has no {name!r}, which is {brief(values[name])}; {drop}") for name in objects

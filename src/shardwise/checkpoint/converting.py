@@ -37,7 +37,7 @@ from shardwise.checkpoint.streams import (
     stream_of,
     streams_of,
 )
-from shardwise.checkpoint.values import is_listed
+from shardwise.checkpoint.values import has_known_types
 from shardwise.errors import CheckpointError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -170,7 +170,7 @@ def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None
     lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
         raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
-    return values if objects == "carry" else {key: value for key, value in values.items() if is_listed(value)}
+    return values if objects == "carry" else {key: value for key, value in values.items() if has_known_types(value)}
 
 
 def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
@@ -178,7 +178,7 @@ def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
     inside, opaque = tensors_in(value) > 0, opaque_in(value) is not None
     if objects == "carry":
         return (inside or opaque) if format == "safetensors" else inside and opaque and format in LIMITED
-    return inside and (format == "safetensors" or not is_listed(value))
+    return inside and (format == "safetensors" or not has_known_types(value))
 
 
 def _loss(value: object, format: str) -> str:

@@ -72,7 +72,7 @@ class Entry:
     """A tensor in files: box i of it lies in file number `file[i]` of `paths`.
 
     `locate` finds for some rows where they are in those files. Formats that have to look into a file for that do so
-    when it is asked. Windows of files have their offset in bytes, but their strides in elements, as tensors have.
+    when it is called. Windows of files have their offset in bytes, but their strides in elements, as tensors have.
     `shared` is equal for entries that are the same bytes of the same files: tied weights.
     """
 
@@ -149,9 +149,9 @@ class Entry:
             if _tiled(self.stored, self.shape):
                 return
         for row in range(boxes.count):
-            _, held = join(boxes.take(np.array([row])), self.boxes)
+            _, rows = join(boxes.take(np.array([row])), self.boxes)
             with self._provable():
-                missing = gaps(self.boxes.take(held), boxes.box(row), np.zeros(len(held), dtype=np.bool_))
+                missing = gaps(self.boxes.take(rows), boxes.box(row), np.zeros(len(rows), dtype=np.bool_))
             if missing:
                 raise CheckpointError(
                     f"{self.files.root}: no file has {', '.join(map(str, missing[:4]))} of {self.name!r} "

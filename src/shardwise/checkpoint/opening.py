@@ -78,8 +78,8 @@ def _open_directory(files: Files) -> Checkpoint:
         raise CheckpointError(
             f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
         )
-    listed = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
-    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {listed}. Expected {KNOWN}")
+    contents = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
+    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
 
 
 def _check_whole(files: Files, names: list[str]) -> None:

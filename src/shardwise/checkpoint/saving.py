@@ -231,10 +231,10 @@ def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, obj
 
 
 @lru_cache(maxsize=4096)
-def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
+def _places(source: Layout, target: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
     """The boxes to write, and where they are. Cached: many tensors share a layout."""
-    boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
-    _, places = places_of(held, me, strides).once(boxes)
+    boxes = Boxes.of([piece.box for piece in target.pieces(me)], target.ndim)
+    _, places = places_of(source, me, strides).once(boxes)
     return [(places.boxes.box(at), cut) for at, cut in enumerate(places.windows())]
 
 
@@ -273,7 +273,7 @@ def _differing_replicas(
     names: Iterable[str], sums: Mapping[str, int], highest: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[str]:
     """The names whose checksums differ between ranks: the highest is not the lowest."""
-    listed = list(names)
-    mine = [(sums[name], -sums[name]) if name in sums else (NO_SUM, NO_SUM) for name in listed]
+    in_order = list(names)
+    mine = [(sums[name], -sums[name]) if name in sums else (NO_SUM, NO_SUM) for name in in_order]
     most, least = highest(torch.tensor(mine, dtype=torch.int64, device="cpu").reshape(-1, 2)).T.tolist()
-    return [name for name, high, low in zip(listed, most, least, strict=True) if high != NO_SUM and high != -low]
+    return [name for name, high, low in zip(in_order, most, least, strict=True) if high != NO_SUM and high != -low]

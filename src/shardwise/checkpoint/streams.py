@@ -238,6 +238,6 @@ def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[t
     if jobs <= 1:
         yield from ((item, work(item)) for item in items)
         return
-    listed = list(items)
+    todo = list(items)
     with ThreadPoolExecutor(jobs) as pool:
-        yield from zip(listed, pool.map(work, listed), strict=True)
+        yield from zip(todo, pool.map(work, todo), strict=True)

@@ -147,20 +147,20 @@ def without_checksums(tail: Bytes) -> Bytes:
 
 
 def _members(archive: ByteRange, place: _DirectoryRange, text: bytes) -> ZipDirectory:
-    listed, at, least = list[tuple[bytes, int, int, bool]](), 0, RECORD.size
+    records, at, least = list[tuple[bytes, int, int, bool]](), 0, RECORD.size
     while at + least <= len(text):
         mark, flags, method, packed, size, length, extra, comment, offset = RECORD.unpack_from(text, at)
         name, after = text[at + least : at + least + length], at + least + length
         if mark != SIGNATURES["record"] or after + extra + comment > len(text):
-            raise DamageError(f"record {len(listed)} of its directory is invalid")
+            raise DamageError(f"record {len(records)} of its directory is invalid")
         if FULL in (packed, size, offset):
             size, packed, offset = _wide(text[after : after + extra], [size, packed, offset])
         plain = method == UNCOMPRESSED and not flags & ENCRYPTED and packed == size
-        listed.append((name, archive.start + offset, packed, plain))
+        records.append((name, archive.start + offset, packed, plain))
         at = after + extra + comment
-    if at != len(text) or len(listed) != place.members:
-        raise DamageError(f"its directory has {len(listed)} members instead of {place.members}")
-    return _between(archive, place, listed)
+    if at != len(text) or len(records) != place.members:
+        raise DamageError(f"its directory has {len(records)} members instead of {place.members}")
+    return _between(archive, place, records)
 
 
 def _wide(extra: bytes, numbers: list[int]) -> list[int]:
@@ -179,18 +179,18 @@ def _wide(extra: bytes, numbers: list[int]) -> list[int]:
     raise DamageError("a 64-bit member has no 64-bit offset")
 
 
-def _between(archive: ByteRange, place: _DirectoryRange, listed: list[tuple[bytes, int, int, bool]]) -> ZipDirectory:
+def _between(archive: ByteRange, place: _DirectoryRange, records: list[tuple[bytes, int, int, bool]]) -> ZipDirectory:
     """A member ends where the next one begins, the last one where the directory begins."""
-    listed.sort(key=lambda member: member[1])
-    stops = [header for _, header, _, _ in listed[1:]] + [place.start]
+    records.sort(key=lambda member: member[1])
+    stops = [header for _, header, _, _ in records[1:]] + [place.start]
     members = ZipDirectory()
-    for (name, header, size, plain), stop in zip(listed, stops, strict=True):
+    for (name, header, size, plain), stop in zip(records, stops, strict=True):
         if header < archive.start or header + HEADER.size + len(name) + size > stop:
             raise DamageError(
                 f"{name.decode(errors='replace')!r} ({size} bytes at byte {header}) does not end by byte {stop}"
             )
         members[name.decode(errors="replace")] = ZipMember(archive.file, name, header, size, stop, plain)
-    if len(members) < len(listed):
+    if len(members) < len(records):
         raise DamageError("two members have the same name")
     return members
 
@@ -242,7 +242,7 @@ def read_archives(files: Files, archives: Sequence[ByteRange]) -> list[Archive]:
     members = directories(files, archives)
     where = list(map(files.range_label, archives))
     folders = list(map(_folder, where, members))
-    pickles = [listed[f"{folder}data.pkl"] for listed, folder in zip(members, folders, strict=True)]
+    pickles = [directory[f"{folder}data.pkl"] for directory, folder in zip(members, folders, strict=True)]
     orders = [(at, f"{folder}byteorder") for at, folder in enumerate(folders) if f"{folder}byteorder" in members[at]]
     data = contents(files, pickles + [members[at][name] for at, name in orders])
     for (at, _), order in zip(orders, data[len(archives) :], strict=True):

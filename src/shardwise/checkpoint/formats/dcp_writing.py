@@ -99,7 +99,7 @@ class DcpWriter(Writer):
 
     def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
         """A pickle of torch's metadata."""
-        return pickle.dumps(_metadata([item for listed in results.values() for item in listed], contents))
+        return pickle.dumps(_metadata([item for items in results.values() for item in items], contents))
 
 
 def _items_bytes(items: Sequence[Item]) -> bytes:
@@ -132,7 +132,7 @@ def _item_keys(parts: Sequence[TensorPart], values: Iterable[str]) -> list[ItemK
 def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metadata:
     from torch.distributed.checkpoint import metadata as torch_metadata  # slow to import
 
-    listed = dict[str, object]()
+    stored = dict[str, object]()
     places = dict[torch_metadata.MetadataIndex, object]()
     chunks = {name: list[torch_metadata.ChunkStorageMetadata]() for name in contents.tensors}
     again = defaultdict[str, list[str]](list)
@@ -145,13 +145,13 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
             if lo is not None:
                 chunks[name].append(torch_metadata.ChunkStorageMetadata(lo, torch.Size(item.shape)))
             else:
-                listed[name] = torch_metadata.BytesStorageMetadata()
+                stored[name] = torch_metadata.BytesStorageMetadata()
     for name, (dtype, layout) in contents.tensors.items():
         properties = torch_metadata.TensorProperties(dtype=dtype)
-        listed[name] = torch_metadata.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
+        stored[name] = torch_metadata.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
     nested = nesting(contents)
     version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
-    described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **listed})
+    described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **stored})
     made = torch_metadata.Metadata(described, dict(nested.paths), places, **({"version": version} if version else {}))
     if contents.tied:
         made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes

@@ -97,10 +97,10 @@ def _numbered_files(files: Files, mesh: Mesh) -> list[str]:
     ]
     if len(fitting) != 1:
         here = [name for group in groups.values() for name in sorted(group.values())]
-        listed = ", ".join(here[:6]) + (" ..." if len(here) > 6 else "") if here else "none"
+        names = ", ".join(here[:6]) + (" ..." if len(here) > 6 else "") if here else "none"
         which = "several sets of numbered files match" if fitting else "no set of numbered files matches"
         remedy = 'name the files in the rules, as in [files] pattern = "model_{rank}.pt"'
-        raise CheckpointError(f"{files.root}: {which} {mesh}, among {listed}: {remedy}")
+        raise CheckpointError(f"{files.root}: {which} {mesh}, among {names}: {remedy}")
     return [fitting[0][key] for key in sorted(fitting[0])]
 
 

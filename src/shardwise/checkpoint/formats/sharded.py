@@ -82,16 +82,16 @@ def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, 
         layout: str(layout.relabel({owner: numbers[owner] for owner in layout.owners()}))
         for layout in {layout for _, layout in contents.tensors.values()}
     }
-    listed: dict[str, dict[str, object]] = {
+    described: dict[str, dict[str, object]] = {
         name: {"dtype": dtype_name(dtype, name), "shape": list(layout.shape), "layout": texts[layout]}
         for name, (dtype, layout) in contents.tensors.items()
     }
     for name, one in contents.tied.items():
-        listed[name]["tied"] = one
+        described[name]["tied"] = one
     index = {
         "shardwise": VERSION,
         "files": list(files),
-        "tensors": listed,
+        "tensors": described,
         "values": {name: encode(value, name, STORED) for name, value in contents.values.items()},
         "paths": {name: encode(list(path), name) for name, path in contents.paths.items() if path != (name,)},
     }
@@ -106,12 +106,12 @@ def open_sharded(files: Files) -> Checkpoint:
         raise CheckpointError(
             f"{where} has version {brief(index.get('shardwise'))}, but only version {VERSION} is supported"
         )
-    listed, tensors, values, paths = map(index.get, ("files", "tensors", "values", "paths"))
-    if not isinstance(listed, list) or not (
+    file_names, tensors, values, paths = map(index.get, ("files", "tensors", "values", "paths"))
+    if not isinstance(file_names, list) or not (
         isinstance(tensors, dict) and isinstance(values, dict) and isinstance(paths, dict)
     ):
         raise CheckpointError(f"{where} lacks files, tensors, values or paths")
-    names = [inside(name, where) for name in listed]
+    names = [inside(name, where) for name in file_names]
     nested = {name: _path(path, name, where, len(paths)) for name, path in paths.items()}
     headers = Headers(files, names)
     entries = LazyMapping(tensors, partial(_entry, headers, where, tensors))

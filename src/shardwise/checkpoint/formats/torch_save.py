@@ -287,10 +287,10 @@ class _OpaquePickler(PYTHON_PICKLER):  # type: ignore[misc]
     def _save_parts(self, obj: Opaque) -> None:
         self.save(obj.parts.args)
         self.write(pickle.REDUCE if obj.how == "call" else pickle.NEWOBJ)
-        for code, listed in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, [*chain(*obj.parts.pairs)]):
-            if listed:
+        for code, items in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, [*chain(*obj.parts.pairs)]):
+            if items:
                 self.write(pickle.MARK)
-                for item in listed:
+                for item in items:
                     self.save(item)
                 self.write(code)
         if obj.parts.state is not None:
