@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import IO
 
 from shardwise.checkpoint.assignment import assign_writers
-from shardwise.checkpoint.atomic_files import OutputFolder
+from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, token_of
 from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
@@ -21,7 +21,7 @@ from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClaim, Writer, claim_folder, token_of
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, RulesSource, read_rules

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import IO, Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import ByteRange, Files
+from shardwise.checkpoint.files import ByteRange, Files, OutputFile
 from shardwise.checkpoint.local_files import RECHECK_SECONDS
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.buffers import copy_all
@@ -24,7 +25,6 @@ from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
 
-OutputFile = IO[bytes]
 V = TypeVar("V")
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
 TOGETHER = 256  # windows that are copied at a time: each may need a file of its own, and a process has few
@@ -252,10 +252,14 @@ class Copies(NamedTuple):
     @staticmethod
     def of(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Copies:
         """All cells of memory that a link fills from the entry; without a link, all that the entry has."""
-        whole = Subtensor.whole(entry.shape)
-        views = (whole, whole) if link is None else (link.source_view, link.target_view)
-        match = _match(entry.stored, memory, *views)
-        return Copies(entry, match.sources(entry, views[0]), match.targets)
+        here, there = (Subtensor.whole(entry.shape),) * 2 if link is None else (link.source_view, link.target_view)
+        match = _match(entry.stored, memory, here, there)
+        return Copies(entry, match.sources(entry, here), match.targets)
+
+    @property
+    def contiguous(self) -> bool:
+        """True where every copy is one run of bytes."""
+        return all(map(attrgetter("contiguous"), (*self.sources, *self.targets)))
 
     def into(self, tensors: Sequence[torch.Tensor], look: Look | None = None) -> Reading:
         """Into this memory."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import product
 from math import inf
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +24,17 @@ from shardwise.geometry import Window
 from shardwise.quoting import brief, in_line
 
 if TYPE_CHECKING:
+    from io import FileIO as RawFile
+
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+    from typing_extensions import Buffer
 
 PathLike = str | os.PathLike[str]
+OutputFile = IO[bytes]
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+PIPE = 2**20  # bytes that are copied from file to file at a time
+UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)  # splice does not work here
 COPY_BYTES = 2**22  # bytes that are fetched at a time when they are only passed on
 SMALL_GAP, LARGE_GAP = 2**12, 2**18  # unneeded bytes between two ranges: fetched, if that is cheaper than a request
 
@@ -55,14 +64,6 @@ class FileLabel(NamedTuple):
         return in_line(join_path(self.root, self.name)) + bytes
 
 
-class Output(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: memoryview, /) -> object:
-        """Append bytes."""
-        ...
-
-
 class Descriptor:
     """An open file descriptor. It is closed when the last reference goes."""
 
@@ -73,12 +74,60 @@ class Descriptor:
         os.close(self.number)
 
 
-class KernelOutput(Output):
-    """An output that can take bytes of another file inside the kernel."""
+class AppendOnlyFile:
+    """A file that is written from start to end. It takes bytes of other files inside the kernel."""
+
+    def __init__(self, raw: RawFile) -> None:
+        self._raw = raw
+
+    def write(self, data: Buffer) -> int:
+        """Write all of it: the system may take less at a time."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while len(left):
+            left = left[self._raw.write(left) :]
+        return size
 
     def copy_from(self, source: Descriptor, start: int, count: int) -> None:
-        """Append bytes of another file."""
-        raise NotImplementedError
+        """Append bytes of another file through a kernel pipe if possible: they never enter the memory of this process.
+
+        That is about a third faster than copy_file_range, unless the disk does the copy.
+        """
+        while count:
+            out, into = self._pipe
+            try:
+                done = os.splice(source.number, into.number, min(count, PIPE), offset_src=start)
+            except (OSError, AttributeError) as error:
+                _check_unsupported(error, source.name)
+                with readable(source.name):
+                    data = os.pread(source.number, min(count, PIPE), start)
+                done = self.write(data)
+            else:
+                self._drain(out, done)
+            if not done:
+                raise CheckpointError(f"{source.name} was truncated while it was copied")
+            start, count = start + done, count - done
+
+    def _drain(self, out: Descriptor, left: int) -> None:
+        while left:
+            try:
+                left -= os.splice(out.number, self._raw.fileno(), left)
+            except (OSError, AttributeError) as error:
+                _check_unsupported(error)
+                left -= self.write(os.read(out.number, left))
+
+    @cached_property
+    def _pipe(self) -> tuple[Descriptor, Descriptor]:
+        out, into = os.pipe()
+        with suppress(OSError, AttributeError):  # otherwise it has the default size
+            fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PIPE)
+        return Descriptor(out), Descriptor(into)
+
+
+def _check_unsupported(error: OSError | AttributeError, source: object = None) -> None:
+    """Return if the system does not support splice for these files: then the bytes are copied by this process."""
+    if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
+        raise error if source is None else unreadable(source, error) from error
 
 
 class Files(ABC):
@@ -125,7 +174,7 @@ class Files(ABC):
     def mark_opened(self) -> None:  # noqa: B027
         """From now on, refuse files that are newer than this object, even when they are opened for the first time."""
 
-    def copy(self, source: ByteRange, file: Output) -> None:
+    def copy(self, source: ByteRange, file: OutputFile) -> None:
         """Append the bytes to a file that is being written, a little at a time."""
         for start in range(source.start, source.stop, COPY_BYTES):
             file.write(self.fetch([ByteRange(source.file, start, min(start + COPY_BYTES, source.stop))])[0].data)

@@ -17,12 +17,12 @@ import torch
 
 from shardwise.checkpoint.files import (
     WORDS,
+    AppendOnlyFile,
     ByteRange,
     Bytes,
     Descriptor,
     Files,
-    KernelOutput,
-    Output,
+    OutputFile,
     PathLike,
     RemoteFiles,
     elements,
@@ -128,10 +128,10 @@ class LocalFiles(Files):
             whole = tensors[dtype, skip] = words.view(dtype)
         return whole.as_strided(window.shape, window.strides, first)
 
-    def copy(self, source: ByteRange, file: Output) -> None:
+    def copy(self, source: ByteRange, file: OutputFile) -> None:
         """Inside the kernel where possible: the bytes never enter the memory of this process."""
         self.check(source)
-        if not isinstance(file, KernelOutput):
+        if not isinstance(file, AppendOnlyFile):
             return super().copy(source, file)
         opened = self._opened(source.file)
         try:

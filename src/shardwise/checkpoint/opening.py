@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.checkpoint.atomic_files import PARTIAL
+from shardwise.checkpoint.atomic_files import LOCK, PARTIAL, token_of
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files, PathLike
 from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
-from shardwise.checkpoint.formats.writers import LOCK, token_of
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError

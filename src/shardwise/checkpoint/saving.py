@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.assignment import assign_writers
-from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
+from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, write_tensor
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClaim, Writer, claim_folder
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.container import is_sharded
 from shardwise.exchange.buffers import bytes_at

@@ -101,10 +101,10 @@ class Stream:
         if any(entry.dtype != self.dtype for _, entry in self.sources):
             return None
         runs = list[tuple[int, Entry, Window]]()
-        for entry, sources, targets in self._copies(Boxes.of([box] if box.volume else [], len(box.lo))):
-            if not all(window.contiguous for window in (*sources, *targets)):
+        for copies in self._copies(Boxes.of([box] if box.volume else [], len(box.lo))):
+            if not copies.contiguous:
                 return None
-            runs += [(to.offset, entry, run) for run, to in zip(sources, targets, strict=True)]
+            runs += [(to.offset, copies.entry, run) for run, to in zip(copies.sources, copies.targets, strict=True)]
         return [(entry, run) for _, entry, run in sorted(runs, key=lambda run: run[0])]
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:

@@ -1,18 +1,15 @@
-"""What the writers of all formats share: the contents, checks, the index at the end, and the write lock."""
+"""What the writers of all formats share: the contents, checks, and the index at the end."""
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from os import geteuid
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.atomic_files import DAY, PARTIAL, FileLock, OutputFolder, WriterRecord, sidecar_name, writable
+from shardwise.checkpoint.atomic_files import INDEXES, OutputFolder, indexed_files
+from shardwise.checkpoint.files import OutputFile
 from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class
 from shardwise.checkpoint.unpickle_stubs import RecordStub, Stub
 from shardwise.errors import CheckpointError
@@ -28,7 +25,7 @@ class TensorPart(NamedTuple):
     name: str
     box: Box
     dtype: torch.dtype
-    write: Callable[[IO[bytes]], None]
+    write: Callable[[OutputFile], None]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,12 +53,6 @@ class Contents(NamedTuple):
     def path_items(self) -> Iterator[tuple[str, PATH_ITEM]]:
         """Every key on the path of every leaf, with the name of the leaf."""
         return ((name, key) for name in (*self.tensors, *self.values) for key in self.path_of(name))
-
-
-INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-NAMES = r"(?:shard-[0-9]+-of-[0-9]+-([0-9a-f]{16})\.safetensors|__[0-9]+_([0-9a-f]{16})\.distcp)"
-OURS, OURS_IN_BYTES = re.compile(NAMES), re.compile(NAMES.encode())
-LOCK, TRIES = ".shardwise.lock", 1000
 
 
 def check_overlaps(contents: Contents) -> None:
@@ -106,91 +97,6 @@ def check_dotted(contents: Contents) -> None:
             raise CheckpointError(
                 f"{name!r} and another leaf are both called {plain!r}: rename= one, or choose another format"
             )
-
-
-def token_of(name: str) -> str | None:
-    """The token in the name of a file that shardwise wrote; None for other files.
-
-    >>> token_of("__0_0123456789abcdef.distcp"), token_of("__0_0.distcp")
-    ('0123456789abcdef', None)
-    """
-    match = OURS.fullmatch(name)
-    return match and (match[1] or match[2])
-
-
-def _indexed_files(folder: OutputFolder, indexes: Collection[str]) -> set[str]:
-    """The files of ours that the indexes in a directory list."""
-    files = set[str]()
-    for index in set(indexes) & set(folder.names()):
-        files |= {match[0].decode() for match in OURS_IN_BYTES.finditer(folder.read(index))}
-    return files
-
-
-class WriteClaim:
-    """The right to write to a directory or a file. `unfinished`: keep a record of the files for the next writer."""
-
-    unfinished = False
-
-
-@contextmanager
-def claim_folder(folder: OutputFolder, token: str, name: str | None = None) -> Iterator[WriteClaim]:
-    """No other save or conversion writes to the directory, or to the file `name`, until this ends.
-
-    Partial files of dead writers are removed, and so are their other files, unless they have this `token` and can be
-    reused. Object stores have no locks: concurrent writers are not detected there.
-    """
-    claim = WriteClaim()
-    if folder.local is None:
-        yield claim
-        return
-    lock, made = _lock(folder, folder.local, LOCK if name is None else sidecar_name(name, "lock"))
-    others = lock.records
-    try:
-        others = _clean_up(folder, lock, token)
-        old = sorted(_indexed_files(folder, INDEXES[:2])) if name is None else []
-        lock.write([*others, WriterRecord.mine(folder.run, token, old)])
-        claim.unfinished = True
-        yield claim
-        claim.unfinished, made = False, []
-    finally:
-        if others and not claim.unfinished:
-            lock.write(others)
-        lock.release(keep=claim.unfinished or bool(others))
-        for one in made:
-            with suppress(OSError):
-                one.rmdir()
-
-
-def _lock(folder: OutputFolder, path: Path, name: str) -> tuple[FileLock, list[Path]]:
-    """The lock, and the directories that were made for it."""
-    made = list[Path]()
-    for _ in range(TRIES):
-        made += folder.make()
-        with (
-            writable(folder.path_of(name)),
-            suppress(FileNotFoundError),
-        ):  # another writer failed, and removed the directory
-            lock = FileLock(path / name, folder.path if name == LOCK else folder.path_of(name[1 : -len(".lock")]))
-            if lock.current:
-                return lock, made
-            lock.release(keep=True)
-    raise CheckpointError(f"{folder.path_of(name)} cannot be locked: other writers keep removing it")
-
-
-def _clean_up(folder: OutputFolder, lock: FileLock, token: str) -> list[WriterRecord]:
-    """Remove the files of dead writers; returns the records of writers that may still run on another host."""
-    mine = WriterRecord.mine(folder.run, token, [])
-    dead = [one for one in lock.records if one.host == mine.host or mine.since - one.since > DAY]
-    dead = dead if lock.owner == geteuid() else []
-    runs, tokens = {one.run for one in dead}, {one.token for one in dead} - {token}
-    old = {name for one in dead for name in one.old}
-    needed = _indexed_files(folder, INDEXES[:2]) if dead else set[str]()
-    for name in folder.names() if dead else ():
-        partial, mark = PARTIAL.fullmatch(name), token_of(name)
-        unneeded = mark is not None and name not in needed and (mark in tokens or name in old)
-        if unneeded or (partial and partial[1] in runs):
-            folder.discard(name, lock.owner)
-    return [one for one in lock.records if one not in dead]
 
 
 class Writer(ABC):
@@ -238,7 +144,7 @@ class Writer(ABC):
     def finish(self, results: Mapping[int, Any], contents: Contents) -> list[str]:
         """Write the index, which makes the checkpoint valid. Returns files that are not needed any more."""
         self._check_exist()
-        old = _indexed_files(self.folder, [self.main])
+        old = indexed_files(self.folder, [self.main])
         with self.folder.write(self.main) as file:
             file.write(self.index(results, contents))
         self._check_exist()
