@@ -120,7 +120,7 @@ def _dim_of(step: Step, shape: tuple[int, ...], strides: tuple[int, ...]) -> int
 def _across_edges(
     pair: StridedPair, step: Step, first: int, shape: tuple[int, ...], strides: tuple[int, ...], dim: int
 ) -> Iterator[StridedBox]:
-    """A dim of the window that goes on beyond the end of the tensor's dim: the rest of the row, whole rows, the rest."""
+    """A dim of the window that goes beyond the end of the tensor's dim: the rest of a row, whole rows, the rest."""
     parts: tuple[StridedPair, ...]
     if first:
         parts = pair.split(step, shape[dim] - first)

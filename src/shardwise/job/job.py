@@ -67,7 +67,7 @@ class Job:
         return any(tensor.delivered for tensor in self.plan.targets.values())
 
     def deliver(self, hand_over: Callable[[], None]) -> None:
-        """Hand over what was filled last. An error on one rank is raised on all: no exchange follows that tells them."""
+        """Hand over what was filled last. An error on one rank is raised on all, as no exchange follows."""
 
         def say() -> tuple[None, None]:
             hand_over()

@@ -116,7 +116,7 @@ class LiveSide:
                 delivery.take([(name, self._buffers.pop(name)[0]) for name in delivery.names])
 
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
-        """All lasting memory; refused where it is not what the layouts give this rank. What a failed run left is gone."""
+        """All lasting memory; refused where it is not what the layouts give this rank. Forgets a run that failed."""
         self._buffers.clear()
         self._filled.clear()
         memories = self.lasting()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -102,10 +103,8 @@ class Resharder:
             keep = not self._job.delivers  # kept moves would keep memory that is handed over
             try:
                 self._job.run(self._source, self._target, check=self._check, fresh=False, keep=keep, progress=progress)
-            finally:
-                increment_version(
-                    self._job.written if keep else sum(self._target.lasting().values(), [])
-                )  # autograd does not see it
+            finally:  # autograd does not see it
+                increment_version(self._job.written if keep else [*chain(*self._target.lasting().values())])
 
     def _run_verified(self, progress: Tell) -> None:
         """Into temporary memory first: the target is written once all ranks have verified the values."""
