@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Copies, Entry, HashableBoxes, Local, Packed, Reading, read_into
+from shardwise.checkpoint.streams import Stream
 from shardwise.containers.memory import check_written
 from shardwise.exchange.overflow import Losses
 from shardwise.job.agree import agree_on
@@ -24,28 +24,21 @@ from shardwise.job.side import LiveSide
 from shardwise.layout import Layout
 
 
-class LinkedEntry(NamedTuple):
-    """An entry that fills a tensor, or a part of it."""
-
-    link: Link
-    entry: Entry
-    target: TensorInfo
-
-
 class Prepared(NamedTuple):
-    """What a load does on a rank: which entries fill which tensors, the names that are filled, and other values."""
+    """What a load does on a rank: the tensors to fill, what all ranks know of them, all filled names, other values."""
 
-    links: Sequence[LinkedEntry]
+    streams: Mapping[str, Stream]
+    targets: Mapping[str, TensorInfo]
     linked: set[str]
     others: Sequence[str]
 
+    def links(self) -> list[Link]:
+        """Of all tensors."""
+        return [link for stream in self.streams.values() for link, _ in stream.sources]
+
     def entries(self) -> dict[str, Entry]:
         """The sources, by name."""
-        return {one.link.source: one.entry for one in self.links}
-
-    def targets(self) -> dict[str, TensorInfo]:
-        """What is filled, by name."""
-        return {one.link.target: one.target for one in self.links}
+        return {link.source: entry for stream in self.streams.values() for link, entry in stream.sources}
 
 
 def _check(target: LiveSide, infos: Mapping[str, TensorInfo], me: int) -> None:
@@ -68,29 +61,33 @@ def fill_each(
     Returns what was prepared, and the casts' losses, which are counted in the same pass.
     """
     prepared, losses = prepare(), Losses()
-    target = LiveSide(flat, prepared.targets())
-    _check(target, prepared.targets(), callers.me)
+    target, counted = LiveSide(flat, prepared.targets), losses if count_losses else None
+    _check(target, prepared.targets, callers.me)
 
-    def readings(linked: Iterable[LinkedEntry]) -> list[Reading]:
-        counted = losses if count_losses else None
-        return [_reading(one, target.memory(one.link.target), callers.me, counted) for one in linked]
+    def readings(names: Iterable[str]) -> list[Reading]:
+        return [
+            _reading(prepared.targets[name], target.memory(name), source, callers.me, counted)
+            for name in names
+            for source in prepared.streams[name].sources
+        ]
 
-    todo = readings(one for one in prepared.links if not one.target.delivered)
-    delivered = [one for one in prepared.links if one.target.delivered]
-    total = sum(reading.bytes for reading in todo)
-    total += sum(prod(one.target.shape) * one.target.dtype.itemsize for one in delivered)
+    delivered = {name for name, tensor in prepared.targets.items() if tensor.delivered}
+    todo = readings(name for name in prepared.streams if name not in delivered)
+    total = sum(reading.bytes for reading in todo) + sum(prepared.streams[name].size for name in delivered)
     with shown(progress, total, "load", here=callers.first) as tell:
         count = Count(tell, total)
         read_into(todo, count.add)
         for names in target.deliveries():  # one after the other: each needs memory
-            read_into(readings(one for one in delivered if one.link.target in names), count.add)
+            read_into(readings(names), count.add)
             target.filled(names)
     return prepared, losses
 
 
-def _reading(one: LinkedEntry, memory: Sequence[torch.Tensor], me: int, losses: Losses | None) -> Reading:
-    """What this rank reads of an entry, and where it counts losses."""
-    link, entry, tensor = one
+def _reading(
+    tensor: TensorInfo, memory: Sequence[torch.Tensor], source: tuple[Link, Entry], me: int, losses: Losses | None
+) -> Reading:
+    """What this rank reads of an entry; `losses` counts what a cast loses."""
+    link, entry = source
     copies = Copies.of(entry, Local(tensor.layout, me, tuple(t.stride() for t in memory)), link)
     look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
     return copies.into(memory, look)
@@ -115,8 +112,7 @@ def fill_once(
         entries = prepared.entries()
         layouts = assign_readers(entries.values(), callers.owners)
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        links = [one.link for one in prepared.links]
-        return ModelPlan.of(links, sources, prepared.targets(), max_bytes=max_bytes), prepared
+        return ModelPlan.of(prepared.links(), sources, prepared.targets, max_bytes=max_bytes), prepared
 
     transport = group_transport(callers.group)
     plan, prepared = agree_on(transport, "load", make)

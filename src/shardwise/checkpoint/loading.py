@@ -13,15 +13,15 @@ from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
-from shardwise.checkpoint.filling import LinkedEntry, Prepared, fill_each, fill_once
+from shardwise.checkpoint.filling import Prepared, fill_each, fill_once
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streams import Stream, repeated
+from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
-from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
+from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
@@ -82,9 +82,9 @@ def load(
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        linked = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
-        names = {one.link.target for one in linked}
-        return Prepared(_first_of_tied(checkpoint, linked, ties, check=callers.first), names, others)
+        streams = _streams(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
+        first = _first_of_tied(checkpoint, streams, ties, check=callers.first)
+        return Prepared(first, {name: targets[name] for name in first}, set(streams), others)
 
     how = partial(fill_once, max_bytes=max_bytes) if once else fill_each
     fill = partial(how, callers, state.flat, prepare, progress, count_losses=overflow == "refuse")
@@ -152,7 +152,7 @@ def _filled(replaced: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[
     return {name: tensor for name, tensor in replaced.items() if id(tensor) in memory}
 
 
-def _links(
+def _streams(
     checkpoint: Checkpoint,
     targets: Mapping[str, TensorInfo],
     ties: Mapping[str, str],
@@ -160,8 +160,8 @@ def _links(
     remap: Iterable[Remap],
     cast: TargetCasts,
     strict: bool,
-) -> list[LinkedEntry]:
-    """Which entry fills which tensor."""
+) -> dict[str, Stream]:
+    """The tensors that are filled, with the entries that fill them."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
@@ -175,16 +175,12 @@ def _links(
         cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    linked = [LinkedEntry(link, checkpoint[link.source], targets[link.target]) for link in planned]
-    for link, _, tensor in linked:
-        if tensor.layout.op is not None:
-            raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in linked]
-    try:
-        check_changes(changes, lambda change: cast.check(change, checkpoint, targets))
-    except ValueError as error:
-        raise RefusedCastError(f"{checkpoint.path}: {error}") from error
-    return linked
+    sources = by_target(planned, checkpoint)
+    for name in sources:
+        if targets[name].layout.op is not None:
+            raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
+    check_casts(checkpoint, sources, targets, lambda change: cast.check(change, checkpoint, targets))
+    return {name: Stream(name, targets[name].shape, targets[name].dtype, some) for name, some in sources.items()}
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
@@ -194,13 +190,9 @@ def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container
 
 
 def _first_of_tied(
-    checkpoint: Checkpoint, linked: Sequence[LinkedEntry], ties: Mapping[str, str], *, check: bool
-) -> list[LinkedEntry]:
+    checkpoint: Checkpoint, streams: Mapping[str, Stream], ties: Mapping[str, str], *, check: bool
+) -> dict[str, Stream]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
-    streams = dict[str, Stream]()
-    for link, entry, tensor in linked if ties else ():
-        before = streams[link.target].sources if link.target in streams else ()
-        streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
     again = repeated({name: ties.get(name, name) for name in streams})
     for name, one in again.items() if check else ():
         same = streams[one].same_bytes(streams[name])
@@ -210,7 +202,7 @@ def _first_of_tied(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
                 f"({differences[0].what}): give each its own memory, or leave one of them out"
             )
-    return [one for one in linked if one.link.target not in again]
+    return {name: stream for name, stream in streams.items() if name not in again}
 
 
 def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:

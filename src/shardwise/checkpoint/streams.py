@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from shardwise.checkpoint.files import WORDS
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
 from shardwise.geometry import Box, Boxes, Window, cut, ints
-from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
+from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_change, check_changes
 from shardwise.job.names import Rename, matched
 from shardwise.job.remap import Link, Remap, links, shapes_after
 from shardwise.job.subtensor import Subtensor
@@ -24,6 +25,7 @@ from shardwise.job.subtensor import Subtensor
 T = TypeVar("T")
 R = TypeVar("R")
 Select = Sequence[str] | str | None
+Sources = tuple[tuple[Link, Entry], ...]
 CHUNK = 2**23  # bytes that are read at a time
 APART = 2**20  # bytes of a buffer that gets memory of its own
 
@@ -35,7 +37,7 @@ class Stream:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: tuple[tuple[Link, Entry], ...]
+    sources: Sources
 
     @property
     def whole(self) -> Box:
@@ -146,20 +148,14 @@ def streams_of(
         _check_used(opened, "select=", _patterns(select), opened)
     targets = shapes_after(shapes, rename=rename, remap=remap)
     casts = casts.among(targets)
-    sources = dict[str, list[tuple[Link, Entry]]]()
-    for link in links(shapes, targets, rename=rename, remap=remap, empty=True):
-        sources.setdefault(link.target, []).append((link, opened[link.source]))
+    sources = by_target(links(shapes, targets, rename=rename, remap=remap, empty=True), opened)
     named = list(rename.items() if isinstance(rename, Mapping) else [] if callable(rename) else rename or [])
     if select is not None:
         _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
     _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
     _check_used(opened, "cast=", casts.unused(targets), targets)
     streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
-    _check_casts(
-        opened,
-        [Change(e.name, name, e.dtype, streams[name].dtype) for name in targets for _, e in sources[name]],
-        casts,
-    )
+    check_casts(opened, sources, streams, lambda change: _check_cast(change, opened, casts))
     for stream in streams.values():
         stream.check()
     return streams
@@ -185,7 +181,7 @@ def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names:
             raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which matches no name: there are {some}")
 
 
-def _stream(name: str, shape: tuple[int, ...], sources: Sequence[tuple[Link, Entry]], casts: Casts) -> Stream:
+def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -> Stream:
     stored = {entry.dtype: None for _, entry in sources}
     requests = {dtype: casts.request(name, dtype) or CastRequest(dtype, named=False) for dtype in stored}
     becomes = {one.dtype for one in requests.values()}
@@ -194,15 +190,31 @@ def _stream(name: str, shape: tuple[int, ...], sources: Sequence[tuple[Link, Ent
     return Stream(name, shape, becomes.pop(), tuple(one for one in sources if prod(one[0].target_view.shape)))
 
 
-def _check_casts(opened: Checkpoint, changes: Iterable[Change], casts: Casts) -> None:
-    def check(change: Change) -> None:
-        request = casts.request(change.target, change.dtype)
-        check_change(change, opened, named=request is not None and request.named)
+def by_target(links: Iterable[Link], entries: Mapping[str, Entry]) -> dict[str, Sources]:
+    """The links to every target, with the entries that they come from."""
+    sources = defaultdict[str, list[tuple[Link, Entry]]](list)
+    for link in links:
+        sources[link.target].append((link, entries[link.source]))
+    return {name: tuple(several) for name, several in sources.items()}
 
+
+def check_casts(
+    opened: Checkpoint,
+    sources: Mapping[str, Sources],
+    targets: Mapping[str, Typed],
+    check: Callable[[Change], None],
+) -> None:
+    """Refuse casts that `check` refuses."""
+    named = [(name, entry) for name, several in sources.items() for _, entry in several]
     try:
-        check_changes(changes, check)
+        check_changes((Change(entry.name, name, entry.dtype, targets[name].dtype) for name, entry in named), check)
     except ValueError as error:
         raise RefusedCastError(f"{opened.path}: {error}") from error
+
+
+def _check_cast(change: Change, opened: Checkpoint, casts: Casts) -> None:
+    request = casts.request(change.target, change.dtype)
+    check_change(change, opened, named=request is not None and request.named)
 
 
 def check_losses(
