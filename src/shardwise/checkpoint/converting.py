@@ -102,13 +102,13 @@ def convert(
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    parts = None if rules is None else _for_model(read_rules(rules), opened)
+    sharding = None if rules is None else _for_model(read_rules(rules), opened)
     streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
-    streams = {key: stream for key, stream in streams.items() if parts is None or not parts.skips(key)}
+    streams = {key: stream for key, stream in streams.items() if sharding is None or not sharding.skips(key)}
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
-    layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
-    ties, values = _ties(streams, parts), _values_to_write(opened, select, objects, format)
+    layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
+    ties, values = _ties(streams, sharding), _values_to_write(opened, select, objects, format)
     if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
         ties, values = {}, {}

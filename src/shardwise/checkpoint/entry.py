@@ -252,9 +252,8 @@ class Copies(NamedTuple):
     @staticmethod
     def of(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Copies:
         """All cells of memory that a link fills from the entry; without a link, all that the entry has."""
-        here, there = (Subtensor.whole(entry.shape),) * 2 if link is None else (link.source_view, link.target_view)
-        match = _match(entry.stored, memory, here, there)
-        return Copies(entry, match.sources(entry, here), match.targets)
+        matched = match(entry, memory, link)
+        return Copies(entry, matched.sources(entry), matched.targets)
 
     @property
     def contiguous(self) -> bool:
@@ -266,11 +265,11 @@ class Copies(NamedTuple):
         return Reading(self.entry, self.sources, [window.of(tensors) for window in self.targets], look)
 
 
-class _Match(NamedTuple):
+class Match(NamedTuple):
     """Copy i takes the cells `boxes[i]`, from box `row[i]` of the `rows` that are needed, to `targets[i]`.
 
     `dense` are the same cells where boxes lie row-major, from the first element of their row on. `wanted` are all cells
-    that are needed.
+    that are needed; `view` is the part of the source that they are in.
     """
 
     rows: Ints
@@ -279,8 +278,9 @@ class _Match(NamedTuple):
     dense: list[Window]
     targets: list[Window]
     wanted: Boxes
+    view: Subtensor
 
-    def sources(self, entry: Entry, view: Subtensor) -> list[Window]:
+    def sources(self, entry: Entry) -> list[Window]:
         """Where the cells are in the files of one of the tensors."""
         entry.check(self.wanted)
         at, size = entry.locate(self.rows), entry.dtype.itemsize
@@ -291,11 +291,17 @@ class _Match(NamedTuple):
                 for row, dense in zip(rows, self.dense, strict=True)
             ]
         places = entry.places(self.rows, at).inside(self.row, self.boxes)
-        return entry.windows(view.of_places(places))
+        return entry.windows(self.view.of_places(places))
+
+
+def match(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Match:
+    """Which stored boxes fill which memory; it looks into no file."""
+    here, there = (Subtensor.whole(entry.shape),) * 2 if link is None else (link.source_view, link.target_view)
+    return _match(entry.stored, memory, here, there)
 
 
 @lru_cache(maxsize=1024)
-def _match(stored: HashableBoxes, memory: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> _Match:
+def _match(stored: HashableBoxes, memory: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> Match:
     """Cached for all tensors that are stored in the same boxes and have the same layout."""
     there = target_view.of_places(memory.places())
     wanted = source_view.back(there.boxes)
@@ -305,7 +311,7 @@ def _match(stored: HashableBoxes, memory: Local | Packed, source_view: Subtensor
     seen = source_view.of_places(here)  # one for one: nothing that is wanted is out of sight
     rows, row = np.unique(here.tensor, return_inverse=True)
     targets = there.inside(number, seen.boxes)
-    return _Match(ints(rows), ints(row), here.boxes, seen.windows(), targets.windows(), wanted)
+    return Match(ints(rows), ints(row), here.boxes, seen.windows(), targets.windows(), wanted, source_view)
 
 
 class Reading(NamedTuple):
@@ -396,7 +402,7 @@ class LazyMapping(Mapping[str, V]):
         return repr(dict(self))
 
 
-class Checkpoint(Mapping[str, Entry]):
+class Checkpoint(LazyMapping[Entry]):
     """The tensors of a checkpoint by name, and its other values. Everything is read on demand."""
 
     def __init__(
@@ -409,7 +415,8 @@ class Checkpoint(Mapping[str, Entry]):
         objects: Callable[[], Mapping[str, object]] = dict,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self.files, self.format, self._entries = files, format, entries
+        super().__init__(entries, entries.__getitem__)
+        self.files, self.format = files, format
         self.path = files.root  # where it is; the file, where it is one
         self.paths = paths or {}  # of names in nested state dicts, where they are known
         self.metadata = metadata or {}
@@ -425,19 +432,7 @@ class Checkpoint(Mapping[str, Entry]):
     @property
     def bytes(self) -> int:
         """Of all tensors."""
-        return sum(entry.bytes for entry in self._entries.values())
-
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return sum(entry.bytes for entry in self.values())
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {self.format}, {len(self)} tensor{'s' * (len(self) != 1)})"

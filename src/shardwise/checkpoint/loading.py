@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -220,52 +221,39 @@ def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> 
 def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
     """The names of values other than tensors that are to be set."""
     values = {name: value for name, value in flat.items() if not is_tensor(value)}
-    _refuse_tensors(checkpoint, values)
-    values = {name: value for name, value in values.items() if name not in checkpoint}
-    stored = [name for name in values if name in checkpoint.objects]
-    opaque = {name: one for name in stored if (one := opaque_in(checkpoint.objects[name])) is not None}
-    if strict:
-        _refuse_empty(checkpoint, values)
-        _refuse_lacking(checkpoint, values)
-        _refuse_opaque(checkpoint, opaque)
-    return [name for name in stored if name not in opaque]
+    for problem in chain(_tensors_there(checkpoint, values), _not_settable(checkpoint, values) if strict else ()):
+        raise CheckpointError(problem)
+    stored = [name for name in values if name not in checkpoint and name in checkpoint.objects]
+    return [name for name in stored if opaque_in(checkpoint.objects[name]) is None]
 
 
-def _refuse_tensors(checkpoint: Checkpoint, values: Mapping[str, object]) -> None:
-    """Refuse values that are tensors in the checkpoint."""
+def _tensors_there(checkpoint: Checkpoint, values: Mapping[str, object]) -> Iterator[str]:
     for name, value in values.items():
         if name in checkpoint and value is not None:
             here = type(value).__name__
-            raise CheckpointError(f"{name!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill")
+            yield f"{name!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill"
 
 
-def _refuse_empty(checkpoint: Checkpoint, values: Mapping[str, object]) -> None:
-    """Refuse empty dicts below which the checkpoint has tensors."""
-    for name in (name for name, value in values.items() if isinstance(value, dict) and not value):
-        if any(other.startswith(f"{name}.") for other in checkpoint):
-            raise CheckpointError(
-                f"{name!r} is empty here, but {checkpoint.path} has tensors below it: give tensors to fill (for an "
-                f"optimizer what torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it "
-                f"empty"
+def _not_settable(checkpoint: Checkpoint, values: Mapping[str, object]) -> Iterator[str]:
+    """Why some values cannot be set: there are only tensors below a name, nothing at all, or an unknown class."""
+    path, stored = checkpoint.path, checkpoint.objects
+    absent = {name: value for name, value in values.items() if name not in checkpoint}
+    for name, value in absent.items():
+        if isinstance(value, dict) and not value and any(other.startswith(f"{name}.") for other in checkpoint):
+            yield (
+                f"{name!r} is empty here, but {path} has tensors below it: give tensors to fill (for an optimizer what "
+                f"torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it empty"
             )
-
-
-def _refuse_lacking(checkpoint: Checkpoint, values: Mapping[str, object]) -> None:
-    """Refuse values that the checkpoint does not have."""
-    lacking = [name for name, value in values.items() if name not in checkpoint.objects and not _is_empty(value)]
+    lacking = [name for name, value in absent.items() if name not in stored and not _is_empty(value)]
     if lacking:
-        reason = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
-        raise CheckpointError(f"{reason}; strict=False leaves them as they are")
-
-
-def _refuse_opaque(checkpoint: Checkpoint, opaque: Mapping[str, Opaque]) -> None:
-    """Refuse objects of unknown classes."""
-    for name, one in opaque.items():
-        raise CheckpointError(
-            f"{name!r} in {checkpoint.path} is {one!r}: its class is not known here, and nothing of it was run. "
-            f"Remedy: leave {name!r} out{_where(checkpoint.objects[name], name)}, allow the class with "
-            f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
-        )
+        yield f"{missing(f'{path} has no', lacking, stored)}; strict=False leaves them as they are"
+    for name in absent:
+        if name in stored and (opaque := opaque_in(stored[name])) is not None:
+            yield (
+                f"{name!r} in {path} is {opaque!r}: its class is not known here, and nothing of it was run. "
+                f"Remedy: leave {name!r} out{_where(stored[name], name)}, allow the class with "
+                f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
+            )
 
 
 def _where(value: object, name: str) -> str:
