@@ -283,8 +283,6 @@ def _problems(local: LocalRecord, me: int) -> Iterator[str]:
             yield f"rank {me}: a parameter gets values that are not in the checkpoint: {lost.reason}"
     for parameter, (name, by, box) in local.overwrites:
         yield f"rank {me}: {box} of parameter {parameter!r} is filled by {name!r}, and then by {by!r}"
-    if any(lost.names for lost in local.lost):
-        return  # what only the loader can load may fill the rest
     for parameter, gaps in local.unfilled.items():
         shown = ", ".join(map(str, gaps[:SHOWN])) + (" ..." if len(gaps) > SHOWN else "")
         yield f"rank {me}: nothing fills {shown} of parameter {parameter!r}"
