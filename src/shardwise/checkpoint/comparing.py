@@ -19,7 +19,7 @@ from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
 from shardwise.checkpoint.values import is_listed, same_value
-from shardwise.containers.container import is_sharded
+from shardwise.containers.sharded import is_sharded
 from shardwise.errors import RefusedCastError
 from shardwise.exchange.buffers import bytes_at
 from shardwise.exchange.overflow import Lost, Overflow, check_overflow, refusal

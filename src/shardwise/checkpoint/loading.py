@@ -19,7 +19,7 @@ from shardwise.checkpoint.read_once import Prepared, load_once
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
-from shardwise.containers.memory import check_written
+from shardwise.containers.memory import check_written, is_meta, local_of, storage_of, with_memory
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
@@ -30,7 +30,6 @@ from shardwise.job.remap import Link, Remap, links
 from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
-from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
 T = TypeVar("T")
 Read = Literal["each", "once"]

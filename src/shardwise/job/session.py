@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.containers.container import Container
+from shardwise.containers.dtensor import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import Transport, in_words
 from shardwise.layout import Layout
-from shardwise.torch_internals import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
-from shardwise.containers.container import container_of, is_sharded, on_transport
-from shardwise.containers.memory import check_memory
+from shardwise.containers.container import container_of, on_transport
+from shardwise.containers.dtensor import is_dtensor
+from shardwise.containers.memory import check_memory, chunks_in, is_chunked, local_of, whole_shape
 from shardwise.containers.own_container import OwnContainer
-from shardwise.containers.sharded import ShardedTensor
+from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
 from shardwise.layout import Layout, local_shapes
-from shardwise.torch_internals import is_dtensor
-from shardwise.torch_internals.memory import chunks_in, is_chunked, local_of, whole_shape
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import job_rank
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.container import Container
+from shardwise.containers.memory import storage_of
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
@@ -36,7 +37,6 @@ from shardwise.state.traverse import (
     flatten_state_dict,
     unflatten_state_dict,
 )
-from shardwise.torch_internals.memory import storage_of
 from shardwise.transports import GroupTransport, TransportChoice
 
 OPERATION = "reshard_state_dict"

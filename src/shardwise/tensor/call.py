@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from shardwise.containers.container import Container, container_of, is_sharded, on_transport
+from shardwise.containers.container import Container, container_of, on_transport
 from shardwise.containers.memory import check_memory, check_written, shared
+from shardwise.containers.sharded import is_sharded
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Move, Terms
 from shardwise.exchange.buffers import fresh

@@ -12,9 +12,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.containers.container import Container, Sharded, Target, is_sharded, on_transport, target_container
+from shardwise.containers.container import Container, Sharded, Target, on_transport, target_container
 from shardwise.containers.own_container import OwnContainer
-from shardwise.containers.sharded import ShardedTensor
+from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import ExchangeError
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
 from shardwise.job.plan import SINGLE, HostsOption

@@ -38,9 +38,9 @@ from shardwise.checkpoint.formats.writers import (
     commit,
 )
 from shardwise.checkpoint.values import CARRIED, encode
+from shardwise.containers.torch_private import storage_info
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
-from shardwise.torch_internals.serialization import storage_info
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import metadata as torch_metadata

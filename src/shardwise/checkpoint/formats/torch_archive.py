@@ -28,10 +28,10 @@ from shardwise.checkpoint.opaque import Opaque, OpaqueError, opaque_in
 from shardwise.checkpoint.pickles import UnknownNames, check_tree, unpickle
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, TensorStub
 from shardwise.checkpoint.zips import ZipDirectory, ZipMember, contents, data_starts, directories, without_checksums
-from shardwise.containers.container import is_sharded
+from shardwise.containers.sharded import is_sharded
+from shardwise.containers.torch_private import rebuild_tensor, rebuild_typed_tensor
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, ints, row_major
-from shardwise.torch_internals.serialization import rebuild_tensor, rebuild_typed_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
