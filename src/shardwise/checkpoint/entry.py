@@ -18,6 +18,7 @@ import torch
 from shardwise.checkpoint.files import ByteRange, Files, elements, worth_it
 from shardwise.checkpoint.local_files import RECHECK_SECONDS, LocalFiles
 from shardwise.errors import CheckpointError, LayoutError
+from shardwise.exchange import view_of
 from shardwise.exchange.buffers import copy_all
 from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
@@ -305,7 +306,7 @@ def _read_batch(batch: Sequence[Reading]) -> None:
 def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
     """Copy into tensors what belongs at these places of them."""
     here, there = entry.within(target.boxes).common(target)
-    read_into([Reading(entry, entry.cuts(here), [window.of(tensors) for window in there.windows()])])
+    read_into([Reading(entry, entry.cuts(here), [view_of(window, tensors) for window in there.windows()])])
 
 
 def _outer(cut: Window, itemsize: int) -> int:

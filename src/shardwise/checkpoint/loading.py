@@ -21,6 +21,7 @@ from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.memory import check_written, is_meta, local_of, storage_of, with_memory
 from shardwise.errors import CheckpointError, RefusedCastError
+from shardwise.exchange import view_of
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.names import Rename, missing
@@ -245,7 +246,9 @@ def _load_each(
         copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
         look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
         todo.append(
-            Reading(entry, copies.sources(entry, link.source_view), [cut.of(memory) for cut in copies.there], look)
+            Reading(
+                entry, copies.sources(entry, link.source_view), [view_of(cut, memory) for cut in copies.there], look
+            )
         )
     total = sum(reading.bytes for reading in todo) if progress is not None else 0
     with shown(progress, total, "load", here=callers.first) as tell:

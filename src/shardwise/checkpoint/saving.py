@@ -21,6 +21,7 @@ from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.checkpoint.writer_assignment import assign_writers
+from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import (
@@ -210,7 +211,7 @@ def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, obj
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
+    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, view_of(cut, memory))) for box, cut in places]
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ import torch
 from shardwise.checkpoint.entry import Entry, Reading, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.matching import Packed, match
+from shardwise.exchange import view_of
 from shardwise.exchange.overflow import Losses, may_overflow
 from shardwise.geometry import Box, Boxes, Places, Window, cut, ints
 from shardwise.job.remap import Link
@@ -55,7 +56,7 @@ class Stream:
     def fill(self, boxes: Boxes, buffer: torch.Tensor) -> None:
         """The cells of boxes, one after the other, into a flat tensor."""
         cuts = self._cuts(Places.packed(boxes))
-        read_into(Reading(entry, here, [one.of([buffer]) for one in there]) for entry, here, there in cuts)
+        read_into(Reading(entry, here, [view_of(one, [buffer]) for one in there]) for entry, here, there in cuts)
 
     @property
     def may_overflow(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.exchange.messages import Message, Pair, Tensors
+from shardwise.exchange.messages import Message, Pair, Tensors, view_of
 
 PAGE = 2**21
 _libc = ctypes.CDLL(None)
@@ -128,7 +128,7 @@ class ViewCache:
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
         """Copy what stays with its owner, between tensors. `key` tells the turns apart."""
         if key not in self._local:
-            views = [(pair.here.of(source), pair.there.of(target)) for pair, source, target in pairs]
+            views = [(view_of(pair.here, source), view_of(pair.there, target)) for pair, source, target in pairs]
             self._local[key] = [there for _, there in views], [here for here, _ in views]
         copy_all(*self._local[key])
 

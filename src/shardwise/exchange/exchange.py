@@ -16,7 +16,7 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
-from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule
+from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule, view_of
 from shardwise.exchange.peer_reads import fetch
 from shardwise.exchange.reduce import Look, reduce
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
@@ -264,7 +264,7 @@ class Exchange:
         """
         found = list[torch.Tensor]()
         for part in message.parts:
-            if round_.key[0] == 0 and self.moves[part.move].plan.reducing:
+            if round_.key[0] == 0 and self.moves[part.move].program.reducing:
                 return []
             found += source[part.move]
         kind = self.device.type
@@ -281,8 +281,8 @@ class Exchange:
         arrived = {(part.move, p.peer): [part.elements(room)] for p, room in messages for part in p.parts}
         for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
             for target, terms in stage.reductions if stage else ():
-                cells = [cut.of(move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
-                reduce(target.of(move.target), cells, move.plan.source.op or "sum", move.look)
+                cells = [view_of(cut, move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
+                reduce(view_of(target, move.target), cells, move.plan.source.op or "sum", move.look)
 
     def _read(self, round_: Round) -> list[Tensors]:
         """The tensors that a turn sends from: later steps send what earlier ones brought."""

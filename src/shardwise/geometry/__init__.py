@@ -1,6 +1,6 @@
 """Boxes of cells. All index arithmetic of the library lives here; nothing here knows that owners exist."""
 
-from shardwise.geometry.axis import Axis, Spans
+from shardwise.geometry.axis import Axis, Spans, block_numbers, boxes_of_block, cross_grids, outer
 from shardwise.geometry.box import Box, row_major
 from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
@@ -30,6 +30,9 @@ __all__ = [
     "Spans",
     "Strides",
     "Window",
+    "block_numbers",
+    "boxes_of_block",
+    "cross_grids",
     "cut",
     "different",
     "distinct",
@@ -40,6 +43,7 @@ __all__ = [
     "join",
     "merge",
     "numbered",
+    "outer",
     "positions",
     "row_major",
     "run_of",

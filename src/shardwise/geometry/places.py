@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,19 +17,6 @@ from shardwise.geometry.join import join
 from shardwise.geometry.ragged import Ints, ints
 
 Strides = tuple[int, ...]
-
-
-class Strided(Protocol):
-    """What a torch tensor offers: a view of its elements by shape, strides and offset."""
-
-    def as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> Any:
-        """Elements of the same memory."""
-
-    def storage_offset(self) -> Any:
-        """The number of its first element in its memory."""
-
-
-T = TypeVar("T", bound=Strided)
 
 
 @lru_cache(maxsize=4096)
@@ -44,12 +31,6 @@ class Window(NamedTuple):
     shape: tuple[int, ...]
     strides: Strides
     offset: int
-
-    def of(self, tensors: Sequence[T]) -> T:
-        """Its elements, as a view of one of these tensors."""
-        whole = tensors[self.tensor]
-        view: T = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
-        return view
 
     @property
     def reach(self) -> int:
@@ -87,6 +68,12 @@ class Places:
     tensor: Ints
     offset: Ints
     strides: Ints  # a row per box
+
+    @staticmethod
+    def empty(ndim: int) -> Places:
+        """None, of boxes with so many dims."""
+        nothing = np.zeros((0, ndim), np.int64)
+        return Places(Boxes(nothing, nothing), np.zeros(0, np.int64), np.zeros(0, np.int64), nothing)
 
     @staticmethod
     def packed(boxes: Boxes) -> Places:
@@ -140,6 +127,14 @@ class Places:
         strides = self.strides[rows]
         offset = self.offset[rows] + ((boxes.lo - self.boxes.lo[rows]) * strides).sum(axis=1)
         return Places(boxes, self.tensor[rows], ints(offset), strides)
+
+    def runs(self) -> Ints:
+        """How many stretches of consecutive elements each has."""
+        sizes = np.concatenate([np.ones_like(self.offset)[:, None], self.boxes.hi - self.boxes.lo], axis=1)
+        dense = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1] // sizes[:, 1:]  # the strides that leave no gap
+        broken = (sizes[:, 1:] != 1) & (self.strides != dense)
+        inner = np.argmax(np.concatenate([np.ones_like(broken[:, :1]), broken], axis=1)[:, ::-1], axis=1)
+        return np.cumprod(sizes, axis=1)[np.arange(len(sizes)), sizes.shape[1] - 1 - inner]
 
     def windows(self) -> list[Window]:
         """As views to be taken."""

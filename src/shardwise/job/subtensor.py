@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import LayoutError
+from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, places_of
 
@@ -121,4 +122,4 @@ def subtensor_views(tensors: Sequence[torch.Tensor], layout: Layout, view: Subte
     if view.is_whole(layout.shape):
         return list(tensors)
     places = places_of(layout, owner, [tensor.stride() for tensor in tensors])
-    return [cut.of(tensors) for cut in view.of_places(places).windows()]
+    return [view_of(cut, tensors) for cut in view.of_places(places).windows()]

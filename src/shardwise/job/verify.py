@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Exchange, Move, Terms, Transport
+from shardwise.exchange import Exchange, Move, Terms, Transport, view_of
 from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Loss, Lost
 from shardwise.exchange.reduce import blocks
@@ -51,7 +51,7 @@ def sums(
         return found.cpu()
     _, places = places_of(layout, me, [t.stride() for t in local]).once(boxes)
     for cut, lo in zip(places.windows(), places.boxes.lo.tolist(), strict=True):
-        cells = cut.of(local)
+        cells = view_of(cut, local)
         for at in blocks(cells.shape):
             some = cells[at]
             corner = [a + s.start for a, s in zip(lo, at, strict=False)] + lo[len(at) :]

@@ -2,7 +2,7 @@
 
 from shardwise.layout.diagnosis import Diagnosis, Overlap
 from shardwise.layout.form import Cells, Form, Holders, Piece
-from shardwise.layout.grid import Grid, outer
+from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
@@ -26,7 +26,6 @@ __all__ = [
     "StridedShard",
     "local_boxes",
     "local_shapes",
-    "outer",
     "parse",
     "places_of",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.geometry import Ints, ints
+from shardwise.geometry import Ints
 
 MAX_RANGES = 1024  # of one call
 MAX_BYTES = 2**30  # of a range, and about as many of a call
@@ -34,7 +34,7 @@ class MemoryProbe(NamedTuple):
         """True if this process can read the probe in the memory of process `pid`."""
         room = torch.zeros(len(self.content), dtype=torch.uint8)
         try:
-            read(pid, ints([room.data_ptr()]), ints([self.address]), ints([len(self.content)]))
+            read(pid, *np.array([[room.data_ptr()], [self.address], [len(self.content)]], np.int64))
         except (ExchangeError, AttributeError):  # the system may not have the call
             return False
         return room.numpy().tobytes() == self.content
