@@ -19,6 +19,7 @@ from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
 from shardwise.checkpoint.streaming import CHUNK, Stream, differing
 from shardwise.checkpoint.values import is_listed, same_value
+from shardwise.containers.description import is_tensor, lists_chunks
 from shardwise.containers.sharded import is_sharded
 from shardwise.errors import RefusedCastError
 from shardwise.exchange.buffers import bytes_at
@@ -28,7 +29,6 @@ from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap
-from shardwise.job.side import is_tensor, lists_chunks
 from shardwise.quoting import brief, in_line
 from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, spelled
 

@@ -19,6 +19,7 @@ from shardwise.checkpoint.read_once import Prepared, load_once
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streaming import Stream
 from shardwise.checkpoint.values import refuse_modules
+from shardwise.containers.description import Descriptions, describe_all, is_tensor, memory_of
 from shardwise.containers.memory import check_written, is_meta, local_of, storage_of, with_memory
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange import view_of
@@ -28,7 +29,7 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
+from shardwise.job.side import check_local, combine_descriptions
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 

@@ -21,18 +21,11 @@ from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.checkpoint.writer_assignment import assign_writers
+from shardwise.containers.description import Descriptions, describe_all, is_tensor, memory_of
 from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import (
-    Descriptions,
-    check_local,
-    combine_descriptions,
-    describe_all,
-    is_tensor,
-    memory_of,
-    refuse_several_jobs,
-)
+from shardwise.job.side import check_local, combine_descriptions, refuse_several_jobs
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable

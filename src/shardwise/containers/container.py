@@ -135,9 +135,10 @@ class Renumbered:
 
 def on_transport(container: Container, transport: GroupTransport | None) -> Container:
     """A container with the owners of a transport; without a transport, with the ranks of this process's job."""
-    if container.group is not None and transport is not None and container.group is transport.group:
+    group = container.group
+    if group is not None and transport is not None and group is transport.group:
         return container
-    if not of_job(container.group):
+    if group is not None and not of_job(group):
         raise RefusedValueError(
             f"{container.layout!r} belongs to a group whose owners are ranks of the group, and not of a job: "
             f"give that group as group="

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -44,11 +44,14 @@ class Job:
         self._reducing = [at for at in watched if plan.entries[at].plan.reducing]
         self._reading = [at for at in watched if at not in self._reducing]
         self._counts, self.losses = overflow == "count", Losses()
-        self._queue = SerialQueue.of(transport)
         self._moves = dict[int, Move]()  # of entries that are moved again and again
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
         self._writing = False  # into the target: from when all have agreed on the first bucket
+
+    @cached_property
+    def _queue(self) -> SerialQueue:
+        return SerialQueue.of(self.transport)
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -76,8 +79,10 @@ class Job:
 
     def refuse_losses(self, memory: Callable[[str], Tensors]) -> None:
         """Refuse casts that lose values of this rank. What terms come to is known only later."""
+        if self._counts or not self._reading:
+            return
         losses = Losses()
-        for at in () if self._counts else self._reading:
+        for at in self._reading:
             link = self.plan.entries[at].link
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
             tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)

@@ -157,6 +157,7 @@ class ModelPlan:
     def _buckets(self) -> Iterator[list[int]]:
         limit, room, bucket, before = self.max_bytes or BUCKET, 0, list[int](), None
         for at, entry in enumerate(self.entries):
+            room += before.plan.most_bytes if before else 0
             if before and (
                 room + entry.plan.most_bytes > limit
                 or before.device != entry.device
@@ -166,7 +167,7 @@ class ModelPlan:
                 yield bucket
                 room, bucket = 0, []
             bucket.append(at)
-            room, before = room + entry.plan.most_bytes, entry
+            before = entry
         if bucket:
             yield bucket
 

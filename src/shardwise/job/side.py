@@ -1,4 +1,4 @@
-"""The tensors of a state dict: their memory on this rank, and their descriptions, which all ranks share."""
+"""The sides of a job: the memory of tensors on this rank, and what all ranks know of them together."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 
-from shardwise.containers.container import container_of, on_transport
-from shardwise.containers.dtensor import is_dtensor
-from shardwise.containers.memory import check_memory, chunks_in, is_chunked, local_of, whole_shape
+from shardwise.containers.description import Descriptions, TensorDescription, memory_of, stamp_of
+from shardwise.containers.memory import check_memory
 from shardwise.containers.own_container import OwnContainer
-from shardwise.containers.sharded import ShardedTensor, is_sharded
-from shardwise.errors import LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
 from shardwise.layout import Layout, local_shapes
 from shardwise.transports import GroupTransport
-from shardwise.transports.members import job_rank
 
 Tensors = list[torch.Tensor]
 
@@ -73,9 +68,8 @@ class LiveSide:
         return memory_of(self.values.get(name))
 
     def stamp(self) -> object:
-        """Addresses, and the inference mode, which decides what may be written."""
-        tensors = (t for name in self._names for t in memory_of(self.values.get(name), apart=False))
-        return [_place(tensor) for tensor in tensors], torch.is_inference_mode_enabled()
+        """By the places of all tensors."""
+        return stamp_of(map(self.values.get, self._names))
 
     def sent(self, entries: Sequence[int]) -> None:
         """They stay as they are."""
@@ -86,12 +80,6 @@ class LiveSide:
         for name, memory in memories.items():
             check_local(f"{name!r} of the {what}", memory, infos[name], me)
         return memories
-
-
-def _place(tensor: torch.Tensor) -> object:
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class FreshSide:
@@ -117,20 +105,6 @@ class FreshSide:
         """Nothing is read here."""
 
 
-def memory_of(value: object, *, apart: bool = True) -> Tensors:
-    """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
-    if not isinstance(value, torch.Tensor) and not is_tensor(value):
-        return []
-    if lists_chunks(value):
-        tensors = [tensor for _, tensor in chunks_in(value)]
-    elif is_dtensor(value) or not is_sharded(value):
-        local, spec = local_of(value)
-        tensors = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
-    else:
-        tensors = list(container_of(value).disassemble(value))
-    return [tensor.detach() for tensor in tensors] if apart else tensors
-
-
 def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
     """Refuse memory that is not what the layout gives this rank."""
     shapes, given = local_shapes(info.layout, me), [(tuple(t.shape), t.dtype) for t in tensors]
@@ -142,67 +116,6 @@ def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
         check_memory(one, what)
         if one.is_conj() or one.is_neg():
             raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
-
-
-class TensorDescription(NamedTuple):
-    """A tensor as all ranks must know it. `layout` is None for a plain one: every rank with the state dict has it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None  # not known to a rank that has none of its shards
-    layout: Layout | None
-    device: str | None
-
-
-Descriptions = Mapping[str, TensorDescription | None]
-
-
-def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """True for tensors that can be moved."""
-    return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
-
-
-def lists_chunks(value: object) -> TypeGuard[torch.Tensor]:
-    """True if a rank only knows its own chunks: torch's LocalShardsWrapper, and tensors without a process group."""
-    return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
-
-
-def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDescription | None:
-    """This rank's description of a tensor, with the owners of a transport; None if it holds nothing of it."""
-    if lists_chunks(value):
-        return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
-    if not is_sharded(value):
-        return TensorDescription(tuple(value.shape), value.dtype, None, value.device.type)
-    container = on_transport(container_of(value), transport)
-    tensors = container.disassemble(value)
-    device = tensors[0].device if tensors else container.device
-    return TensorDescription(
-        container.layout.shape, value.dtype, container.layout, None if device is None else device.type
-    )
-
-
-def _known_chunks(
-    shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]], me: int
-) -> TensorDescription | None:
-    if not chunks:
-        return None
-    pieces = [(me, lo, tuple(map(add, lo, tensor.shape))) for lo, tensor in chunks]
-    first = chunks[0][1]
-    return TensorDescription(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
-
-
-def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -> Descriptions:
-    """This rank's descriptions of the tensors of a flat state dict; None for one of which it holds nothing.
-
-    Owners are those of the transport; without one, ranks of this process's job.
-    """
-    descriptions = dict[str, TensorDescription | None]()
-    for name, value in flat.items():
-        if value is None or is_tensor(value):
-            try:
-                descriptions[name] = None if value is None else describe(value, transport)
-            except LayoutError as error:
-                raise LayoutError(f"{name!r}: {error}") from error
-    return descriptions
 
 
 def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:

@@ -101,11 +101,13 @@ def _whole(shape: tuple[int, ...]) -> Subtensor:
     return Subtensor(Box((0,) * len(shape), shape), tuple(range(len(shape))))
 
 
-@lru_cache(maxsize=4096)
 def subtensor_layout(layout: Layout, view: Subtensor) -> Layout:
     """Where the cells of the part live; each piece that is seen is a buffer of its own."""
-    if view.is_whole(layout.shape):
-        return layout
+    return layout if view.is_whole(layout.shape) else _part_layout(layout, view)
+
+
+@lru_cache(maxsize=4096)
+def _part_layout(layout: Layout, view: Subtensor) -> Layout:
     if layout.op is not None:
         raise LayoutError(f"a part of {layout!r} cannot be taken while it is partial: reduce it first")
     pieces = list[tuple[int, Sequence[int], Sequence[int]]]()

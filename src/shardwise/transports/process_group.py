@@ -14,14 +14,12 @@ import torch.distributed as dist
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import PeerBuffer, in_words
 from shardwise.exchange.transport import PostedRound, ReduceOp
-from shardwise.layout import Layout
 from shardwise.transports import collectives
 from shardwise.transports.guarded_group import GuardedGroup
 from shardwise.transports.members import GroupMember, Members, registered_ranks, remember
 from shardwise.transports.torch_groups import asynchronous, post_as_batch
 
 TransportChoice = Literal["auto", "group", "shared"]  # shared memory if possible, never, or required
-MAX_LAYOUTS = 4096  # of the cache of `missing_owners`
 T = TypeVar("T")
 
 
@@ -36,7 +34,6 @@ class GroupTransport(GuardedGroup):
         self.members = Members(everybody if owners is None else tuple(owners))  # until the rendezvous
         super().__init__(group, everybody if owners is None else _ranks_of(group, owners), self.members.owners)
         self._abandoned = list[PostedRound]()
-        self._missing_owners = dict[Layout, tuple[int, ...]]()
 
     def rendezvous(self) -> None:
         """Everybody on the transport calls, before anything else: find out whether the group is of one job."""
@@ -58,14 +55,6 @@ class GroupTransport(GuardedGroup):
 
     def _why_not_shared(self) -> str:
         return "this system has no shared memory for it"
-
-    def missing_owners(self, layout: Layout) -> tuple[int, ...]:
-        """The owners of a layout that are not on this transport."""
-        if layout not in self._missing_owners:
-            if len(self._missing_owners) > MAX_LAYOUTS:
-                self._missing_owners.clear()
-            self._missing_owners[layout] = tuple(owner for owner in layout.owners() if owner not in self.rows)
-        return self._missing_owners[layout]
 
     def message_device(self, device: torch.device) -> torch.device:
         """The device itself, if the group has a backend that moves its memory; otherwise that of small messages."""
