@@ -1,6 +1,6 @@
 """Exchange: runs plans over a transport."""
 
-from shardwise.exchange.agreement import Terms, in_words
+from shardwise.exchange.agreement import Proposal, in_words
 from shardwise.exchange.buffers import Staging, ViewCache
 from shardwise.exchange.exchange import Exchange, Move
 from shardwise.exchange.messages import view_of
@@ -12,7 +12,7 @@ __all__ = [
     "PeerBuffer",
     "PostedMessages",
     "Staging",
-    "Terms",
+    "Proposal",
     "ViewCache",
     "Transport",
     "in_words",

@@ -50,7 +50,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True)
-class Terms:
+class Proposal:
     """What one rank takes the exchange to be, by fields in the order in which differences are reported.
 
     What it does not know is `unknown`: the values of these fields do not count.
@@ -74,7 +74,7 @@ class Terms:
         words[1 : len(self.fields) + 1] = [_digest(value) for value in self.fields.values()]
         return words
 
-    def told(self) -> dict[str, Any]:
+    def explanation(self) -> dict[str, Any]:
         """All that is needed to explain a refusal."""
         known = isinstance(self.error, ShardwiseError | ValueError | TypeError)  # which say all in their words
         error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
+from shardwise.exchange.agreement import WORDS, Proposal, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
 from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule, view_of
 from shardwise.exchange.peer_reads import fetch
@@ -24,7 +24,7 @@ from shardwise.planning import Plan
 
 HEADER = 8 * WORDS
 INLINE, SLOTS = 2**14, 2**17  # the largest message beside a header, and the bytes of all slots of a rank
-MOST_AGREED = 2**14  # terms that a transport remembers
+MOST_AGREED = 2**14  # proposals that a transport remembers
 MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 
 
@@ -62,7 +62,7 @@ class Exchange:
     def __init__(
         self,
         transport: Transport,
-        terms: Terms,
+        proposal: Proposal,
         moves: Sequence[Move] = (),
         *,
         device: torch.device | None = None,
@@ -71,7 +71,7 @@ class Exchange:
         part_of: Exchange | None = None,
         direct: bool = True,
     ) -> None:
-        self.transport, self.terms, self.moves, self.fresh = transport, terms, moves, fresh
+        self.transport, self.proposal, self.moves, self.fresh = transport, proposal, moves, fresh
         self.views, self.direct = views or ViewCache(), direct
         if views is not None:
             transport.views.add(views)
@@ -80,11 +80,11 @@ class Exchange:
         self.targets: list[Tensors] = [move.target for move in moves]
         self.inline = inline_bytes(len(transport.owners))
         self.schedule = schedule(tuple((m.program, m.dtype) for m in moves), transport.me, self.inline)
-        self.header = terms.header()
+        self.header = proposal.header()
         # numbers count what the program starts, in the same order everywhere; parts of it start in their own time
         self.nested = part_of is not None
         self.number: int = next(transport.numbers) if part_of is None else part_of.number
-        # a message can only meet one of the same exchange of the same ranks, on the same terms (but for one in 2**31)
+        # a message can only meet one of the same exchange of the same ranks and proposal (but for one in 2**31)
         names = f"{transport.name} {self.number} {self.nested}".encode()
         self.tag = crc32(self.header[1:].tobytes(), crc32(names)) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
@@ -94,7 +94,7 @@ class Exchange:
     def start(self, *, alone: bool = False) -> Exchange:
         """Send the header to everybody, and with it the messages that fit.
 
-        `alone` says that no other exchange of this transport is under way. Then, where all have agreed on these terms
+        `alone` says that no other exchange of this transport is under way. Then, where all have agreed on this proposal
         before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
         """
         # other exchanges may have started since: a part of one must not come between their collective calls
@@ -116,14 +116,14 @@ class Exchange:
         """Carry it out. None once all is in its place; where some ranks lack knowledge, what all of them know."""
         first = self.schedule.rounds[0]
         waiting = self._ahead is None and first.bytes > 0  # for the others to agree, before it is posted
-        early = self.fresh and not waiting and self.terms.error is None
+        early = self.fresh and not waiting and self.proposal.error is None
         if early:
             with self._unbroken():
                 self._copy_local(first)
         with self._unbroken(but=ShardwiseError):
             slots = self._agreed()
         if slots is None:
-            return self.transport.all_gather(None if self.terms.unknown else dict(self.terms.fields))
+            return self.transport.all_gather(None if self.proposal.unknown else dict(self.proposal.fields))
         with self._unbroken():
             self.writing = True
             for move in self.moves:
@@ -166,8 +166,8 @@ class Exchange:
                     self.views.pack(message, self.views.room(message), self.sources)
                     room[:] = self.views.room(message).numpy()
         except Exception as error:  # not too late to tell the others
-            self.terms = replace(self.terms, error=error)
-            self.header = self.terms.header()
+            self.proposal = replace(self.proposal, error=error)
+            self.header = self.proposal.header()
         rows[:, :HEADER] = self.header.view(np.uint8)
         return rows, sizes
 
@@ -183,11 +183,13 @@ class Exchange:
         if self._ahead is not None:  # what was posted will not be met, but may not be reused either
             self.transport.abandon(self._ahead)
         if verdict is Verdict.REFUSE:
-            raise refusal(self.transport.all_gather(self.terms.told()), self.transport.owners) from self.terms.error
+            raise refusal(
+                self.transport.all_gather(self.proposal.explanation()), self.transport.owners
+            ) from self.proposal.error
         return None
 
     def _remember(self) -> None:
-        """All agree on these terms. (Not where some had to learn first: they will have to the next time, too.)"""
+        """All agree on this proposal. (Not where some had to learn first: they will have to the next time, too.)"""
         if len(self.transport.agreed) > MOST_AGREED:
             self.transport.agreed.clear()
         self.transport.agreed.add(self.header.tobytes())

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry.box import row_major
-from shardwise.geometry.boxes import Boxes
+from shardwise.geometry.boxes import Boxes, row_major
 from shardwise.geometry.ragged import Ints, heads, ints, running, spread, starts, totals
 
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry.box import Box
-from shardwise.geometry.boxes import Boxes
+from shardwise.geometry.boxes import Box, Boxes
 from shardwise.geometry.join import join
 from shardwise.geometry.ragged import Ints, ints
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from shardwise.exchange import Exchange, Move, Terms, ViewCache
+from shardwise.exchange import Exchange, Move, Proposal, ViewCache
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.session import SerialQueue
@@ -93,7 +93,7 @@ class Job:
         self,
         bucket: int,
         moves: Sequence[Move],
-        terms: Terms,
+        proposal: Proposal,
         *,
         fresh: bool,
         views: ViewCache | None = None,
@@ -104,7 +104,7 @@ class Job:
         device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
         direct = self._choice != "group"
         return Exchange(
-            self.transport, terms, moves, device=device, fresh=fresh, views=views, part_of=part_of, direct=direct
+            self.transport, proposal, moves, device=device, fresh=fresh, views=views, part_of=part_of, direct=direct
         )
 
     def conclude(self, moves: Sequence[Move], written: str, within: Exchange, *, verify: bool) -> None:
@@ -210,7 +210,7 @@ class Job:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         views = self._views_of(bucket, moves) if keep else None
-        exchange = self.exchange(bucket, moves, Terms(fields, error=error), fresh=fresh, views=views)
+        exchange = self.exchange(bucket, moves, Proposal(fields, error=error), fresh=fresh, views=views)
         exchange.start(alone=self._queue.idle)
         try:
             self._queue.run(exchange.finish)

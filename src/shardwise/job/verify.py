@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Exchange, Move, Terms, Transport, view_of
+from shardwise.exchange import Exchange, Move, Proposal, Transport, view_of
 from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Loss, Lost
 from shardwise.exchange.reduce import blocks
@@ -164,7 +164,7 @@ def reduced_values(transport: Transport, partials: Sequence[PartialTensor], with
         made = plan(layout, spread(layout), itemsize=dtype.itemsize)
         memory = [fresh(shape, dtype, device) for shape in local_shapes(made.target, transport.me)]
         moves.append(Move.of(made, transport.me, tensors, memory, dtype))
-    terms = Terms({"operation": "reduction of partial tensors"})
+    terms = Proposal({"operation": "reduction of partial tensors"})
     Exchange(transport, terms, moves, device=within.device, part_of=within).start().finish()
     return [move.target for move in moves]
 

@@ -14,7 +14,7 @@ from shardwise.containers.container import Container, container_of, on_transport
 from shardwise.containers.memory import check_memory, check_written, shared
 from shardwise.containers.sharded import is_sharded
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
-from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange import Exchange, Move, Proposal
 from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.casts import ONLY_PLAIN, PLAIN, check_cast, check_dtype
@@ -330,12 +330,12 @@ class Call:
                 raise self.source.error
             if unknown:
                 lacking = {name: facts.get(name, "unknown") for name in FACTS}
-                return Exchange(self.transport, self._terms(lacking, "unknown", unknown | {"target"}))
+                return Exchange(self.transport, self._proposal(lacking, "unknown", unknown | {"target"}))
             self._prepare(Facts(**facts))
-            terms = self._terms(facts, self.plan.target, unknown)
-            return self.job.exchange(0, [self.move], terms, fresh=self._out is None, part_of=part_of)
+            proposal = self._proposal(facts, self.plan.target, unknown)
+            return self.job.exchange(0, [self.move], proposal, fresh=self._out is None, part_of=part_of)
         except Exception as error:
-            return Exchange(self.transport, Terms({"operation": self.operation}, error=error), part_of=part_of)
+            return Exchange(self.transport, Proposal({"operation": self.operation}, error=error), part_of=part_of)
 
     def _prepare(self, facts: Facts) -> None:
         """Plan it, and check it as far as one rank can; there is memory for the result then."""
@@ -353,6 +353,6 @@ class Call:
         self.move = self.job.move(0, source, memory)
         self.facts, self.target, self.dtype = facts, target, becomes
 
-    def _terms(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Terms:
+    def _proposal(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Proposal:
         fields = {"operation": self.operation, **{name: facts[name] for name in FACTS}, "target": target}
-        return Terms(fields | self.options.fields(), unknown)
+        return Proposal(fields | self.options.fields(), unknown)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import PeerBuffer, in_words
 from shardwise.exchange.transport import PostedRound, ReduceOp
-from shardwise.transports import collectives
+from shardwise.transports import endpoint
 from shardwise.transports.guarded_group import GuardedGroup
 from shardwise.transports.members import GroupMember, Members, registered_ranks, remember
 from shardwise.transports.torch_groups import asynchronous, post_as_batch
@@ -82,7 +82,7 @@ class GroupTransport(GuardedGroup):
         if in_order and self._whole_group:
             wait = self._collective_all_to_all(ours)
         else:
-            wait = collectives.all_to_all(self, ours, self.collective_tag("all_to_all", number))
+            wait = endpoint.all_to_all(self, ours, self.collective_tag("all_to_all", number))
         return lambda: [memoryview(row) for row in wait().cpu().numpy()]
 
     def _collective_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -97,7 +97,7 @@ class GroupTransport(GuardedGroup):
         """One all-reduce of the whole group, if possible; otherwise messages."""
         result = numbers.to(self._small_device, copy=True)
         if not self._whole_group or not in_order:
-            return partial(collectives.all_reduce, self, result, op, self.collective_tag("all_reduce", number))
+            return partial(endpoint.all_reduce, self, result, op, self.collective_tag("all_reduce", number))
         with self.guard("starting to agree"):
             options = asynchronous(dist.AllreduceOptions())
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
@@ -118,7 +118,7 @@ class GroupTransport(GuardedGroup):
 
     def all_gather(self, value: T) -> list[T]:
         """By messages, because other ranks may make other collective calls meanwhile."""
-        return collectives.all_gather(self, value, self.collective_tag("all_gather"), self._small_device)
+        return endpoint.all_gather(self, value, self.collective_tag("all_gather"), self._small_device)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
