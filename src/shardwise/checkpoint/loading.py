@@ -29,7 +29,7 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import check_local, combine_descriptions
+from shardwise.job.side import check_side, combine_descriptions
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 
@@ -241,7 +241,7 @@ def _load_each(
     todo = list[Reading]()
     for link, entry, tensor in linked_entries:
         memory = memory_of(flat.get(link.target))
-        check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
+        check_side("state dict", {link.target: memory}, {link.target: tensor}, callers.me)
         for one in memory:
             check_written(one, repr(link.target))
         copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))

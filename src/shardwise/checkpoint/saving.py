@@ -25,7 +25,7 @@ from shardwise.containers.description import Descriptions, describe_all, is_tens
 from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import check_local, combine_descriptions, refuse_several_jobs
+from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
@@ -200,7 +200,7 @@ def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, con
 def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
-    check_local(f"{name!r} of the state dict", memory, tensor, me)
+    check_side("state dict", {name: memory}, {name: tensor}, me)
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))

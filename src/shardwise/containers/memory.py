@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = [  # with two classes of torch, for annotations
     "DTensorSpec",
     "StorageWeakRef",
+    "ExpectedMemory",
+    "check_local",
     "check_memory",
     "check_written",
     "chunks_in",
@@ -144,6 +146,31 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
         raise ExchangeError(f"{what} has no memory to read or write: it is {kind} on {tensor.device}{remedy}")
     if tensor.numel() and _range(tensor)[1] - tensor.data_ptr() > _bytes_from(tensor):
         raise ExchangeError(f"the memory of {what} was given back (its storage is too short for {tuple(tensor.shape)})")
+
+
+class ExpectedMemory(NamedTuple):
+    """Local tensors, and what a layout says that they are. `what` is how errors call them."""
+
+    what: str
+    tensors: Sequence[torch.Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+def check_local(memories: Iterable[ExpectedMemory]) -> None:
+    """Refuse memory that is not what the layout gives this rank."""
+    for what, tensors, shapes, dtype in memories:
+        given = [(tuple(t.shape), t.dtype) for t in tensors]
+        if not tensors and all(0 in shape for shape in shapes):
+            continue
+        if given != [(shape, dtype) for shape in shapes]:
+            raise ValueError(f"{what} should have {list(shapes)} of {dtype} on this rank, but has {given}")
+        for one in tensors:
+            check_memory(one, what)
+            if one.is_conj() or one.is_neg():
+                raise ValueError(
+                    f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain"
+                )
 
 
 def check_written(tensor: torch.Tensor, what: str) -> None:

@@ -62,7 +62,7 @@ def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torc
     """The dtype of messages: cast before they travel where that is shorter, unless they are terms to be reduced."""
     check_dtype(becomes)
     check_cast(dtype, becomes)
-    if reduces(source, target):
+    if source.op is not None and reduces(source, target):
         check_reduction(source.op or "", dtype)
         return dtype
     return becomes if becomes.itemsize < dtype.itemsize else dtype

@@ -43,7 +43,7 @@ class Job:
         watched = () if overflow == "allow" else plan.overflowing
         self._reducing = [at for at in watched if plan.entries[at].plan.reducing]
         self._reading = [at for at in watched if at not in self._reducing]
-        self._counts, self.losses = overflow == "count", Losses()
+        self._counts = overflow == "count"
         self._moves = dict[int, Move]()  # of entries that are moved again and again
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
@@ -52,6 +52,11 @@ class Job:
     @cached_property
     def _queue(self) -> SerialQueue:
         return SerialQueue.of(self.transport)
+
+    @cached_property
+    def losses(self) -> Losses:
+        """What casts lost, as far as it was looked for."""
+        return Losses()
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -67,14 +72,16 @@ class Job:
         """Of entry number `at`, between these local tensors of the whole source and target."""
         entry, me = self.plan.entries[at], self.transport.me
         ours, theirs = self.plan.sources[entry.link.source], self.plan.targets[entry.link.target]
-        look = partial(self.losses.look, self._shown(entry.link.target), becomes=theirs.dtype)
+        look = None
+        if at in self._reducing:
+            look = partial(self.losses.look, self._shown(entry.link.target), becomes=theirs.dtype)
         return Move.of(
             entry.plan,
             me,
             _subtensors(source, ours, entry.link.source_view, me),
             _subtensors(target, theirs, entry.link.target_view, me),
             entry.dtype,
-            look if at in self._reducing else None,
+            look,
         )
 
     def refuse_losses(self, memory: Callable[[str], Tensors]) -> None:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.containers.description import Descriptions, TensorDescription, memory_of, stamp_of
-from shardwise.containers.memory import check_memory
+from shardwise.containers.description import Descriptions, TensorDescription, memories_of, memory_of, stamp_of
+from shardwise.containers.memory import ExpectedMemory, check_local
 from shardwise.containers.own_container import OwnContainer
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
-from shardwise.layout import Layout, local_shapes
+from shardwise.layout import Layout, all_local_shapes, local_shapes
 from shardwise.transports import GroupTransport
 
 Tensors = list[torch.Tensor]
@@ -76,9 +76,8 @@ class LiveSide:
 
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
         """All memory; refused where it is not what the layouts give this rank."""
-        memories = {name: self.memory(name) for name in self._names}
-        for name, memory in memories.items():
-            check_local(f"{name!r} of the {what}", memory, infos[name], me)
+        memories = dict(zip(self._names, memories_of(map(self.values.get, self._names)), strict=True))
+        check_side(what, memories, infos, me)
         return memories
 
 
@@ -105,17 +104,13 @@ class FreshSide:
         """Nothing is read here."""
 
 
-def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
-    """Refuse memory that is not what the layout gives this rank."""
-    shapes, given = local_shapes(info.layout, me), [(tuple(t.shape), t.dtype) for t in tensors]
-    if not tensors and all(0 in shape for shape in shapes):
-        return
-    if given != [(shape, info.dtype) for shape in shapes]:
-        raise ValueError(f"{what} should have {list(shapes)} of {info.dtype} on this rank, but has {given}")
-    for one in tensors:
-        check_memory(one, what)
-        if one.is_conj() or one.is_neg():
-            raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
+def check_side(what: str, memories: Mapping[str, Tensors], infos: Mapping[str, TensorInfo], me: int) -> None:
+    """Refuse memory, by the name of its tensor, that is not what the layouts give this rank."""
+    shapes = all_local_shapes([infos[name].layout for name in memories], me)
+    check_local(
+        ExpectedMemory(f"{name!r} of the {what}", memory, expected, infos[name].dtype)
+        for (name, memory), expected in zip(memories.items(), shapes, strict=True)
+    )
 
 
 def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
@@ -183,6 +178,8 @@ def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | 
         )
     if plain:
         raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
+    if len(given) == 1:  # as usual: all ranks describe it alike
+        return TensorInfo(shape, dtype, same("layout"), device)
     return TensorInfo(shape, dtype, _joined(tuple({one.layout: None for _, one in given})) or same("layout"), device)
 
 

@@ -340,13 +340,13 @@ class Call:
     def _prepare(self, facts: Facts) -> None:
         """Plan it, and check it as far as one rank can; there is memory for the result then."""
         options, transport, target = self.options, self.transport, self._target(facts.shape)
-        becomes = options.dtype or facts.dtype
-        planned = transport.resource(Plans, lambda: Plans(transport)).of(facts, target.layout, options)
+        layout, device, becomes = target.layout, target.device, options.dtype or facts.dtype
+        planned = transport.resource(Plans, lambda: Plans(transport)).of(facts, layout, options)
         self.job = Job(transport, planned.plan, self.operation, options.transport, overflow=options.overflow, shown=str)
         source = self.source.local(facts, transport.me, planned.source)
         self.job.refuse_losses(lambda _: source)
         self.followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
-        device = target.device or (source[0].device if source else torch.device(facts.device))
+        device = device or (source[0].device if source else torch.device(facts.device))
         memory = output(
             self._out, target, planned.target, transport, becomes, source=source, device=device, followed=self.followed
         )
