@@ -27,6 +27,7 @@ LAYERS = [
     "activation",
     "state",
     "checkpoint",
+    "engines",
     "testing",
     "bench",
     "demo",
@@ -129,6 +130,7 @@ PRIVATE = re.compile(
 )
 PEERS = {"bench", "demo"}  # they compare with torch's own ways, private ones too
 USERS = {  # each use is behind a function or class of these files
+    "containers/dispatch.py",
     "containers/dtensor.py",
     "containers/memory.py",
     "containers/operations.py",

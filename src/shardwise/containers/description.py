@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from shardwise.containers.container import container_of, on_transport
+from shardwise.containers.delivered import DeliveredTensor
 from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.memory import chunks_in, is_chunked, local_of, whole_shape
 from shardwise.containers.sharded import ShardedTensor, is_sharded
@@ -66,6 +67,7 @@ class TensorDescription(NamedTuple):
     dtype: torch.dtype | None  # not known to a rank that has none of its shards
     layout: Layout | None
     device: str | None
+    delivered: bool = False
 
 
 Descriptions = Mapping[str, TensorDescription | None]
@@ -90,9 +92,8 @@ def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDes
     container = on_transport(container_of(value), transport)
     tensors = container.disassemble(value)
     device = tensors[0].device if tensors else container.device
-    return TensorDescription(
-        container.layout.shape, value.dtype, container.layout, None if device is None else device.type
-    )
+    kind, delivered = None if device is None else device.type, isinstance(value, DeliveredTensor)
+    return TensorDescription(container.layout.shape, value.dtype, container.layout, kind, delivered)
 
 
 def _known_chunks(

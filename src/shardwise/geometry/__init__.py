@@ -18,6 +18,7 @@ from shardwise.geometry.ragged import (
     starts,
     totals,
 )
+from shardwise.geometry.strided import Step, StridedBox, StridedPair, strided_boxes
 
 __all__ = [
     "Axis",
@@ -27,6 +28,9 @@ __all__ = [
     "Ints",
     "Places",
     "Spans",
+    "Step",
+    "StridedBox",
+    "StridedPair",
     "Strides",
     "Window",
     "block_numbers",
@@ -49,6 +53,7 @@ __all__ = [
     "running",
     "spread",
     "starts",
+    "strided_boxes",
     "tiles",
     "totals",
     "uncancelled",
