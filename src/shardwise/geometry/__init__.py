@@ -1,6 +1,6 @@
 """Boxes of cells. All index arithmetic of the library lives here; nothing here knows that owners exist."""
 
-from shardwise.geometry.axis import Axis, Spans, block_numbers, boxes_of_block, cross_grids, outer
+from shardwise.geometry.axis import Axis, Spans, axes_of, block_numbers, block_shape, boxes_of_block, cross_grids, outer
 from shardwise.geometry.boxes import Box, Boxes, cut, distinct, merge, positions, row_major, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
 from shardwise.geometry.places import Places, Strides, Window
@@ -33,7 +33,9 @@ __all__ = [
     "StridedPair",
     "Strides",
     "Window",
+    "axes_of",
     "block_numbers",
+    "block_shape",
     "boxes_of_block",
     "cross_grids",
     "cut",

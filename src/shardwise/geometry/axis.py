@@ -246,6 +246,22 @@ def boxes_of_block(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[Boxes, I
     return Boxes(outer(lo), outer(hi)), outer([starts(b - a)[:-1] for a, b in zip(lo, hi, strict=True)])
 
 
+def block_shape(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[int, ...]:
+    """How many cells a block has along every axis."""
+    return tuple(int(axis.lengths[part]) for axis, part in zip(axes, parts, strict=True))
+
+
+def axes_of(spans: Sequence[Spans], parts: Sequence[int]) -> tuple[list[Ints], list[Axis], list[Ints]]:
+    """For every dim: the length of each part, empty ones too; the axis; and which part each part of the axis was."""
+    lengths = [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
+    axes, kept = list[Axis](), list[Ints]()
+    for one in spans:
+        axis, numbers = Axis.of(one)
+        axes.append(axis)
+        kept.append(numbers)
+    return lengths, axes, kept
+
+
 def outer(columns: Sequence[Ints]) -> Ints:
     """Every combination of one entry per column, as rows in row-major order."""
     shape = [len(c) for c in columns]

@@ -16,12 +16,13 @@ from shardwise.geometry import (
     Places,
     Spans,
     Strides,
+    axes_of,
     block_numbers,
+    block_shape,
     boxes_of_block,
     different,
     outer,
     row_major,
-    totals,
 )
 from shardwise.layout.form import Cells, Holders, Piece, joined_bytes, rename
 
@@ -48,18 +49,17 @@ class Grid:
     def build(spans: Sequence[Spans], table: Ints) -> Grid:
         """From the spans of every dimension and owners by part; parts without cells become idle owners."""
         parts = table.shape[:-2]
-        lengths = [totals(s.stop - s.start, s.part, n) for s, n in zip(spans, parts, strict=True)]
-        pairs = [Axis.of(s) for s in spans]
+        lengths, axes, kept = axes_of(spans, parts)
         empty = reduce(np.logical_or.outer, [n == 0 for n in lengths], np.zeros((), dtype=np.bool_))
         where = np.nonzero(np.broadcast_to(empty[..., None, None], table.shape))
         shapes = [n[i] for n, i in zip(lengths, where[:-2], strict=True)]
         idle = _idle(table[where], np.stack(shapes, axis=1) if shapes else np.zeros((0, 0), dtype=np.int64))
         if idle.owners.size == table.size:
-            return Grid.empty([axis.size for axis, _ in pairs], idle)
-        for axis, (_, kept) in enumerate(pairs):
-            if len(kept) < parts[axis] or (np.diff(kept) < 0).any():  # else the table stays a view of its mesh
-                table = table.take(kept, axis=axis)
-        return Grid(tuple(axis for axis, _ in pairs), _replicas_rising(table), idle)
+            return Grid.empty([axis.size for axis in axes], idle)
+        for axis, numbers in enumerate(kept):
+            if len(numbers) < parts[axis] or (np.diff(numbers) < 0).any():  # else the table stays a view of its mesh
+                table = table.take(numbers, axis=axis)
+        return Grid(tuple(axes), _replicas_rising(table), idle)
 
     @staticmethod
     def empty(shape: Sequence[int], idle: Idle) -> Grid:
@@ -147,7 +147,7 @@ class Grid:
         if parts is None:
             row = int(np.searchsorted(self.idle.owners, owner))
             return (tuple(self.idle.shapes[row].tolist()),)
-        return (tuple(int(axis.lengths[part]) for axis, part in zip(self.axes, parts, strict=True)),)
+        return (block_shape(self.axes, parts),)
 
     def largest(self) -> int:
         """The product of the longest parts."""
