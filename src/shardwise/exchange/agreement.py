@@ -120,9 +120,9 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Shardwi
         values.pop(None, None)
         if len(values) > 1:
             shown = {t["digests"].get(name): t["fields"].get(name) for t in told}
-            found = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
+            answers = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
             return RefusedValueError(
-                f"the ranks disagree on the {name} of this {operation}: {found}. "
+                f"the ranks disagree on the {name} of this {operation}: {answers}. "
                 f"Every rank of the group must ask for the same"
             )
     return ExchangeError(
@@ -147,10 +147,10 @@ def in_words(numbers: Sequence[int]) -> str:
 
 
 def _grouped(values: Sequence[Any], owners: Sequence[int]) -> dict[Any, list[int]]:
-    found = defaultdict[Any, list[int]](list)
+    groups = defaultdict[Any, list[int]](list)
     for value, owner in zip(values, owners, strict=True):
-        found[value].append(owner)
-    return found
+        groups[value].append(owner)
+    return groups
 
 
 def _bits(names: frozenset[str], fields: Mapping[str, Any]) -> int:

@@ -174,12 +174,12 @@ class Exchange:
     def _agreed(self) -> Any:
         """The slots of the others, once all agree; None where ranks have to learn."""
         assert self._agreement is not None, "start first"
-        found = self._agreement()
-        verdict = self._verdict(found)
+        slots = self._agreement()
+        verdict = self._verdict(slots)
         if verdict is Verdict.GO:
             if not self.nested:
                 self._remember()
-            return found
+            return slots
         if self._ahead is not None:  # what was posted will not be met, but may not be reused either
             self.transport.abandon(self._ahead)
         if verdict is Verdict.REFUSE:
@@ -194,14 +194,14 @@ class Exchange:
             self.transport.agreed.clear()
         self.transport.agreed.add(self.header.tobytes())
 
-    def _verdict(self, found: Any) -> Verdict:
+    def _verdict(self, slots: Any) -> Verdict:
         if self._many:
-            return judge(found.cpu().numpy())
+            return judge(slots.cpu().numpy())
         mine = self.header.tobytes()
-        if not self.header[0] and all(row[:HEADER] == mine for row in found):
+        if not self.header[0] and all(row[:HEADER] == mine for row in slots):
             return Verdict.GO  # nobody failed or lacks anything, and all say the same
-        headers = np.frombuffer(b"".join(row[:HEADER] for row in found), np.int64)
-        return judge(weigh(headers.reshape(len(found), -1)).max(axis=0))
+        headers = np.frombuffer(b"".join(row[:HEADER] for row in slots), np.int64)
+        return judge(weigh(headers.reshape(len(slots), -1)).max(axis=0))
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
@@ -217,12 +217,12 @@ class Exchange:
                 room.numpy()[:] = np.frombuffer(buffer, np.uint8)
                 messages.append((message, room))
                 self.views.unpack(message, room, self.targets)
-        for at, found in posted.arrivals() if posted else ():
-            if isinstance(found, torch.Tensor):
-                messages.append((round_.receives[at], found))
-                self.views.unpack(round_.receives[at], found, self.targets)
-            elif found is not None:
-                fetch(round_.key, round_.receives[at], found, self.moves, self.transport.me, self.views)
+        for at, arrived in posted.arrivals() if posted else ():
+            if isinstance(arrived, torch.Tensor):
+                messages.append((round_.receives[at], arrived))
+                self.views.unpack(round_.receives[at], arrived, self.targets)
+            elif arrived is not None:
+                fetch(round_.key, round_.receives[at], arrived, self.moves, self.transport.me, self.views)
         self._reduce(round_, messages)
         if posted:
             posted.finish()
@@ -264,16 +264,16 @@ class Exchange:
 
         Not where it is terms, is cast on the way, or lies on a device that the transport cannot reach.
         """
-        found = list[torch.Tensor]()
+        tensors = list[torch.Tensor]()
         for part in message.parts:
             if round_.key[0] == 0 and self.moves[part.move].program.reducing:
                 return []
-            found += source[part.move]
+            tensors += source[part.move]
         kind = self.device.type
         alike = all(
             t.dtype == part.dtype and t.device.type == kind for part in message.parts for t in source[part.move]
         )
-        return found if alike else []
+        return tensors if alike else []
 
     def _reduce(self, round_: Round, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""

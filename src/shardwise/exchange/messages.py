@@ -234,10 +234,10 @@ class Message:
         pairs = self.parts[0].cells.pairs
         if len(self.parts) > 1 or len({pair.here.tensor for pair in pairs}) != 1:
             return 0, ints([])
-        found = np.empty(self.parts[0].cells.volume, dtype=np.int64)
+        elements = np.empty(self.parts[0].cells.volume, dtype=np.int64)
         for here, there in pairs:
-            found[there.elements()] = here.elements()
-        return pairs[0].here.tensor, found
+            elements[there.elements()] = here.elements()
+        return pairs[0].here.tensor, elements
 
     @cached_property
     def run(self) -> float:
@@ -310,11 +310,11 @@ def _round(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ..
 def _messages(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Message]:
     # by falling itemsize every part of a message starts at a multiple of its own
     order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
-    found = dict[int, list[MessagePart]]()
+    by_peer = dict[int, list[MessagePart]]()
     for number in order:
         program, dtype = programs[number]
         for cells in getattr(program.stages.get(key), side, ()):
-            parts = found.setdefault(cells.peer, [])
+            parts = by_peer.setdefault(cells.peer, [])
             start = parts[-1].stop if parts else 0
             parts.append(MessagePart(number, cells, dtype, start, start + cells.volume * dtype.itemsize))
-    return [Message(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]
+    return [Message(peer, parts[-1].stop, tuple(parts)) for peer, parts in by_peer.items()]

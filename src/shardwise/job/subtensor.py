@@ -67,10 +67,10 @@ class Subtensor:
         """What is seen of boxes in memory, in the coordinates of the part."""
         if self._sees_all(places.boxes):
             return places
-        _, found = places.within(Boxes.of([self.region], places.boxes.ndim))
+        _, inside = places.within(Boxes.of([self.region], places.boxes.ndim))
         start, order = ints(self.region.lo), list(self.order)
-        boxes = Boxes(*((corner - start)[:, order] for corner in found.boxes))
-        return Places(boxes, found.tensor, found.offset, found.strides[:, order])
+        boxes = Boxes(*((corner - start)[:, order] for corner in inside.boxes))
+        return Places(boxes, inside.tensor, inside.offset, inside.strides[:, order])
 
     def _sees_all(self, boxes: Boxes) -> bool:
         """True where nothing of these is outside, and coordinates stay what they are."""
