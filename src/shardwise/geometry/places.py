@@ -132,7 +132,7 @@ class Places:
         sizes = np.concatenate([np.ones_like(self.offset)[:, None], self.boxes.hi - self.boxes.lo], axis=1)
         dense = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1] // sizes[:, 1:]  # the strides that leave no gap
         broken = (sizes[:, 1:] != 1) & (self.strides != dense)
-        inner = np.argmax(np.concatenate([np.ones_like(broken[:, :1]), broken], axis=1)[:, ::-1], axis=1)
+        inner = np.argmax(np.insert(broken, 0, True, axis=1)[:, ::-1], axis=1)
         return np.cumprod(sizes, axis=1)[np.arange(len(sizes)), sizes.shape[1] - 1 - inner]
 
     def windows(self) -> list[Window]:
