@@ -48,6 +48,15 @@ def test_a_cut_is_contiguous_where_torch_says_so(dims):
     assert cut.contiguous == view_of(cut, [torch.zeros(64)]).is_contiguous()
 
 
+@given(owned(), forms)
+@settings(max_examples=40)
+def test_a_place_is_made_of_runs_of_consecutive_elements(held, form):
+    _, _, places = laid(*held, form)
+    for runs, cut in zip(places.runs().tolist(), places.windows(), strict=True):
+        assert (runs == 1) == cut.contiguous
+        assert (np.diff(cut.elements().reshape(runs, -1), axis=1) == 1).all()
+
+
 def test_a_cut_counts_from_the_first_element_of_its_tensor():
     tensors = [torch.zeros(3), torch.arange(40)[10:]]
     assert view_of(Window(1, (2, 3), (5, 2), 1), tensors).tolist() == [[11, 13, 15], [16, 18, 20]]
@@ -55,7 +64,7 @@ def test_a_cut_counts_from_the_first_element_of_its_tensor():
 
 def test_a_cut_is_a_view_of_its_tensor():
     tensor = torch.zeros(4, 3).t()
-    Window(0, (2,), (tensor.stride(1),), 1).of([tensor]).fill_(7)
+    view_of(Window(0, (2,), (tensor.stride(1),), 1), [tensor]).fill_(7)
     assert tensor.tolist() == [[0, 0, 0, 0], [7, 7, 0, 0], [0, 0, 0, 0]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from operator import mul
 from typing import NamedTuple
 
@@ -46,17 +45,12 @@ class Window(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """True where the elements lie one after the other."""
-        return self.runs == 1
-
-    @property
-    def runs(self) -> int:
-        """How many stretches of elements that lie one after the other it has."""
         step = 1
-        for dim in reversed(range(len(self.shape))):
-            if self.shape[dim] != 1 and self.strides[dim] != step:
-                return prod(self.shape[: dim + 1])
-            step *= self.shape[dim]
-        return 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
 
 
 @dataclass(frozen=True)
