@@ -102,11 +102,12 @@ def _pattern(name: str) -> str:
 
 def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[torch.Tensor]) -> Recorder:
     recorder, current = Recorder(parameters), ""
+    sources = {name: recorder.source(name, shape, dtype) for name, (shape, dtype) in shapes.items()}
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current
-        for current, (shape, dtype) in shapes.items():
-            yield current, recorder.source(current, shape, dtype)
+        for current in sources:
+            yield current, sources[current]
 
     try:
         with torch.no_grad(), recorder:

@@ -150,14 +150,15 @@ def record(
         raise _incomplete(explanation.problems)
     deliveries = {name: Delivery(one.names, load) for one in _lost(by_rank) for name in one.names}
     device = next((tensor.device for tensor in parameters.values()), None)
-    targets = dict[str, ShardedTensor]()
-    for one in explanation.names:
+
+    def target(one: RecordedName) -> ShardedTensor:
         if one.way == "loader":
             layout = Layout.replicated(one.shape, callers.owners)
-            targets[one.name] = DeliveredTensor(deliveries[one.name], layout, one.dtype, device=device, group=group)
-        elif one.way == "direct":
-            views = [box.destination.view(parameters) for box in local.boxes.get(one.name, ())]
-            targets[one.name] = _target(one, views, callers.me, group)
+            return DeliveredTensor(deliveries[one.name], layout, one.dtype, device=device, group=group)
+        views = [box.destination.view(parameters) for box in local.boxes.get(one.name, ())]
+        return _direct_target(one, views, callers.me, group)
+
+    targets = {one.name: target(one) for one in explanation.names if one.way != "unused"}
     recorded = Recorded(targets, local, engine, parameters, explanation)
     if not any(tensor.is_meta for tensor in parameters.values()):
         recorded.resolve()
@@ -179,7 +180,9 @@ def explain(recorded: Recorded) -> Explanation:
     return recorded.explanation
 
 
-def _target(one: RecordedName, views: list[torch.Tensor], me: int, group: dist.ProcessGroup | None) -> ShardedTensor:
+def _direct_target(
+    one: RecordedName, views: list[torch.Tensor], me: int, group: dist.ProcessGroup | None
+) -> ShardedTensor:
     """A ShardedTensor of this rank's views. Cells that no rank needs get memory of their own on one rank."""
     layout, spare = _layout(one.shape, tuple((rank, tuple(boxes)) for rank, boxes in one.boxes.items()))
     unneeded = spare if me == next(iter(one.boxes)) else ()
