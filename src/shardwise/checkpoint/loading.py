@@ -20,6 +20,8 @@ from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
 from shardwise.checkpoint.values import refuse_modules
+from shardwise.containers.description import Descriptions, describe_all, is_tensor
+from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
 from shardwise.job.casts import Cast, TargetCasts
@@ -27,10 +29,9 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
-from shardwise.job.side import Descriptions, combine_descriptions, describe_all, is_tensor
+from shardwise.job.side import combine_descriptions
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
-from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
 T = TypeVar("T")
 Read = Literal["each", "once"]

@@ -65,15 +65,15 @@ class Concat:
 
     def views(self, whole: Shape, parts: Sequence[Shape]) -> list[Subtensor]:
         """Where the parts are in the whole."""
-        dim, start, found = _dim(self.dim, whole), 0, list[Subtensor]()
+        dim, start, views = _dim(self.dim, whole), 0, list[Subtensor]()
         for part in parts:
             if len(part) != len(whole):
                 raise ValueError(f"a part has {len(part)} dims, but {self.whole!r} has {len(whole)}")
-            found.append(Subtensor.whole(whole).narrow(dim, start, part[dim]))
+            views.append(Subtensor.whole(whole).narrow(dim, start, part[dim]))
             start += part[dim]
         if start != whole[dim]:
             raise ValueError(f"its parts have {start} along dim {dim}, but {self.whole!r} has {whole[dim]}")
-        return found
+        return views
 
     def names(self, stars: Sequence[str], whole: Shape) -> list[str]:
         """Of the parts."""
@@ -225,7 +225,7 @@ def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Rema
 
 
 def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
-    found, gone = dict[str, Shape](), set[str]()
+    remapped, gone = dict[str, Shape](), set[str]()
     if isinstance(rule, Concat):
         _check_parts(rule, shapes)
     for name, shape in shapes.items():
@@ -233,15 +233,15 @@ def _after(rule: Remap, shapes: Shapes) -> dict[str, Shape]:
             continue
         if isinstance(rule, Transposed):
             fits = matched(rule.name, name, shapes) is not None
-            found[name] = _turned(rule, shape) if fits else shape
+            remapped[name] = _turned(rule, shape) if fits else shape
         elif (together := rule.named(name, shapes)) is not None:
-            found[together[0]] = rule.joined([shapes[part] for part in together[1]])
+            remapped[together[0]] = rule.joined([shapes[part] for part in together[1]])
             gone |= set(together[1])
         elif (stars := matched(rule.whole, name, shapes)) is not None:
-            found |= zip(rule.names(stars, shape), rule.apart(shape), strict=True)
+            remapped |= zip(rule.names(stars, shape), rule.apart(shape), strict=True)
         else:
-            found[name] = shape
-    return {name: shape for name, shape in found.items() if name not in gone or name not in shapes}
+            remapped[name] = shape
+    return {name: shape for name, shape in remapped.items() if name not in gone or name not in shapes}
 
 
 def _check_parts(rule: Concat, shapes: Shapes) -> None:

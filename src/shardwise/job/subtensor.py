@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import LayoutError
+from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, places_of
 
@@ -66,10 +67,10 @@ class Subtensor:
         """What is seen of boxes in memory, in the coordinates of the part."""
         if self._sees_all(places.boxes):
             return places
-        _, found = places.within(Boxes.of([self.region], places.boxes.ndim))
+        _, inside = places.within(Boxes.of([self.region], places.boxes.ndim))
         start, order = ints(self.region.lo), list(self.order)
-        boxes = Boxes(*((corner - start)[:, order] for corner in found.boxes))
-        return Places(boxes, found.tensor, found.offset, found.strides[:, order])
+        boxes = Boxes(*((corner - start)[:, order] for corner in inside.boxes))
+        return Places(boxes, inside.tensor, inside.offset, inside.strides[:, order])
 
     def _sees_all(self, boxes: Boxes) -> bool:
         """True where nothing of these is outside, and coordinates stay what they are."""
@@ -100,11 +101,13 @@ def _whole(shape: tuple[int, ...]) -> Subtensor:
     return Subtensor(Box((0,) * len(shape), shape), tuple(range(len(shape))))
 
 
-@lru_cache(maxsize=4096)
 def subtensor_layout(layout: Layout, view: Subtensor) -> Layout:
     """Where the cells of the part live; each piece that is seen is a buffer of its own."""
-    if view.is_whole(layout.shape):
-        return layout
+    return layout if view.is_whole(layout.shape) else _part_layout(layout, view)
+
+
+@lru_cache(maxsize=4096)
+def _part_layout(layout: Layout, view: Subtensor) -> Layout:
     if layout.op is not None:
         raise LayoutError(f"a part of {layout!r} cannot be taken while it is partial: reduce it first")
     pieces = list[tuple[int, Sequence[int], Sequence[int]]]()
@@ -121,4 +124,4 @@ def subtensor_views(tensors: Sequence[torch.Tensor], layout: Layout, view: Subte
     if view.is_whole(layout.shape):
         return list(tensors)
     places = places_of(layout, owner, [tensor.stride() for tensor in tensors])
-    return [cut.of(tensors) for cut in view.of_places(places).windows()]
+    return [view_of(cut, tensors) for cut in view.of_places(places).windows()]
