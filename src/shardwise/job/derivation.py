@@ -72,12 +72,14 @@ class Derivation:
         self._turning = {at: rule for at, rule in enumerate(rules) if isinstance(rule, Transposed)}
         self._names: Collection[str] = shapes if targets is None else {*shapes, *targets._shapes}
         self._found, self._cuts = dict[str, Derived](), dict[tuple[int, str], dict[str, Derived]]()
+        self._circles = 0  # how often a name was not made because it is being made
 
     def find(self, name: str, wanted: Shape | None = None, path: Path = frozenset()) -> Derived | None:
         """What the name stands for; None where nothing says so. `wanted`: its shape, where it is known."""
         if name not in self._found:
             turn = self._turn(name)
             before = turn.before(name, wanted) if turn else wanted
+            self._circles += name in path
             made = self._made(name, before, path) if name not in path else None
             if made is None:
                 return None
@@ -108,10 +110,10 @@ class Derivation:
 
     def _joined(self, at: int, rule: Joining, name: str, wanted: Shape | None, path: Path) -> Derived | None:
         """From its parts."""
-        stars = matched(rule.whole, name, self._names) if (at, "joined") not in path else None
+        stars = matched(rule.whole, name, self._names) if not {(at, "joined"), (at, name)} & path else None
         if stars is None:
             return None
-        parts = self._parts(rule, name, stars, wanted, path | {name, (at, "joined")})
+        parts = self._parts(rule, name, stars, wanted, path | {name, (at, "joined"), (at, name)})
         if not parts:
             return None
         with blamed(rule):
@@ -135,9 +137,14 @@ class Derivation:
         return found
 
     def _part_names(self, rule: Joining, stars: Sequence[str], wanted: Shape | None, path: Path) -> Iterable[str]:
-        """Of a stack whose size is not known: as many as there are."""
+        """Of a stack whose size is not known: as many as there are. A circle is not an end."""
+
+        def goes_on(part: str) -> bool:
+            circles = self._circles
+            return self.find(part, path=path) is not None or self._circles > circles
+
         if isinstance(rule, Stack) and wanted is None:
-            return takewhile(lambda part: self.find(part, path=path) is not None, rule.numbered(stars))
+            return takewhile(goes_on, rule.numbered(stars))
         with blamed(rule):
             return rule.names(stars, wanted or ())
 
@@ -151,7 +158,7 @@ class Derivation:
         """From a whole of which it is a part."""
         for stars in rule.located(name, self._names) if (at, "cut") not in path else ():
             whole = filled(rule.whole, stars)
-            made = self.find(whole, path=path | {name, (at, "cut")})
+            made = self.find(whole, path=path | {name, (at, "cut"), (at, whole)}) if (at, whole) not in path else None
             if made is not None and (at, whole) not in self._cuts:
                 self._cuts[at, whole] = self._all_cuts(at, rule, whole, stars, made)
             if made is not None and name in self._cuts[at, whole]:

@@ -76,16 +76,20 @@ def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Rema
     {'qk': (10, 6)}
     """
     shapes = {name: shape for source, shape in sources.items() for name in renamed(source, rename, sources)}
-    rules, before = checked_rules(remap), dict[str, Shape]()
-    made_by = dict.fromkeys(shapes, frozenset[int]())
-    while shapes != before:
+    rules = checked_rules(remap)
+    made_by, before = dict.fromkeys(shapes, frozenset[int]()), None
+    turns = [(number, rule) for number, rule in enumerate(rules) if isinstance(rule, Transposed)]
+    joins = [(number, rule) for number, rule in enumerate(rules) if not isinstance(rule, Transposed)]
+    while shapes != before:  # dims change their order as soon as there is a name, before another rule takes it
         before = shapes
-        for number, rule in enumerate(rules):
+        for number, rule in [*turns, *(one for join in joins for one in (join, *turns))]:
             with blamed(rule):
                 shapes = _after(number, rule, shapes, made_by)
-    for rule in rules:
+    for number, rule in joins:
+        left = [name for name in shapes if number not in made_by[name]]
         if isinstance(rule, Concat):
-            _check_parts(rule, shapes, made_by)
+            with blamed(rule):
+                _check_parts(rule, left, made_by)
     return shapes
 
 
@@ -131,13 +135,13 @@ def _regrouped(rule: Joining, shapes: Shapes, names: Collection[str]) -> Becomes
     ]
 
 
-def _check_parts(rule: Concat, shapes: Shapes, names: Collection[str]) -> None:
+def _check_parts(rule: Concat, left: Collection[str], names: Collection[str]) -> None:
     """Refuse some of the parts without the others."""
-    for name in shapes:
+    for name in left:
         for part in rule.parts:
             stars = matched(part, name, names)
             several = [] if stars is None else [filled(one, stars) for one in rule.parts]
-            absent = [one for one in several if one not in shapes]
+            absent = [one for one in several if one not in left]
             if absent:
                 raise ValueError(f"{name!r} is there, but {', '.join(map(repr, absent))} is not")
 
