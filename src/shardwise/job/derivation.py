@@ -72,15 +72,17 @@ class Derivation:
         self._turning = {at: rule for at, rule in enumerate(rules) if isinstance(rule, Transposed)}
         self._names: Collection[str] = shapes if targets is None else {*shapes, *targets._shapes}
         self._found, self._cuts = dict[str, Derived](), dict[tuple[int, str], dict[str, Derived]]()
-        self._circles = 0  # how often a name was not made because it is being made
+        self._circles = list[str]()  # names that were looked for while they were being made
 
     def find(self, name: str, wanted: Shape | None = None, path: Path = frozenset()) -> Derived | None:
         """What the name stands for; None where nothing says so. `wanted`: its shape, where it is known."""
         if name not in self._found:
             turn = self._turn(name)
             before = turn.before(name, wanted) if turn else wanted
-            self._circles += name in path
-            made = self._made(name, before, path) if name not in path else None
+            if name in path:
+                self._circles.append(name)
+                return None
+            made = self._made(name, before, path)
             if made is None:
                 return None
             if before not in (None, made.shape):
@@ -140,8 +142,8 @@ class Derivation:
         """Of a stack whose size is not known: as many as there are. A circle is not an end."""
 
         def goes_on(part: str) -> bool:
-            circles = self._circles
-            return self.find(part, path=path) is not None or self._circles > circles
+            before = len(self._circles)
+            return self.find(part, path=path) is not None or not path.isdisjoint(self._circles[before:])
 
         if isinstance(rule, Stack) and wanted is None:
             return takewhile(goes_on, rule.numbered(stars))
