@@ -13,6 +13,7 @@ from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.read_once import Prepared, load_once
@@ -38,7 +39,7 @@ Read = Literal["each", "once"]
 
 def load(
     path: PathLike | Checkpoint,
-    into: dict[Any, Any],
+    into: dict[Any, Any] | torch.nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
     rename: Rename = None,
@@ -76,6 +77,23 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
+    if isinstance(into, torch.nn.Module):
+        module = into
+        target, _ = callers.tell(lambda: (ModuleTarget.of(module, opened(), rename, remap), None))
+        load(
+            target.checkpoint,
+            target.state,
+            group=group,
+            rename=target.rename,
+            remap=target.remap,
+            cast=cast,
+            overflow=overflow,
+            strict=strict,
+            read=read,
+            max_bytes=max_bytes,
+            progress=progress,
+        )
+        return target.finish()
     # a rank that reads for all must read the same files as the others
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
