@@ -1,13 +1,18 @@
 """checkpoint.load(path, into=model) gives a model of transformers what from_pretrained gives it, bit-for-bit."""
 
+import os
+
 import pytest
 import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+from transformers_models import MODELS, logits, made
 
-transformers = pytest.importorskip("transformers", minversion="5")
-
-from transformers_models import MODELS, TOKENS, logits, made  # noqa: E402
-
-from shardwise import checkpoint  # noqa: E402
+from shardwise import checkpoint
+from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 
@@ -45,3 +50,78 @@ def test_a_model_on_the_meta_device(saved):
     same_tensors(model, expected)
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
     torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=0)
+
+
+# --- on several ranks ------------------------------------------------------------------------------------------------
+
+
+def on_meta(name):
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+
+
+def layers(model):
+    """The blocks of a model: what people shard by itself."""
+    return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same_values(found, expected):
+    ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(whole(ours[name].detach()), value.detach(), rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("start", ["memory", "meta"])
+def test_a_model_under_fsdp2(saved, start):
+    name, folder, expected = saved
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        model = on_meta(name) if start == "meta" else made(name, seed=1)
+        for layer in layers(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        checkpoint.load(folder, into=model, group=torch.distributed.group.WORLD if start == "meta" else None)
+        same_values(model, expected)
+        torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=0)
+
+    on_ranks(2, run)
+
+
+PARALLEL = [name for name in MODELS if getattr(MODELS[name](), "base_model_tp_plan", None)]
+
+
+def parallel(model, mesh):
+    """Tensor parallel by transformers' own plan for the model."""
+    config = DistributedConfig(tp_size=2, fsdp_size=mesh // 2)
+    config, _, manager = type(model).prepare_distribute_model(config)
+    return type(model).maybe_distribute_model(model, config, manager)
+
+
+@pytest.mark.parametrize("world", [2, 4], ids=["tp", "fsdp and tp"])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_tensor_parallel_model(tmp_path, name, world):
+    made(name).save_pretrained(tmp_path)
+
+    def run(rank):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        config = DistributedConfig(tp_size=2, fsdp_size=world // 2)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config).eval()
+        model = parallel(on_meta(name), world)
+        checkpoint.load(tmp_path, into=model)
+        ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (model, expected))
+        assert ours.keys() == theirs.keys()
+        sharded = 0
+        for key, value in theirs.items():
+            sharded += isinstance(value, DTensor)
+            one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (ours[key].detach(), value.detach()))
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=key)
+        assert sharded
+        torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=0)
+
+    on_ranks(world, run)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.transformers_names import conversion, is_pretrained
+from shardwise.checkpoint.transformers_names import conversion, is_pretrained, tie
 from shardwise.errors import CheckpointError
 from shardwise.job.names import Names, Rename, renamed
 from shardwise.job.remap import Remap
@@ -34,8 +34,10 @@ class ModuleTarget:
 
     @staticmethod
     def of(module: torch.nn.Module, checkpoint: Checkpoint, rename: Rename, remap: Iterable[Remap]) -> ModuleTarget:
-        """Nothing of the module is changed before `finish`, except the memory that it has."""
+        """No tensor of the module is replaced before `finish`; those with memory are filled in place."""
         buffers = _rebuilt(module)
+        if is_pretrained(module):
+            tie(module)
         state, rules = dict(module.state_dict()), list(remap)
         if is_pretrained(module):
             rename, more = _converted(module, checkpoint, state, rename)

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.job.remap import Concat, Remap, Stack, Transposed
+from shardwise.torch_internals.memory import is_meta
 from shardwise.torch_internals.modules import without_fsdp
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -37,6 +38,13 @@ def is_pretrained(module: torch.nn.Module) -> bool:
     """True for a model of transformers 5 or later, which says how checkpoints are converted."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel) and MAPPING in sys.modules
+
+
+def tie(model: Any) -> None:
+    """Tie weights on the meta device that a tensor parallel plan has made separate, as from_pretrained does."""
+    pairs = ([model.get_parameter(name) for name in pair] for pair in model.all_tied_weights_keys.items())
+    if any(one is not other and is_meta(one) and is_meta(other) for one, other in pairs):
+        model.tie_weights(recompute_mapping=False)
 
 
 def conversion(model: Any, stored: Shapes, wanted: Shapes) -> Conversion:
