@@ -52,7 +52,11 @@ def load(
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fill the tensors of a state dict from a checkpoint, in place, for any shardings. Other values are replaced.
+    """Fill the tensors of a state dict or module from a checkpoint, in place, under any sharding; replace other values.
+
+    `into` may be a module: its parameters and persistent buffers are filled, those on the meta device are made. Other
+    buffers on the meta device are filled by the module's own code, or named in an error. For a model of transformers,
+    names and parts are converted as its `from_pretrained` does.
 
     Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
