@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -42,8 +41,9 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
     """A copy of a module and of all in it whose parameters have no memory: running its code changes nothing."""
-    made = copy(module)
+    made: torch.nn.Module = object.__new__(without_fsdp(type(module)))
     state = vars(made)
+    state.update(vars(module))
     state["_parameters"] = {name: _without_memory(value) for name, value in module._parameters.items()}
     state["_buffers"] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
     state["_modules"] = {name: one and hollow(one) for name, one in module._modules.items()}
