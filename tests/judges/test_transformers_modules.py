@@ -8,10 +8,12 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import conversion_mapping
+from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter
 from transformers.distributed import DistributedConfig
 from transformers_models import MODELS, logits, made
 
-from shardwise import checkpoint
+from shardwise import CheckpointError, checkpoint
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
@@ -125,3 +127,66 @@ def test_a_tensor_parallel_model(tmp_path, name, world):
         torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=0)
 
     on_ranks(world, run)
+
+
+# --- conversions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def converting(monkeypatch, tmp_path):
+    """Save a Llama whose files differ from its tensors by a converter, and load it in both ways."""
+
+    def run(source, target, *operations):
+        converter = WeightConverter(source, target, operations=list(operations))
+        monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "LlamaForCausalLM", [converter])
+        made("llama").save_pretrained(tmp_path)
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(MODELS["llama"]()).eval()
+        checkpoint.load(tmp_path, into=model)
+        same_tensors(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+        return set(checkpoint.open(tmp_path))
+
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes the table
+    return run
+
+
+GATE, UP, DOWN = (f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+CONVERTERS = {
+    "split": ("mlp.both.weight", [GATE, UP], Chunk(dim=0)),
+    "split along columns": ("mlp.both.weight", [GATE, UP], Chunk(dim=1)),
+    "transposed": ("mlp.turned.weight", DOWN, Transpose(0, 1)),
+    "transposed and split": ("mlp.both.weight", [GATE, UP], Transpose(0, 1), Chunk(dim=1)),
+    "transposed if it must be": (DOWN, DOWN, Transpose(0, 1, check_dims=True)),
+}
+
+
+@pytest.mark.parametrize("what", CONVERTERS)
+def test_operations_of_converters_are_translated(converting, what):
+    stored = converting(*CONVERTERS[what])
+    assert f"model.layers.0.{CONVERTERS[what][0]}" in stored
+
+
+def test_an_operation_that_is_not_a_change_of_place_is_refused(converting):
+    words = r"'model\.layers\.0\.mlp\.down_proj\.weight' cannot be loaded by transformers' WeightConverter.*Interleave"
+    with pytest.raises(CheckpointError, match=words):
+        converting("mlp.mixed.weight", DOWN, Interleave(dim=0))
+
+
+def test_experts_that_are_not_counted_from_zero_are_refused(tmp_path):
+    made("mixtral").save_pretrained(tmp_path / "all")
+    stored = checkpoint.open(tmp_path / "all")
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in stored
+    name = next(name for name in stored if ".0.block_sparse_moe.experts.1.w1" in name)
+    checkpoint.convert(tmp_path / "all", tmp_path / "some.safetensors", select=[one for one in stored if one != name])
+    with pytest.raises(CheckpointError, match="are not numbered 0, 1, 2 and so on"):
+        checkpoint.load(tmp_path / "some.safetensors", into=on_meta("mixtral"))
+
+
+def test_a_model_in_another_dtype_and_under_other_names(tmp_path):
+    made("qwen3_moe").save_pretrained(tmp_path / "in")
+    checkpoint.convert(tmp_path / "in", tmp_path / "out.safetensors", rename={"*": "wrapped.*"})
+    model = on_meta("qwen3_moe").bfloat16()
+    checkpoint.load(tmp_path / "out.safetensors", into=model, rename={"wrapped.*": "*"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.bfloat16)
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value, rtol=0, atol=0)
