@@ -40,6 +40,7 @@ class TensorInfo:
     dtype: torch.dtype
     layout: Layout
     device: str
+    delivered: bool = False  # as a target: its memory is handed over once it is filled
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,11 @@ class ModelPlan:
     def __repr__(self) -> str:
         moved, exchanges = size(self.bytes_moved), len(self.buckets())
         return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
+
+    @property
+    def lower_bound(self) -> int:
+        """No plan can move fewer bytes between ranks."""
+        return sum(entry.plan.lower_bound for entry in self.entries)
 
     @property
     def bytes_moved(self) -> int:
