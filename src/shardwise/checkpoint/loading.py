@@ -15,6 +15,7 @@ from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.filling import Prepared, fill_each, fill_once
+from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
@@ -39,7 +40,7 @@ Read = Literal["each", "once"]
 
 def load(
     path: PathLike | Checkpoint,
-    into: dict[Any, Any],
+    into: dict[Any, Any] | torch.nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
     rename: Rename = None,
@@ -52,7 +53,11 @@ def load(
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fill the tensors of a state dict from a checkpoint, in place, for any shardings. Other values are replaced.
+    """Fill the tensors of a state dict or module from a checkpoint, in place, under any sharding; replace other values.
+
+    `into` may be a module: its parameters and persistent buffers are filled, those on the meta device are made. Other
+    buffers on the meta device are filled by the module's own code, or named in an error. For a model of transformers,
+    names and parts are converted as its `from_pretrained` does.
 
     Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
@@ -77,6 +82,23 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
+    if isinstance(into, torch.nn.Module):
+        module = into
+        target, _ = callers.tell(lambda: (ModuleTarget.of(module, opened(), rename, remap), None))
+        load(
+            target.checkpoint,
+            target.state,
+            group=group,
+            rename=target.rename,
+            remap=target.remap,
+            cast=cast,
+            overflow=overflow,
+            strict=strict,
+            read=read,
+            max_bytes=max_bytes,
+            progress=progress,
+        )
+        return target.finish()
     # a rank that reads for all must read the same files as the others
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}

@@ -132,7 +132,7 @@ def with_memory(x: torch.Tensor) -> torch.Tensor:
     local, spec = local_of(x)
     if spec is not None:
         return with_spec(spec, torch.empty_like(local, device=spec.mesh.device_type, requires_grad=False))
-    device = dist.distributed_c10d._get_pg_default_device() if has_default_group() else "cpu"
+    device = dist.distributed_c10d._get_object_coll_device() if has_default_group() else "cpu"
     return torch.empty_like(local, device=device, requires_grad=False)
 
 

@@ -59,6 +59,33 @@ class Subtensor:
         """The dims in another order."""
         return Subtensor(self.region, tuple(self.order[dim] for dim in order))
 
+    def part(self, inner: Subtensor) -> Subtensor:
+        """A part of this part.
+
+        >>> Subtensor.whole((6, 4)).narrow(0, 2, 3).part(Subtensor.whole((3, 4)).select(0, 1)).region
+        Box(lo=(3, 0), hi=(4, 4))
+        """
+        lo, hi = list(self.region.lo), list(self.region.hi)
+        for dim, start, stop in zip(self.order, inner.region.lo, inner.region.hi, strict=True):
+            lo[dim], hi[dim] = self.region.lo[dim] + start, self.region.lo[dim] + stop
+        return Subtensor(Box(tuple(lo), tuple(hi)), tuple(self.order[dim] for dim in inner.order))
+
+    def common(self, other: Subtensor) -> tuple[Subtensor, Subtensor] | None:
+        """The cells of both parts of a tensor: as a part of this one, and as a part of the other one.
+
+        >>> rows, columns = Subtensor.whole((6, 4)).narrow(0, 2, 4), Subtensor.whole((6, 4)).select(1, 3)
+        >>> [part.region for part in rows.common(columns)]
+        [Box(lo=(0, 3), hi=(4, 4)), Box(lo=(2,), hi=(6,))]
+        """
+        shared = self.region & other.region
+        boxes = [] if shared is None else [box for box in (self.box(shared), other.box(shared)) if box is not None]
+        kept = [dim for dim in other.order if dim in self.order]
+        parts = [
+            Subtensor(box, tuple(view.order.index(dim) for dim in kept))
+            for box, view in zip(boxes, (self, other), strict=False)
+        ]
+        return (parts[0], parts[1]) if parts else None
+
     def is_whole(self, shape: Sequence[int]) -> bool:
         """True where it changes nothing."""
         return self == Subtensor.whole(shape)
