@@ -28,6 +28,7 @@ LAYERS = [
     "activation",
     "state",
     "checkpoint",
+    "engines",
     "testing",
     "bench",
     "demo",

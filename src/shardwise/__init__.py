@@ -6,6 +6,7 @@ import typing as _typing
 
 from shardwise.errors import (
     CheckpointError,
+    EngineError,
     ExchangeError,
     LayoutError,
     NotationError,
@@ -20,6 +21,7 @@ from shardwise.planning import Copies, Copy, Part, Plan, plan
 if _typing.TYPE_CHECKING:
     from shardwise import activation as activation
     from shardwise import checkpoint as checkpoint
+    from shardwise import engines as engines
     from shardwise import report as report
     from shardwise import sharded_tensor as sharded_tensor
     from shardwise import state as state
@@ -46,6 +48,7 @@ __all__ = [
     "Concat",
     "Copies",
     "Copy",
+    "EngineError",
     "ExchangeError",
     "Handle",
     "Layout",
@@ -87,7 +90,7 @@ _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
-_MODULES = ("activation", "checkpoint", "report", "sharded_tensor", "state", "testing")
+_MODULES = ("activation", "checkpoint", "engines", "report", "sharded_tensor", "state", "testing")
 
 if not _typing.TYPE_CHECKING:  # type checkers see the imports above, and nothing else
 

@@ -8,6 +8,7 @@ ShardwiseError
 │   ├── RefusedValueError (also ValueError)  a rank cannot take part because of a value that it was given
 │   └── RefusedTypeError (also TypeError)    the same, of a type
 ├── UnsupportedError (also NotImplementedError, and so RuntimeError)  an operation that sharded tensors do not have
+├── EngineError (also RuntimeError)          an engine whose loader cannot be recorded, or whose parameters changed
 └── CheckpointError (also RuntimeError)      files that are not a checkpoint, are damaged, or cannot be read or written
     └── RefusedCastError (also ValueError)   a cast that would change what values mean, or lose some of them
 """
@@ -78,6 +79,10 @@ class RefusedTypeError(ExchangeError, TypeError):
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
     """An operation that sharded tensors do not have. Says what to use instead."""
+
+
+class EngineError(ShardwiseError, RuntimeError):
+    """An inference engine whose loader cannot be recorded, or whose parameters are not those that were recorded."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Count, Progress, check_progress, shown
 from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import Descriptions, check_local, combine_descriptions, describe_all, is_tensor, memory_of
+from shardwise.job.side import Descriptions, LiveSide, combine_descriptions, describe_all, is_tensor
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
@@ -237,20 +238,29 @@ def _load_each(
 
     Losses of casts are counted in the same pass.
     """
-    todo = list[Reading]()
-    for link, entry, tensor in linked_entries:
-        memory = memory_of(flat.get(link.target))
-        check_local(f"{link.target!r} of the state dict", memory, tensor, callers.me)
+    infos = {link.target: tensor for link, _, tensor in linked_entries}
+    target = LiveSide(flat, infos)
+    for name, memory in target.checked("state dict", infos, callers.me).items():
         for one in memory:
-            check_written(one, repr(link.target))
-        copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
-        look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
-        todo.append(
-            Reading(entry, copies.sources(entry, link.source_view), [cut.of(memory) for cut in copies.there], look)
-        )
-    total = sum(reading.bytes for reading in todo) if progress is not None else 0
+            check_written(one, repr(name))
+
+    def readings(links: Iterable[tuple[Link, Entry, TensorInfo]]) -> Iterator[Reading]:
+        for link, entry, tensor in links:
+            memory = target.memory(link.target)
+            copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
+            look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
+            cuts = [cut.of(memory) for cut in copies.there]
+            yield Reading(entry, copies.sources(entry, link.source_view), cuts, look)
+
+    todo = list(readings(one for one in linked_entries if not one[2].delivered))
+    delivered = [one for one in linked_entries if one[2].delivered]
+    total = sum(reading.bytes for reading in todo) + sum(prod(t.shape) * t.dtype.itemsize for _, _, t in delivered)
     with shown(progress, total, "load", here=callers.first) as tell:
-        read_into(todo, Count(tell, total).add)
+        count = Count(tell, total)
+        read_into(todo, count.add)
+        for names in target.deliveries():  # one after the other: each needs memory
+            read_into(list(readings(one for one in delivered if one[0].target in names)), count.add)
+            target.filled(names)
 
 
 def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:

@@ -93,6 +93,9 @@ class FileSide:
         """Unmap them."""
         self._mapped.clear()
 
+    def filled(self, names: Sequence[str]) -> None:
+        """Files are only a source."""
+
 
 def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
     """The readers of every tensor: stored boxes in order, in shares of equally many bytes."""

@@ -82,6 +82,11 @@ class ShardedTensor(torch.Tensor):
         """This rank's tensors."""
         return self._shards
 
+    def set_shards(self, shards: Tensors) -> None:
+        """Hold other tensors of the same shapes, such as parameters that were allocated anew."""
+        check_shards(shards, self.layout, self._owner)
+        self._shards = tuple(shards)
+
     @property
     def placed(self) -> bool:
         """True where it holds what its layout gives this rank. (Under torch's names it may hold any shards.)"""

@@ -19,6 +19,7 @@ from shardwise.geometry.ragged import (
     starts,
     totals,
 )
+from shardwise.geometry.strided import Step, StridedBox, StridedPair, strided_boxes
 
 __all__ = [
     "Axis",
@@ -28,6 +29,9 @@ __all__ = [
     "Ints",
     "Places",
     "Spans",
+    "Step",
+    "StridedBox",
+    "StridedPair",
     "Strides",
     "Window",
     "cut",
@@ -46,6 +50,7 @@ __all__ = [
     "running",
     "spread",
     "starts",
+    "strided_boxes",
     "tiles",
     "totals",
     "uncancelled",

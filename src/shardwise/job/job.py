@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 
 from shardwise.exchange import Exchange, Move, Terms, ViewCache
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
+from shardwise.job.agree import tell_all
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.session import SerialQueue
 from shardwise.job.side import Side, Tensors
@@ -59,6 +60,21 @@ class Job:
     def total(self) -> int:
         """Bytes of all tensors: what progress is measured by."""
         return sum(entry.bytes for entry in self.plan.entries)
+
+    @cached_property
+    def delivers(self) -> bool:
+        """True where targets are handed over once they are filled, on any rank."""
+        return any(tensor.delivered for tensor in self.plan.targets.values())
+
+    def deliver(self, hand_over: Callable[[], None]) -> None:
+        """Hand over what was filled last. An error on one rank is raised on all, as no exchange follows."""
+
+        def say() -> tuple[None, None]:
+            hand_over()
+            return None, None
+
+        if self.delivers:
+            tell_all(self.transport, self.operation, say)
 
     def move(self, at: int, source: Tensors, target: Tensors) -> Move:
         """Of entry number `at`, between these local tensors of the whole source and target."""
@@ -168,7 +184,9 @@ class Job:
     ) -> None:
         done, before, all_moves, exchange = 0, list[int](), list[Move](), None
         self.losses.clear()
-        for number, bucket in enumerate(self.plan.buckets()):
+        buckets = self.plan.buckets()
+        last = {self.plan.entries[at].link.target: number for number, bucket in enumerate(buckets) for at in bucket}
+        for number, bucket in enumerate(buckets):
             moves, error = list[Move](), None
             try:  # the others have to hear of what goes wrong
                 if number == 0:
@@ -176,6 +194,7 @@ class Job:
                 elif progress is not None:
                     progress(done, self.total)
                 source.sent([] if verify else before)  # verifying reads the sources again
+                target.filled([name for name, when in last.items() if when == number - 1])
                 moves = self._moves_of(bucket, source, target, keep=keep)
             except Exception as failure:
                 error = failure
@@ -186,6 +205,7 @@ class Job:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
             self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
         source.sent(range(len(self.plan.entries)) if verify else before)
+        self.deliver(lambda: target.filled([name for name, when in last.items() if when == len(buckets) - 1]))
 
     def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
         moves = list[Move]()

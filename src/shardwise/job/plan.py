@@ -40,6 +40,7 @@ class TensorInfo:
     dtype: torch.dtype
     layout: Layout
     device: str
+    delivered: bool = False  # as a target: its memory is handed over once it is filled
 
 
 @dataclass(frozen=True)

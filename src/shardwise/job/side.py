@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 
 from shardwise.containers.container import container_of, is_sharded, on_transport
+from shardwise.containers.delivered import DeliveredTensor
 from shardwise.containers.memory import check_memory
 from shardwise.containers.own_container import OwnContainer
 from shardwise.containers.sharded import ShardedTensor
@@ -62,16 +63,36 @@ class Side(Protocol):
         """These entries of the plan were sent: their sources are not read again."""
         ...
 
+    def filled(self, names: Sequence[str]) -> None:
+        """All cells of these targets are written."""
+        ...
+
 
 class LiveSide:
-    """Tensors of a state dict, by name."""
+    """Tensors of a state dict, by name. Delivered ones get memory when they are filled."""
 
     def __init__(self, values: Mapping[str, object], names: Iterable[str]) -> None:
         self.values, self._names = values, list(names)
+        self._delivered = {name: one for name in self._names if isinstance(one := values.get(name), DeliveredTensor)}
+        self._buffers = dict[str, Tensors]()  # of delivered tensors that are being filled
+        self._filled = set[str]()  # delivered tensors that wait for others of their delivery
 
     def memory(self, name: str) -> Tensors:
         """Of the container."""
+        if name in self._delivered:
+            if name not in self._buffers:
+                self._buffers[name] = self._delivered[name].allocate()
+            return self._buffers[name]
         return memory_of(self.values.get(name))
+
+    def lasting(self) -> dict[str, Tensors]:
+        """All memory that is there before and after a run."""
+        return {name: self.memory(name) for name in self._names if name not in self._delivered}
+
+    def device_of(self, name: str) -> torch.device:
+        """Of the memory; the CPU where this rank has none."""
+        tensors = [self._delivered[name]] if name in self._delivered else self.memory(name)
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def stamp(self) -> object:
         """Addresses, and the inference mode, which decides what may be written."""
@@ -81,11 +102,30 @@ class LiveSide:
     def sent(self, entries: Sequence[int]) -> None:
         """They stay as they are."""
 
+    def deliveries(self) -> list[Sequence[str]]:
+        """The names that are handed over together."""
+        return [delivery.names for delivery in dict.fromkeys(one.delivery for one in self._delivered.values())]
+
+    def filled(self, names: Sequence[str]) -> None:
+        """Hand over deliveries that are complete."""
+        arrived = [name for name in names if name in self._delivered]
+        self._filled.update(arrived)
+        for delivery in dict.fromkeys(self._delivered[name].delivery for name in arrived):
+            if self._filled.issuperset(delivery.names):
+                self._filled.difference_update(delivery.names)
+                delivery.take([(name, self._buffers.pop(name)[0]) for name in delivery.names])
+
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
-        """All memory; refused where it is not what the layouts give this rank."""
-        memories = {name: self.memory(name) for name in self._names}
+        """All lasting memory; refused where it is not what the layouts give this rank. Forgets a run that failed."""
+        self._buffers.clear()
+        self._filled.clear()
+        memories = self.lasting()
         for name, memory in memories.items():
             check_local(f"{name!r} of the {what}", memory, infos[name], me)
+        for name, one in self._delivered.items():
+            absent = [other for other in one.delivery.names if other not in self._delivered]
+            if absent:
+                raise ValueError(f"{name!r} of the {what} is handed over together with {absent[0]!r}: give both")
         return memories
 
 
@@ -116,6 +156,9 @@ class FreshSide:
 
     def sent(self, entries: Sequence[int]) -> None:
         """Nothing is read here."""
+
+    def filled(self, names: Sequence[str]) -> None:
+        """They stay here until they are looked up."""
 
 
 def memory_of(value: object, *, apart: bool = True) -> Tensors:
@@ -152,6 +195,7 @@ class TensorDescription(NamedTuple):
     dtype: torch.dtype | None  # not known to a rank that has none of its shards
     layout: Layout | None
     device: str | None
+    delivered: bool = False
 
 
 Descriptions = Mapping[str, TensorDescription | None]
@@ -176,9 +220,8 @@ def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDes
     container = on_transport(container_of(value), transport)
     tensors = container.disassemble(value)
     device = tensors[0].device if tensors else container.device
-    return TensorDescription(
-        container.layout.shape, value.dtype, container.layout, None if device is None else device.type
-    )
+    kind, delivered = None if device is None else device.type, isinstance(value, DeliveredTensor)
+    return TensorDescription(container.layout.shape, value.dtype, container.layout, kind, delivered)
 
 
 def _known_chunks(
@@ -271,7 +314,8 @@ def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | 
         )
     if plain:
         raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
-    return TensorInfo(shape, dtype, _joined(tuple({one.layout: None for _, one in given})) or same("layout"), device)
+    layout = _joined(tuple({one.layout: None for _, one in given})) or same("layout")
+    return TensorInfo(shape, dtype, layout, device, delivered=any(one.delivered for _, one in given))
 
 
 @lru_cache(maxsize=4096)

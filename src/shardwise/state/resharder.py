@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -98,10 +100,11 @@ class Resharder:
             if self._verify:
                 self._run_verified(progress)
                 return
+            keep = not self._job.delivers  # kept moves would keep memory that is handed over
             try:
-                self._job.run(self._source, self._target, check=self._check, fresh=False, keep=True, progress=progress)
-            finally:
-                increment_version(self._job.written)  # autograd does not see it
+                self._job.run(self._source, self._target, check=self._check, fresh=False, keep=keep, progress=progress)
+            finally:  # autograd does not see it
+                increment_version(self._job.written if keep else [*chain(*self._target.lasting().values())])
 
     def _run_verified(self, progress: Tell) -> None:
         """Into temporary memory first: the target is written once all ranks have verified the values."""
@@ -111,12 +114,13 @@ class Resharder:
             for name in self.plan.targets:
                 for ours, theirs in zip(self._target.memory(name), aside.memory(name), strict=False):
                     ours.copy_(theirs)  # which autograd does see
+            self._job.deliver(partial(self._target.filled, list(self.plan.targets)))
         except BaseException as error:
             error.add_note("in a sync: its target may be partly written")
             raise
 
     def _device_of(self, name: str) -> torch.device:
-        return next((t.device for t in self._target.memory(name)), torch.device("cpu"))
+        return self._target.device_of(name)
 
     def _check(self) -> None:
         _check(self.plan, self._source, self._target, self._transport.me, apart=not self._verify)

@@ -1,0 +1,63 @@
+"""DeliveredTensor: a target that is handed to a function, whole, once it is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from shardwise.containers.own_container import OwnContainer
+from shardwise.containers.sharded import ShardedTensor
+from shardwise.exchange.buffers import fresh
+from shardwise.layout import Layout, local_shapes
+from shardwise.transports.members import owner_here
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """The names that are handed over in one call, and the function that takes them."""
+
+    names: tuple[str, ...]
+    take: Callable[[Sequence[tuple[str, torch.Tensor]]], object]
+
+
+class DeliveredTensor(ShardedTensor):
+    """A target without memory of its own.
+
+    Memory is allocated when it is about to be filled, handed over when all names of its delivery are filled, and then
+    released. So many of them need little memory at a time.
+    """
+
+    delivery: Delivery
+    _dtype: torch.dtype
+    _device: torch.device
+
+    def __new__(
+        cls,
+        delivery: Delivery,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Self:
+        target = cls._holding((), OwnContainer(layout, group), owner_here(group))
+        target.delivery, target._dtype, target._device = delivery, dtype, device or torch.device("cpu")
+        return target
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the tensor that is handed over."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Of the tensor that is handed over."""
+        return self._device
+
+    def allocate(self) -> list[torch.Tensor]:
+        """New memory for this rank's part."""
+        return [fresh(shape, self.dtype, self.device) for shape in local_shapes(self.layout, self._owner)]

@@ -1,0 +1,45 @@
+"""Operations of torch as they are dispatched: modes that see all of them, and what their schemas say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["OpOverload", "TorchDispatchMode", "is_view", "tensors_in", "with_tensors", "written_tensors"]
+
+
+T = TypeVar("T")
+
+
+def tensors_in(arguments: object) -> list[torch.Tensor]:
+    """All tensors in nested arguments."""
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], arguments: T) -> T:
+    """The same arguments with every tensor changed."""
+    return cast(T, tree_map_only(torch.Tensor, change, arguments))
+
+
+def is_view(operation: OpOverload) -> bool:
+    """True if results share the memory of arguments, and nothing is written."""
+    if operation is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+        return True
+    schema = operation._schema
+    written = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+    return not written and any(one.alias_info is not None for one in schema.returns)
+
+
+def written_tensors(
+    operation: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[torch.Tensor]:
+    """The tensors that an operation writes to, by its schema."""
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(given)
