@@ -8,21 +8,16 @@ from shardwise.testing import on_ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_vllm_loads_the_same_bits_twice_whatever_was_there(ranks, folders):
-    moe = vllm.config_of(folders["Mixtral"], ranks)  # a model with experts: vLLM makes the groups for them too
+def test_vllm_fills_all_parameters_with_the_same_bits_whatever_was_there(ranks, folders):
+    experts = vllm.config_of(folders["Mixtral"], ranks)  # vLLM makes the groups for experts too
 
     def work(rank):
-        vllm.join(moe, ranks)
+        vllm.join(experts, ranks)
         return {name: unequal(folders[name], ranks) for name in MODELS}
 
-    assert on_ranks(ranks, work, timeout=300) == [dict.fromkeys(MODELS, [])] * ranks
+    assert on_ranks(ranks, work, timeout=300) == [dict.fromkeys(MODELS, ([], []))] * ranks
 
 
 def unequal(folder, ranks):
-    loaded = []
-    for _ in range(2):
-        config, model = vllm.build(folder, ranks)
-        vllm.poison(model)
-        vllm.load(config, model, vllm.weights_of(config, model))
-        loaded.append(model)
-    return vllm.differences(*loaded)
+    model, again = (vllm.loaded(folder, ranks) for _ in range(2))
+    return vllm.poisoned(model), vllm.differences(model, again)

@@ -15,9 +15,20 @@ FALCON = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, 
 NEW_FALCON = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False}
 MAMBA = {"hidden_size": 128, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 128, "time_step_rank": 4}
 DEEPSEEK = LLAMA | {
-    **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
-    **{"v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
-    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
 }
 HEAD_DIM = {"head_dim": 32}
 # vLLM's own gpt-oss cannot share heads of keys between ranks

@@ -1,7 +1,8 @@
-"""vLLM's own models, built and loaded without an engine: on the ranks of one world, at any size of tensor parallelism."""
+"""vLLM's own models, built and loaded without an engine, on the ranks of one world."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-Weights = list[tuple[str, torch.Tensor]]
 # vLLM looks at a class in a new process, which takes ten seconds for each: here there is no GPU to keep away from
 registry._run_in_subprocess = lambda function: function()
 
@@ -44,15 +44,18 @@ def build(folder: Path, ranks: int) -> tuple[VllmConfig, nn.Module]:
         return config, initialize_model(config)
 
 
-def weights_of(config: VllmConfig, model: nn.Module) -> Weights:
-    """The files of the model as vLLM reads them."""
-    return list(get_model_loader(config.load_config).get_all_weights(config.model_config, model))
+def current(config: VllmConfig) -> AbstractContextManager[None]:
+    """Loaders of some models ask for the configuration."""
+    return set_current_vllm_config(config)
 
 
-def load(config: VllmConfig, model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """What vLLM's own loader makes of weights."""
-    with set_current_vllm_config(config):
-        model.load_weights(weights)
+def loaded(folder: Path, ranks: int) -> nn.Module:
+    """A model as vLLM's own loader fills it."""
+    config, model = build(folder, ranks)
+    poison(model)
+    with current(config):
+        model.load_weights(get_model_loader(config.load_config).get_all_weights(config.model_config, model))
+    return model
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,6 +74,11 @@ def poison(model: nn.Module) -> None:
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor: unlike values, equal NaNs and zeros of equal sign."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def poisoned(model: nn.Module) -> list[str]:
+    """The names of parameters of which at least a cell has no value."""
+    return [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
 
 
 def differences(model: nn.Module, reference: nn.Module) -> list[str]:
