@@ -24,7 +24,16 @@ from rich.table import Table
 from shardwise.bench.table import seconds
 
 HERE = Path(__file__).resolve().parent.parent
-SUBJECTS = ("planning", "loading", "validation", "tensor", "model", "checkpoint", "activation")  # those that have rows
+SUBJECTS = (
+    "planning",
+    "loading",
+    "validation",
+    "tensor",
+    "model",
+    "engines",
+    "checkpoint",
+    "activation",
+)  # those that have rows
 NOTABLE = 1.05  # a ratio beyond this stands out
 MEASURE = """
 import json, sys

@@ -33,9 +33,9 @@ from shardwise import Layout, checkpoint, layout_of, plan
 from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import meet
+from shardwise.checkpoint.entry import Local, match
 from shardwise.checkpoint.formats.sharded import index_bytes
 from shardwise.checkpoint.formats.writers import Contents
-from shardwise.checkpoint.matching import Local, match
 from shardwise.geometry import row_major
 from shardwise.job.remap import links
 from shardwise.layout import local_shapes
@@ -275,4 +275,4 @@ def _planned(path: Path, targets: dict[str, Local]) -> int:
     found = checkpoint.open(path)
     shapes = {name: found[name].shape for name in found}
     listed = links(shapes, shapes)
-    return sum(len(match(link, found[link.source], targets[link.target]).there) for link in listed)
+    return sum(len(match(found[link.source], targets[link.target], link).targets) for link in listed)

@@ -9,7 +9,7 @@ import yaml
 from typer.main import get_command
 
 import shardwise
-from shardwise import activation, checkpoint, report, sharded_tensor, state, testing
+from shardwise import activation, checkpoint, engines, report, sharded_tensor, state, testing
 from shardwise.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,9 @@ def test_no_page_is_twice_in_the_navigation():
 
 
 @pytest.mark.parametrize(
-    "module", [shardwise, activation, checkpoint, report, sharded_tensor, state, testing], ids=lambda m: m.__name__
+    "module",
+    [shardwise, activation, checkpoint, engines, report, sharded_tensor, state, testing],
+    ids=lambda m: m.__name__,
 )
 def test_every_public_name_is_in_the_reference(module):
     public = {name for name in module.__all__ if not name.startswith("_")}

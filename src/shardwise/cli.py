@@ -154,19 +154,19 @@ def inspect(
 ) -> None:
     """List the tensors of a checkpoint, without reading their values."""
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import tables
+    from shardwise.checkpoint import terminal
 
     opened = checkpoints.open(checkpoint, rules=_rules(rules, mesh))
     console = Console(highlight=False)
     if not console.is_terminal:  # another program may read the names: do not cut them
         console.width = max(console.width, 10_000)
     if html is not None:  # before the listing: its reader may close the pipe
-        report.write(html, tables.page(opened))
+        report.write(html, terminal.page(opened))
     if json:
-        _say(tables.as_json(opened))
+        _say(terminal.as_json(opened))
     else:
-        console.print(tables.tree(opened) if tree else tables.table(opened), soft_wrap=True)
-        console.print(f"\n{escape(tables.summary(opened))}", soft_wrap=True)
+        console.print(terminal.tree(opened) if tree else terminal.table(opened), soft_wrap=True)
+        console.print(f"\n{escape(terminal.summary(opened))}", soft_wrap=True)
 
 
 @app.command()
@@ -201,11 +201,11 @@ def convert(
     If it is interrupted, run the same command again: files that are whole are not written again.
     """
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import tables
-    from shardwise.checkpoint.cli_options import changes, size_in_bytes
+    from shardwise.checkpoint import terminal
+    from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    changed = changes(rename, select, cast, concat, stack, transpose)
+    changed = terminal.changes(rename, select, cast, concat, stack, transpose)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -222,11 +222,11 @@ def convert(
             progress="bar" if bar else None,
         )
     if made.reused:
-        again = tables.several(len(made.reused), "file")
+        again = terminal.several(len(made.reused), "file")
         _say(f"reused {again} of an earlier conversion, such as {made.reused[0]}")
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
-    Console(highlight=False).print(f"{escape(tables.summary(made))}{checked}", soft_wrap=True)
-    for line in tables.fates(opened, made, objects):  # type: ignore[arg-type]
+    Console(highlight=False).print(f"{escape(terminal.summary(made))}{checked}", soft_wrap=True)
+    for line in terminal.fates(opened, made, objects):  # type: ignore[arg-type]
         _say(line)
 
 
@@ -269,12 +269,11 @@ def verify(
     With the options of convert: compare B with what A becomes by them.
     """
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import tables
-    from shardwise.checkpoint.cli_options import changes
+    from shardwise.checkpoint import terminal
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
-    changed = changes(rename, select, cast, concat, stack, transpose)
+    changed = terminal.changes(rename, select, cast, concat, stack, transpose)
     differences = checkpoints.verify(
         one,
         other,
@@ -289,7 +288,7 @@ def verify(
         _say(_in_shell(str(difference)))
     if len(listed) < len(differences):
         _say(f"... and {len(differences) - len(listed)} more differences: --all lists them")
-    for line in tables.uncompared(one, other, select, objects):  # type: ignore[arg-type]
+    for line in terminal.uncompared(one, other, select, objects):  # type: ignore[arg-type]
         _say(line)
     if differences:
         raise SystemExit(1)
@@ -313,7 +312,7 @@ def _overflow(allowed: bool) -> Literal["refuse", "allow"]:
 
 
 def _rules(rules: str | None, mesh: list[str] | None) -> Rules | None:
-    from shardwise.checkpoint.cli_options import rules_on
+    from shardwise.checkpoint.terminal import rules_on
 
     return rules_on(rules, mesh or ())
 
@@ -336,7 +335,7 @@ def bench(
 ) -> None:
     """Time a few moves on this machine: over each transport, by torch's own ways, and as plain memory copies."""
     from shardwise import bench as benchmark
-    from shardwise.checkpoint.cli_options import size_in_bytes
+    from shardwise.checkpoint.converting import size_in_bytes
 
     bytes_moved, console = size_in_bytes(size), Console(highlight=False)
     if json:

@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from shardwise.checkpoint.atomic_files import AppendOnlyFile
-from shardwise.checkpoint.files import Descriptor
+from shardwise.checkpoint.files import AppendOnlyFile, Descriptor
 from shardwise.errors import CheckpointError
 
 DATA = bytes(range(256)) * 20_000  # several times what goes through at once

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from shardwise import checkpoint, cli
-from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.formats.writers import claim_folder
+from shardwise.checkpoint.atomic_files import OutputFolder, claim_folder
 
 WEIGHTS = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "layers.0.k": torch.ones(2, 6), "norm": torch.zeros(6)}
 

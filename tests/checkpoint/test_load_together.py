@@ -31,7 +31,7 @@ def test_files_may_be_deleted_as_soon_as_load_returns(tmp_path, monkeypatch, opt
 
         return wrapped
 
-    for name in "load_once", "_load_each":
+    for name in "fill_once", "fill_each":
         monkeypatch.setattr(loading, name, late(getattr(loading, name)))
 
     def run(rank):

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint.files import ByteRange
 from shardwise.checkpoint.local_files import LocalFiles
 from shardwise.state.traverse import flatten_state_dict
 from shardwise.testing import on_ranks
@@ -214,9 +215,9 @@ def reading(into, path, **options):
         spans.extend(wanted)
         return fetch(self, wanted)
 
-    def seen(self, span, *kind):
-        spans.append(span)
-        return elements(self, span, *kind)
+    def seen(self, windows, dtype):
+        spans.extend(ByteRange.of(file, window, dtype.itemsize) for file, window in windows)
+        return elements(self, windows, dtype)
 
     LocalFiles.fetch, LocalFiles.elements = counted, seen
     try:

@@ -59,7 +59,7 @@ def test_a_tensor_in_more_files_than_may_be_open(tmp_path, few_files):
 
 def test_replicas_on_very_many_ranks_are_shared_out_at_once():
     """What a save asks for every tensor; by pieces of every owner it would take seconds each."""
-    from shardwise.checkpoint.writer_assignment import assign_writers
+    from shardwise.checkpoint.assignment import assign_writers
 
     small = assign_writers("small", Layout.replicated((4, 4), range(16_000)), 4, 5)
     assert small.owners() == (5,)

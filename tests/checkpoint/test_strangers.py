@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise import checkpoint
-from shardwise.checkpoint import pickles, tables
-from shardwise.checkpoint.formats.torch_archive import MAX_EXPANSION
+from shardwise.checkpoint import pickles, terminal
+from shardwise.checkpoint.formats.archives import MAX_EXPANSION
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.job.names import matched
 
@@ -43,8 +43,8 @@ def here(monkeypatch, tmp_path):
 def looked(path):
     """All that a careless reader does with a checkpoint."""
     found = checkpoint.open(path)
-    tables.as_json(found), tables.summary(found), tables.table(found), tables.tree(found)
-    tables.page(found)
+    terminal.as_json(found), terminal.summary(found), terminal.table(found), terminal.tree(found)
+    terminal.page(found)
     return {name: entry.read() for name, entry in found.items()}, dict(found.objects)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise import Box, checkpoint, cli
 from shardwise.checkpoint.comparing import compare_streams
-from shardwise.checkpoint.selection import stream_of
+from shardwise.checkpoint.streams import stream_of
 from shardwise.errors import CheckpointError
 from shardwise.testing import on_ranks
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.files import ByteRange
+from shardwise.checkpoint.formats.archives import HEADER, contents, data_starts, directories
 from shardwise.checkpoint.local_files import LocalFiles
-from shardwise.checkpoint.zips import HEADER, contents, data_starts, directories
 from shardwise.errors import CheckpointError
 
 ARCHIVES = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(max_size=20), min_size=1, max_size=4)

@@ -13,45 +13,35 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from hashlib import blake2b
+from os import geteuid
 from pathlib import Path
 from platform import node
 from secrets import token_hex
 from time import time
-from typing import IO, TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
-from shardwise.checkpoint.files import (
-    Descriptor,
-    KernelOutput,
-    PathLike,
-    file_system,
-    join_path,
-    readable,
-    unreadable,
-)
+from shardwise.checkpoint.files import AppendOnlyFile, OutputFile, PathLike, file_system, join_path, readable
 from shardwise.errors import CheckpointError
 from shardwise.exchange.buffers import bytes_at
 from shardwise.quoting import brief
 
-if TYPE_CHECKING:
-    from io import FileIO as RawFile
-
-    from typing_extensions import Buffer
-
 CHUNK = 2**23  # bytes that are packed at a time when they are not contiguous
-PIPE = 2**20  # bytes that are copied from file to file at a time
-UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)  # splice does not work here
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # the file system has none
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # links are not followed, pipes do not block
 PARTIAL = re.compile(r"\..+\.([0-9a-f]{16})\.part", re.DOTALL)  # a file that is being written, or was interrupted
 LONGEST_NAME = 200  # bytes of a name that become part of a sidecar's name: systems allow 255
 MAX_RECORDS = 2**26  # bytes of records in a lock file
+LOCK, TRIES = ".shardwise.lock", 1000
+# indexes of all formats, and the files of ours that they list
+INDEXES = ("shardwise.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+NAMES = r"(?:shard-[0-9]+-of-[0-9]+-([0-9a-f]{16})\.safetensors|__[0-9]+_([0-9a-f]{16})\.distcp)"
+OURS, OURS_IN_BYTES = re.compile(NAMES), re.compile(NAMES.encode())
 TOKEN = re.compile(r"[0-9a-f]{16}")
 DAY = 86_400  # seconds after which a record of another host counts as abandoned: that host may not share locks
 
@@ -99,7 +89,7 @@ class OutputFolder:
         return made
 
     @contextmanager
-    def write(self, name: str) -> Iterator[IO[bytes]]:
+    def write(self, name: str) -> Iterator[OutputFile]:
         """Write a file. It gets its name when it is complete; until then, and after an error, the old one stays."""
         target = self.path_of(name)
         if self._system is not None:  # a driver of its own: its transaction has all files that it opens
@@ -114,7 +104,7 @@ class OutputFolder:
         try:
             with writable(target):
                 with open(number, "wb", buffering=0) as raw:
-                    yield cast("IO[bytes]", AppendOnlyFile(raw))
+                    yield cast("OutputFile", AppendOnlyFile(raw))
                     if self._durable:
                         os.fsync(raw.fileno())
                 os.replace(partial, target)
@@ -211,62 +201,6 @@ class OutputFolder:
                 os.unlink(self.path_of(name))
 
 
-class AppendOnlyFile(KernelOutput):
-    """A file that is written from start to end."""
-
-    def __init__(self, raw: RawFile) -> None:
-        self._raw = raw
-
-    def write(self, data: Buffer) -> int:
-        """Write all of it: the system may take less at a time."""
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while len(left):
-            left = left[self._raw.write(left) :]
-        return size
-
-    def copy_from(self, source: Descriptor, start: int, count: int) -> None:
-        """Append bytes of another file through a kernel pipe if possible: they never enter the memory of this process.
-
-        That is about a third faster than copy_file_range, unless the disk does the copy.
-        """
-        while count:
-            out, into = self._pipe
-            try:
-                done = os.splice(source.number, into.number, min(count, PIPE), offset_src=start)
-            except (OSError, AttributeError) as error:
-                _check_unsupported(error, source.name)
-                with readable(source.name):
-                    data = os.pread(source.number, min(count, PIPE), start)
-                done = self.write(data)
-            else:
-                self._drain(out, done)
-            if not done:
-                raise CheckpointError(f"{source.name} was truncated while it was copied")
-            start, count = start + done, count - done
-
-    def _drain(self, out: Descriptor, left: int) -> None:
-        while left:
-            try:
-                left -= os.splice(out.number, self._raw.fileno(), left)
-            except (OSError, AttributeError) as error:
-                _check_unsupported(error)
-                left -= self.write(os.read(out.number, left))
-
-    @cached_property
-    def _pipe(self) -> tuple[Descriptor, Descriptor]:
-        out, into = os.pipe()
-        with suppress(OSError, AttributeError):  # otherwise it has the default size
-            fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PIPE)
-        return Descriptor(out), Descriptor(into)
-
-
-def _check_unsupported(error: OSError | AttributeError, source: object = None) -> None:
-    """Return if the system does not support splice for these files: then the bytes are copied by this process."""
-    if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
-        raise error if source is None else unreadable(source, error) from error
-
-
 @contextmanager
 def writable(what: str) -> Iterator[None]:
     """Turn errors of the system into CheckpointErrors that name the file."""
@@ -276,7 +210,7 @@ def writable(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
-def write_tensor(tensor: torch.Tensor, file: IO[bytes]) -> None:
+def write_tensor(tensor: torch.Tensor, file: OutputFile) -> None:
     """Write the elements of a tensor, row-major; packed a little at a time if they are strided or on another device."""
     if tensor.numel() == 0:
         return
@@ -399,3 +333,91 @@ def _records(file: int) -> list[WriterRecord]:
         with suppress(ValueError, TypeError, RecursionError):
             records.append(WriterRecord.read(line))
     return records
+
+
+# --- the right to write -----------------------------------------------------------------------------------------------
+
+
+def token_of(name: str) -> str | None:
+    """The token in the name of a file that shardwise wrote; None for other files.
+
+    >>> token_of("__0_0123456789abcdef.distcp"), token_of("__0_0.distcp")
+    ('0123456789abcdef', None)
+    """
+    match = OURS.fullmatch(name)
+    return match and (match[1] or match[2])
+
+
+def indexed_files(folder: OutputFolder, indexes: Collection[str]) -> set[str]:
+    """The files of ours that the indexes in a directory list."""
+    files = set[str]()
+    for index in set(indexes) & set(folder.names()):
+        files |= {match[0].decode() for match in OURS_IN_BYTES.finditer(folder.read(index))}
+    return files
+
+
+class WriteClaim:
+    """The right to write to a directory or a file. `unfinished`: keep a record of the files for the next writer."""
+
+    unfinished = False
+
+
+@contextmanager
+def claim_folder(folder: OutputFolder, token: str, name: str | None = None) -> Iterator[WriteClaim]:
+    """No other save or conversion writes to the directory, or to the file `name`, until this ends.
+
+    Partial files of dead writers are removed, and so are their other files, unless they have this `token` and can be
+    reused. Object stores have no locks: concurrent writers are not detected there.
+    """
+    claim = WriteClaim()
+    if folder.local is None:
+        yield claim
+        return
+    lock, made = _lock(folder, folder.local, LOCK if name is None else sidecar_name(name, "lock"))
+    others = lock.records
+    try:
+        others = _clean_up(folder, lock, token)
+        old = sorted(indexed_files(folder, INDEXES[:2])) if name is None else []
+        lock.write([*others, WriterRecord.mine(folder.run, token, old)])
+        claim.unfinished = True
+        yield claim
+        claim.unfinished, made = False, []
+    finally:
+        if others and not claim.unfinished:
+            lock.write(others)
+        lock.release(keep=claim.unfinished or bool(others))
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+
+
+def _lock(folder: OutputFolder, path: Path, name: str) -> tuple[FileLock, list[Path]]:
+    """The lock, and the directories that were made for it."""
+    made = list[Path]()
+    for _ in range(TRIES):
+        made += folder.make()
+        with (
+            writable(folder.path_of(name)),
+            suppress(FileNotFoundError),
+        ):  # another writer failed, and removed the directory
+            lock = FileLock(path / name, folder.path if name == LOCK else folder.path_of(name[1 : -len(".lock")]))
+            if lock.current:
+                return lock, made
+            lock.release(keep=True)
+    raise CheckpointError(f"{folder.path_of(name)} cannot be locked: other writers keep removing it")
+
+
+def _clean_up(folder: OutputFolder, lock: FileLock, token: str) -> list[WriterRecord]:
+    """Remove the files of dead writers; returns the records of writers that may still run on another host."""
+    mine = WriterRecord.mine(folder.run, token, [])
+    dead = [one for one in lock.records if one.host == mine.host or mine.since - one.since > DAY]
+    dead = dead if lock.owner == geteuid() else []
+    runs, tokens = {one.run for one in dead}, {one.token for one in dead} - {token}
+    old = {name for one in dead for name in one.old}
+    needed = indexed_files(folder, INDEXES[:2]) if dead else set[str]()
+    for name in folder.names() if dead else ():
+        partial, mark = PARTIAL.fullmatch(name), token_of(name)
+        unneeded = mark is not None and name not in needed and (mark in tokens or name in old)
+        if unneeded or (partial and partial[1] in runs):
+            folder.discard(name, lock.owner)
+    return [one for one in lock.records if one not in dead]

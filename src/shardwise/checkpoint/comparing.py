@@ -1,42 +1,40 @@
-"""Comparisons: two checkpoints (verify), the names of two state dicts, and the replicas of a tensor on ranks."""
+"""Comparisons: the contents of two checkpoints (verify), and the paths of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import PathLike
+from shardwise.checkpoint.files import WORDS, PathLike
 from shardwise.checkpoint.opaque import Objects, check_objects, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
-from shardwise.checkpoint.streaming import CHUNK, Stream, differing
-from shardwise.checkpoint.values import is_listed, same_value
-from shardwise.containers.container import is_sharded
-from shardwise.errors import RefusedCastError
-from shardwise.exchange.buffers import bytes_at
-from shardwise.exchange.overflow import Lost, Overflow, check_overflow, refusal
+from shardwise.checkpoint.streams import (
+    CHUNK,
+    Select,
+    Stream,
+    check_jobs,
+    check_losses,
+    chosen,
+    ordered,
+    stream_of,
+    streams_of,
+)
+from shardwise.checkpoint.values import has_known_types, same_value
+from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap
-from shardwise.job.side import is_tensor, lists_chunks
 from shardwise.quoting import brief, in_line
 from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, spelled
 
-T = TypeVar("T")
-R = TypeVar("R")
 SUGGESTIONS = 8  # missing names for which a similar one is searched
-SAMPLE = 1024  # elements of every replica that are compared
-NO_SUM = -(2**63)  # lower than every checksum
 PATH_STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # the container that a key leads into
 Paths = Mapping[str, OBJ_PATH]
 
@@ -124,7 +122,7 @@ def uncompared(
     safetensors = "safetensors" in (one.format, other.format)
     reasons = dict[str, str]()
     for name, value in (item for side in _sides(one, other, select) for item in side.items()):
-        if objects == "drop" and not is_listed(value):
+        if objects == "drop" and not has_known_types(value):
             reasons[name] = "of unknown classes"
         elif safetensors and not tensors_in(value):
             reasons.setdefault(name, "that safetensors cannot hold")
@@ -140,17 +138,11 @@ def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str
 def _missing_values(values: Mapping[str, object], there: Checkpoint) -> list[Difference]:
     """Values that a checkpoint lacks; for objects, with their class and how to skip them."""
     names = [name for name in values if name not in there.objects]
-    objects = [name for name in names if there.format == "safetensors" or not is_listed(values[name])]
+    objects = [name for name in names if there.format == "safetensors" or not has_known_types(values[name])]
     drop = "objects='drop' does not compare such objects"
     return _absent([name for name in names if name not in objects], there.objects, there.path) + [
         Difference(name, f"{there.path} has no {name!r}, which is {brief(values[name])}; {drop}") for name in objects
     ]
-
-
-def check_jobs(jobs: int) -> None:
-    """Refuse a number of threads below 1."""
-    if jobs < 1:
-        raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
 
 
 def compare_streams(
@@ -167,42 +159,28 @@ def compare_streams(
     return differences
 
 
-def check_losses(
-    streams: Mapping[str, Stream], overflow: Overflow, outcome: str, *, jobs: int = 1, chunk: int = CHUNK
-) -> tuple[Lost, ...]:
-    """The values that casts lose; refused, unless `overflow` allows it. Other tensors are not read."""
-    check_overflow(overflow)
-    watched = [stream for stream in streams.values() if stream.may_overflow]
-    lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
-    if lost and overflow == "refuse":
-        raise RefusedCastError(refusal(lost, outcome))
-    return tuple(lost)
-
-
-def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
-    """The results of `work` on every item, by several threads, in the order of the items."""
-    if jobs <= 1:
-        yield from ((item, work(item)) for item in items)
-        return
-    listed = list(items)
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from zip(listed, pool.map(work, listed), strict=True)
-
-
 def _difference(name: str, a: Stream, b: Stream, chunk: int) -> Difference | None:
     for what, one, other in ("shape", a.shape, b.shape), ("dtype", a.dtype, b.dtype):
         if one != other:
             return Difference(name, f"{what} {one} and {other}")
     a.check()
     b.check()
-    whole = Box((0,) * len(a.shape), a.shape)
-    for (part, buffer), (_, other_buffer) in zip(a.chunks(whole, chunk), b.chunks(whole, chunk), strict=True):
+    for (part, buffer), (_, other_buffer) in zip(a.chunks(a.whole, chunk), b.chunks(b.whole, chunk), strict=True):
         a.fill(part, buffer)
         b.fill(part, other_buffer)
-        wrong = differing(buffer, other_buffer)
+        wrong = _differing(buffer, other_buffer)
         if len(wrong):
             return Difference(name, f"{len(wrong)} or more cells differ", _around(part, wrong))
     return None
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> Ints:
+    """The numbers of elements whose bits differ."""
+    bits = [
+        np.frombuffer(t.view(WORDS[t.element_size()]).numpy(), dtype=f"u{min(t.element_size(), 8)}") for t in (a, b)
+    ]
+    wrong = bits[0] != bits[1]
+    return np.flatnonzero(wrong.reshape(a.numel(), -1).any(axis=1) if a.element_size() > 8 else wrong)
 
 
 def _around(boxes: Boxes, numbers: Ints) -> Box:
@@ -256,44 +234,3 @@ def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:
 def _path_text(path: OBJ_PATH) -> str:
     into = "; ".join(PATH_STEPS.get(type(key), type(key).__name__) for key in path[1:])
     return f"{path[0]}{''.join(f'[{brief(key)}]' for key in path[1:])}" + (f" ({into})" if into else "")
-
-
-# --- replicas on several ranks ----------------------------------------------------------------------------------------
-
-
-def sample_sums(flat: Mapping[str, object]) -> dict[str, int]:
-    """Checksums of a sample of every plain tensor, by name."""
-    return {name: _sample_sum(value) for name, value in flat.items() if is_tensor(value) and _is_plain(value)}
-
-
-def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    if (
-        not isinstance(value, torch.Tensor)
-        or is_sharded(value)
-        or lists_chunks(value)
-        or value.layout != torch.strided
-        or value.is_meta
-    ):
-        return False
-    return not (value.is_quantized or value.is_conj() or value.is_neg())
-
-
-def _sample_sum(tensor: torch.Tensor) -> int:
-    count = tensor.numel()
-    if not count or not tensor.ndim:
-        some = tensor.detach().reshape(-1)
-    else:  # by index, so that nothing else is copied
-        at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
-        some = tensor.detach()[torch.unravel_index(at, tensor.shape)]
-    data = some.contiguous().cpu()
-    return int.from_bytes(blake2b(bytes_at(data.data_ptr(), data.nbytes).data, digest_size=7).digest(), "little")
-
-
-def differing_replicas(
-    names: Iterable[str], sums: Mapping[str, int], highest: Callable[[torch.Tensor], torch.Tensor]
-) -> list[str]:
-    """The names whose checksums differ between ranks: the highest is not the lowest."""
-    listed = list(names)
-    mine = [(sums[name], -sums[name]) if name in sums else (NO_SUM, NO_SUM) for name in listed]
-    most, least = highest(torch.tensor(mine, dtype=torch.int64, device="cpu").reshape(-1, 2)).T.tolist()
-    return [name for name, high, low in zip(listed, most, least, strict=True) if high != NO_SUM and high != -low]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -12,24 +12,32 @@ from math import prod
 from pathlib import PurePath
 from typing import IO
 
-from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.cli_options import size_in_bytes
-from shardwise.checkpoint.comparing import check_jobs, check_losses, compare_streams, ordered
+from shardwise.checkpoint.assignment import assign_writers
+from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, token_of
+from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
 from shardwise.checkpoint.formats.sharded import ShardedWriter
-from shardwise.checkpoint.formats.torch_archive import torch_save_bytes
-from shardwise.checkpoint.formats.torch_save import TorchSaveWriter
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, WriteClaim, Writer, claim_folder, token_of
+from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
-from shardwise.checkpoint.selection import Select, chosen, stream_of, streams_of
-from shardwise.checkpoint.streaming import CHUNK, Stream
-from shardwise.checkpoint.values import is_listed
-from shardwise.checkpoint.writer_assignment import assign_writers
+from shardwise.checkpoint.streams import (
+    CHUNK,
+    Select,
+    Stream,
+    check_jobs,
+    check_losses,
+    chosen,
+    ordered,
+    repeated,
+    stream_of,
+    streams_of,
+)
+from shardwise.checkpoint.values import has_known_types
 from shardwise.errors import CheckpointError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -41,8 +49,14 @@ from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.quoting import brief
 
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 CONFIG = "config.json"  # of the model, beside its weights
-FORMATS = ("safetensors", "sharded", "dcp", "torch.save")
+WRITERS: dict[str, type[Writer]] = {
+    "safetensors": SafetensorsWriter,
+    "sharded": ShardedWriter,
+    "dcp": DcpWriter,
+    "torch.save": TorchSaveWriter,
+}
 ONE_RANK = "mesh = {tp = 1}", "rule = [{name = '*', placements = 'R'}]"
 LIMITED = {  # the formats that cannot hold all objects
     "safetensors": "safetensors files hold tensors only",
@@ -88,20 +102,20 @@ def convert(
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    parts = None if rules is None else _for_model(read_rules(rules), opened)
+    sharding = None if rules is None else _for_model(read_rules(rules), opened)
     streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
-    streams = {key: stream for key, stream in streams.items() if parts is None or not parts.skips(key)}
+    streams = {key: stream for key, stream in streams.items() if sharding is None or not sharding.skips(key)}
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
-    layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, parts)
-    ties, values = _ties(streams, parts), _values_to_write(opened, select, objects, format)
+    layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
+    ties, values = _ties(streams, sharding), _values_to_write(opened, select, objects, format)
     if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
         ties, values = {}, {}
     contents = _contents(opened, streams, layouts, values, ties)
     owners = sorted({owner for _, layout in contents.tensors.values() for owner in layout.owners()}) or [0]
     token = _token(opened, streams, contents, format)
-    writer = _writer(format, folder, owners, token, name)
+    writer = WRITERS[format](folder, owners, token, name)
     _check_apart(opened, folder, name)
     writer.fits(contents)
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
@@ -156,7 +170,7 @@ def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None
     lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
         raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
-    return values if objects == "carry" else {key: value for key, value in values.items() if is_listed(value)}
+    return values if objects == "carry" else {key: value for key, value in values.items() if has_known_types(value)}
 
 
 def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
@@ -164,7 +178,7 @@ def _is_lost(value: object, objects: Objects | None, format: str) -> bool:
     inside, opaque = tensors_in(value) > 0, opaque_in(value) is not None
     if objects == "carry":
         return (inside or opaque) if format == "safetensors" else inside and opaque and format in LIMITED
-    return inside and (format == "safetensors" or not is_listed(value))
+    return inside and (format == "safetensors" or not has_known_types(value))
 
 
 def _loss(value: object, format: str) -> str:
@@ -216,8 +230,8 @@ def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, Outpu
     )
     ending = PurePath(path).suffix
     chosen_format = format or endings.get(ending, "safetensors")
-    if chosen_format not in FORMATS:
-        raise ValueError(f"format= must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    if chosen_format not in WRITERS:
+        raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
     if endings.get(ending) == chosen_format and name:
@@ -268,13 +282,9 @@ def _layouts(
 
 def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
     """Tied names, each with the earlier name of the same bytes and layout."""
-    first, ties = dict[Hashable, str](), dict[str, str]()
-    for name, stream in streams.items():
-        if stream.origin is not None and stream.size:
-            layout = None if rules is None else rules.layout(name, stream.shape)
-            one = first.setdefault((stream.origin, layout), name)
-            ties |= {name: one} if one != name else {}
-    return ties
+    shared = {name: stream for name, stream in streams.items() if stream.origin is not None and stream.size}
+    layouts = {name: rules and rules.layout(name, stream.shape) for name, stream in shared.items()}
+    return repeated({name: (stream.origin, layouts[name]) for name, stream in shared.items()})
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
@@ -312,14 +322,6 @@ def _parts(
 def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -> None:
     stream.write(box, file, chunk)
     done.add(box.volume * stream.dtype.itemsize)
-
-
-def _writer(format: str, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None) -> Writer:
-    if format == "safetensors":
-        return SafetensorsWriter(folder, owners, token, **({"name": name} if name else {}))
-    if format == "torch.save":
-        return TorchSaveWriter(folder, owners, token, **({"name": name} if name else {}))
-    return (ShardedWriter if format == "sharded" else DcpWriter)(folder, owners, token)
 
 
 def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:
@@ -370,3 +372,19 @@ def _verify(
         raise CheckpointError(
             f"{made.path} does not match the source: {differences[0]} (and {len(differences) - 1} more)"
         )
+
+
+def size_in_bytes(text: int | str) -> int:
+    """
+    >>> size_in_bytes("5GB"), size_in_bytes("0.5 MiB"), size_in_bytes(4096)
+    (5000000000, 524288, 4096)
+    """
+    number = str(text).strip().upper()
+    unit = next((unit for unit in UNITS if number.endswith(unit)), "")
+    try:
+        size = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        size = 0.0
+    if not 1 <= size < 2**62:
+        raise ValueError(f"{text!r} is not a size: write 5GB, 512MiB, or a number of bytes")
+    return int(size)

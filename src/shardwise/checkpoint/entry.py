@@ -7,30 +7,31 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import product
 from math import prod
-from operator import mul
-from typing import IO, Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import ByteRange, Files, elements, worth_it
-from shardwise.checkpoint.local_files import RECHECK_SECONDS, LocalFiles
+from shardwise.checkpoint.files import ByteRange, Files, OutputFile
+from shardwise.checkpoint.local_files import RECHECK_SECONDS
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange.buffers import copy_all
 from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
-from shardwise.geometry import Box, Boxes, Ints, Places, Window, gaps, join, tiles
-from shardwise.layout import Layout
+from shardwise.geometry import Box, Boxes, Ints, Places, Strides, Window, gaps, ints, join, tiles
+from shardwise.job.remap import Link
+from shardwise.job.subtensor import Subtensor
+from shardwise.layout import Layout, places_of
 
-OutputFile = IO[bytes]
+V = TypeVar("V")
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
-TOGETHER = 256  # cuts that are copied at a time: each may need a file of its own, and a process has few
+TOGETHER = 256  # windows that are copied at a time: each may need a file of its own, and a process has few
 BATCH = 2**24  # bytes that are copied at a time where tensors are small
 
 
-class Located(NamedTuple):
+class Positions(NamedTuple):
     """Where boxes are in their files: the byte of the first element of each, and strides (in elements).
 
     Without strides they lie row-major.
@@ -40,11 +41,16 @@ class Located(NamedTuple):
     strides: Ints | None = None
 
 
-class Alike:
-    """Boxes as a value: equal for tensors that are stored alike. What is found for one of them holds for all."""
+class HashableBoxes:
+    """Boxes as a value, by which results are cached: many tensors are stored in the same boxes."""
 
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
+
+    @staticmethod
+    def of(*boxes: Box) -> HashableBoxes:
+        """Some boxes of one tensor; those without cells are left out."""
+        return HashableBoxes(Boxes.of([box for box in boxes if box.volume], len(boxes[0].lo)))
 
     @cached_property
     def _value(self) -> tuple[tuple[int, ...], bytes, bytes]:
@@ -58,7 +64,7 @@ class Alike:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Alike) and self._value == other._value)
+        return self is other or (isinstance(other, HashableBoxes) and self._value == other._value)
 
 
 @dataclass(eq=False)
@@ -66,16 +72,16 @@ class Entry:
     """A tensor in files: box i of it lies in file number `file[i]` of `paths`.
 
     `locate` finds for some rows where they are in those files. Formats that have to look into a file for that do so
-    when it is asked. Cuts of files have their offset in bytes, but their strides in elements, as tensors have. `shared`
-    is equal for entries that are the same bytes of the same files: tied weights.
+    when it is called. Windows of files have their offset in bytes, but their strides in elements, as tensors have.
+    `shared` is equal for entries that are the same bytes of the same files: tied weights.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    alike: Alike
+    stored: HashableBoxes
     file: Ints
-    locate: Callable[[Ints], Located] = field(repr=False)
+    locate: Callable[[Ints], Positions] = field(repr=False)
     paths: Sequence[str] = field(repr=False)
     files: Files = field(repr=False)
     shared: Hashable = None
@@ -91,7 +97,7 @@ class Entry:
             return Layout.replicated(self.shape, [0])
         pieces = zip(self.file.tolist(), self.boxes.lo.tolist(), self.boxes.hi.tolist(), strict=True)
         with self._provable():
-            once = _tiled(self.alike, self.shape)
+            once = _tiled(self.stored, self.shape)
             return Layout.boxes(self.shape, list(pieces), overlap=None if once else "replicas").shortest()
 
     @contextmanager
@@ -105,7 +111,7 @@ class Entry:
     @property
     def boxes(self) -> Boxes:
         """What its files have."""
-        return self.alike.boxes
+        return self.stored.boxes
 
     @property
     def bytes(self) -> int:
@@ -123,55 +129,39 @@ class Entry:
 
     def ranges(self) -> list[tuple[Box, ByteRange]]:
         """Every box, with the bytes between its first and its last element."""
-        places = self.places(np.arange(self.boxes.count))
-        return [(places.boxes.box(at), self._span(cut)) for at, cut in enumerate(self.cuts(places))]
+        windows = self.windows(self.places(np.arange(self.shards)))
+        return [(self.boxes.box(at), self._span(window)) for at, window in enumerate(windows)]
 
-    def places(self, rows: Ints, at: Located | None = None) -> Places:
+    def places(self, rows: Ints, at: Positions | None = None) -> Places:
         """Where some of its boxes are: the tensors are numbers of files, offsets and strides are counted in bytes."""
         at, boxes = at or self.locate(rows), self.boxes.take(rows)
         strides = Places.packed(boxes).strides if at.strides is None else at.strides
         return Places(boxes, self.file[rows], at.start, strides * self.dtype.itemsize)
 
-    def cuts(self, places: Places) -> list[Window]:
-        """Places that are counted in bytes, as cuts of files."""
+    def windows(self, places: Places) -> list[Window]:
+        """Places that are counted in bytes, as windows of files: their strides are counted in elements."""
         return Places(places.boxes, places.tensor, places.offset, places.strides // self.dtype.itemsize).windows()
-
-    def within(self, boxes: Boxes) -> Places:
-        """What the files have of these boxes, no cell twice."""
-        _, rows = join(boxes, self.boxes)
-        return self.places(np.unique(rows)).once(boxes)[1]
 
     def check(self, boxes: Boxes) -> None:
         """Refuse cells that no file has, and dtypes that cannot be copied. Exact, also where boxes overlap."""
         self._check_dtype()
         with self._provable():
-            if _tiled(self.alike, self.shape):
+            if _tiled(self.stored, self.shape):
                 return
         for row in range(boxes.count):
-            _, held = join(boxes.take(np.array([row])), self.boxes)
+            _, rows = join(boxes.take(np.array([row])), self.boxes)
             with self._provable():
-                missing = gaps(self.boxes.take(held), boxes.box(row), np.zeros(len(held), dtype=np.bool_))
+                missing = gaps(self.boxes.take(rows), boxes.box(row), np.zeros(len(rows), dtype=np.bool_))
             if missing:
                 raise CheckpointError(
                     f"{self.files.root}: no file has {', '.join(map(str, missing[:4]))} of {self.name!r} "
                     f"(shape {self.shape}): shards are missing"
                 )
 
-    def views(self, cuts: Sequence[Window]) -> list[torch.Tensor]:
-        """The elements of cuts of files, as tensors: of the mapped file, or of what was fetched."""
+    def views(self, windows: Sequence[Window]) -> list[torch.Tensor]:
+        """The elements of windows of files, as tensors: of the mapped file, or of what was fetched."""
         self._check_dtype()
-        if isinstance(self.files, LocalFiles):
-            return [self.files.elements(self._span(cut), self.dtype, cut.shape, cut.strides) for cut in cuts]
-        blocks = [(cut, _outer(cut, self.dtype.itemsize)) for cut in cuts]
-        parts = [self._parts(cut, outer) for cut, outer in blocks]
-        found = iter(self.files.fetch([self._span(part) for several in parts for part in several]))
-        tensors = [
-            [elements(next(found), 0, self.dtype, part.shape, part.strides) for part in several] for several in parts
-        ]
-        return [
-            several[0] if not outer else torch.stack(several).reshape(cut.shape)
-            for (cut, outer), several in zip(blocks, tensors, strict=True)
-        ]
+        return self.files.elements([(self.paths[window.tensor], window) for window in windows], self.dtype)
 
     def _check_dtype(self) -> None:
         if _uncopied(self.dtype):
@@ -180,23 +170,13 @@ class Entry:
                 f"integers of whole bytes are read. Remedy: leave it out, or save its int_repr() and its scales"
             )
 
-    def _parts(self, cut: Window, outer: int) -> list[Window]:
-        """A cut as one for every step along its first dims."""
-        if not outer:
-            return [cut]
-        steps = [stride * self.dtype.itemsize for stride in cut.strides[:outer]]
-        return [
-            Window(cut.tensor, cut.shape[outer:], cut.strides[outer:], cut.offset + sum(map(mul, at, steps)))
-            for at in product(*map(range, cut.shape[:outer]))
-        ]
-
-    def copy(self, cut: Window, file: OutputFile) -> None:
-        """Append the bytes between the first and the last element of a cut to a file."""
+    def copy(self, window: Window, file: OutputFile) -> None:
+        """Append the bytes between the first and the last element of a window to a file."""
         self._check_dtype()
-        self.files.copy(self._span(cut), file)
+        self.files.copy(self._span(window), file)
 
-    def _span(self, cut: Window) -> ByteRange:
-        return ByteRange(self.paths[cut.tensor], cut.offset, cut.offset + cut.reach * self.dtype.itemsize)
+    def _span(self, window: Window) -> ByteRange:
+        return ByteRange.of(self.paths[window.tensor], window, self.dtype.itemsize)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
@@ -204,13 +184,11 @@ class Entry:
         wanted = whole if box is None else box
         if wanted.volume and wanted & whole != wanted:
             raise ValueError(f"{wanted} is not inside {self.name!r}, which has shape {self.shape}")
-        boxes = Boxes.of([wanted] if wanted.volume else [], len(self.shape))
-        self.check(boxes)
-        self.within(boxes)  # the files have it: a damaged file must not decide how much memory is allocated
-        found = torch.empty(wanted.shape, dtype=self.dtype, device="cpu")
-        if boxes.count:
-            fill(self, Places.packed(boxes), [found.view(-1)])
-        return found
+        # the files have it: a damaged file must not decide how much memory is allocated
+        copies = Copies.of(self, Packed(HashableBoxes.of(wanted)))
+        values = torch.empty(wanted.shape, dtype=self.dtype, device="cpu")
+        read_into([copies.into([values.view(-1)])])
+        return values
 
 
 @lru_cache
@@ -222,29 +200,125 @@ def whole_entry(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, file: int, start: int, paths: Sequence[str], files: Files
 ) -> Entry:
     """A tensor that lies in one file, row-major from a byte on."""
-    alike = whole_box(shape)
-    count = alike.boxes.count
-    where, begins = np.full(count, file, dtype=np.int64), np.full(count, start, dtype=np.int64)
-    return Entry(name, shape, dtype, alike, where, lambda rows: Located(begins[rows]), paths, files)
+    stored = whole_box(shape)
+    where, begins = (np.full(stored.boxes.count, number, dtype=np.int64) for number in (file, start))
+    return Entry(name, shape, dtype, stored, where, lambda rows: Positions(begins[rows]), paths, files)
 
 
 @lru_cache(maxsize=4096)
-def _tiled(alike: Alike, shape: tuple[int, ...]) -> bool:
-    """True where boxes have every cell exactly once. Kept: most tensors are stored as others are."""
-    return tiles(alike.boxes, shape)
+def _tiled(stored: HashableBoxes, shape: tuple[int, ...]) -> bool:
+    """True where boxes have every cell exactly once."""
+    return tiles(stored.boxes, shape)
 
 
 @lru_cache(maxsize=4096)
-def whole_box(shape: tuple[int, ...]) -> Alike:
-    """All cells as a box, if there are any. Kept: a model has many tensors of few shapes."""
-    return Alike(Boxes.of([Box((0,) * len(shape), shape)] if prod(shape) else [], len(shape)))
+def whole_box(shape: tuple[int, ...]) -> HashableBoxes:
+    """All cells as a box, if there are any."""
+    return HashableBoxes.of(Box((0,) * len(shape), shape))
+
+
+# --- copies from files to memory --------------------------------------------------------------------------------------
+
+
+class Local(NamedTuple):
+    """Memory: an owner's tensors of a layout."""
+
+    layout: Layout
+    owner: int
+    strides: tuple[Strides, ...]
+
+    def places(self) -> Places:
+        """Where its cells are in them."""
+        return places_of(self.layout, self.owner, self.strides)
+
+
+class Packed(NamedTuple):
+    """Memory: the cells of boxes one after the other, in one flat tensor."""
+
+    boxes: HashableBoxes
+
+    def places(self) -> Places:
+        """Where its cells are in it."""
+        return Places.packed(self.boxes.boxes)
+
+
+class Copies(NamedTuple):
+    """Copies from windows of an entry's files to windows of memory, one for one."""
+
+    entry: Entry
+    sources: Sequence[Window]
+    targets: Sequence[Window]
+
+    @staticmethod
+    def of(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Copies:
+        """All cells of memory that a link fills from the entry; without a link, all that the entry has."""
+        matched = match(entry, memory, link)
+        return Copies(entry, matched.sources(entry), matched.targets)
+
+    @property
+    def contiguous(self) -> bool:
+        """True where every copy is one run of bytes."""
+        return all(map(attrgetter("contiguous"), (*self.sources, *self.targets)))
+
+    def into(self, tensors: Sequence[torch.Tensor], look: Look | None = None) -> Reading:
+        """Into this memory."""
+        return Reading(self.entry, self.sources, [window.of(tensors) for window in self.targets], look)
+
+
+class Match(NamedTuple):
+    """Copy i takes the cells `boxes[i]`, from box `row[i]` of the `rows` that are needed, to `targets[i]`.
+
+    `dense` are the same cells where boxes lie row-major, from the first element of their row on. `wanted` are all cells
+    that are needed; `view` is the part of the source that they are in.
+    """
+
+    rows: Ints
+    row: Ints
+    boxes: Boxes
+    dense: list[Window]
+    targets: list[Window]
+    wanted: Boxes
+    view: Subtensor
+
+    def sources(self, entry: Entry) -> list[Window]:
+        """Where the cells are in the files of one of the tensors."""
+        entry.check(self.wanted)
+        at, size = entry.locate(self.rows), entry.dtype.itemsize
+        if at.strides is None:
+            files, starts, rows = entry.file[self.rows].tolist(), at.start.tolist(), self.row.tolist()
+            return [
+                Window(files[row], dense.shape, dense.strides, starts[row] + dense.offset * size)
+                for row, dense in zip(rows, self.dense, strict=True)
+            ]
+        places = entry.places(self.rows, at).inside(self.row, self.boxes)
+        return entry.windows(self.view.of_places(places))
+
+
+def match(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Match:
+    """Which stored boxes fill which memory; it looks into no file."""
+    here, there = (Subtensor.whole(entry.shape),) * 2 if link is None else (link.source_view, link.target_view)
+    return _match(entry.stored, memory, here, there)
+
+
+@lru_cache(maxsize=1024)
+def _match(stored: HashableBoxes, memory: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> Match:
+    """Cached for all tensors that are stored in the same boxes and have the same layout."""
+    there = target_view.of_places(memory.places())
+    wanted = source_view.back(there.boxes)
+    # the number of its box stands for its file: that differs from tensor to tensor
+    packed, count = Places.packed(stored.boxes), stored.boxes.count
+    number, here = Places(packed.boxes, np.arange(count), np.zeros(count, np.int64), packed.strides).once(wanted)
+    seen = source_view.of_places(here)  # one for one: nothing that is wanted is out of sight
+    rows, row = np.unique(here.tensor, return_inverse=True)
+    targets = there.inside(number, seen.boxes)
+    return Match(ints(rows), ints(row), here.boxes, seen.windows(), targets.windows(), wanted, source_view)
 
 
 class Reading(NamedTuple):
     """Elements in files of an entry, and where they belong. `look` sees them as they are in the files."""
 
     entry: Entry
-    cuts: Sequence[Window]
+    sources: Sequence[Window]
     tensors: Sequence[torch.Tensor]
     look: Look | None = None
 
@@ -254,13 +328,13 @@ class Reading(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self) -> Iterator[Reading]:
-        """In so many cuts at a time as may be mapped."""
-        if len(self.cuts) <= TOGETHER:
+        """In so many windows at a time as may be mapped."""
+        if len(self.sources) <= TOGETHER:
             yield self
             return
-        for at in range(0, len(self.cuts), TOGETHER):
+        for at in range(0, len(self.sources), TOGETHER):
             some = slice(at, at + TOGETHER)
-            yield self._replace(cuts=self.cuts[some], tensors=self.tensors[some])
+            yield self._replace(sources=self.sources[some], tensors=self.tensors[some])
 
 
 def read_into(readings: Iterable[Reading], done: Callable[[int], None] | None = None) -> None:
@@ -273,15 +347,15 @@ def read_into(readings: Iterable[Reading], done: Callable[[int], None] | None = 
 
 def _batches(readings: Iterable[Reading]) -> Iterator[tuple[list[Reading], int]]:
     """Of the same files, with their bytes."""
-    batch, cuts, size = list[Reading](), 0, 0
+    batch, windows, size = list[Reading](), 0, 0
     for part in (part for reading in readings for part in reading.parts()):
-        count, more = len(part.cuts), part.bytes
-        full = cuts + count > TOGETHER or size + more > BATCH
+        count, more = len(part.sources), part.bytes
+        full = windows + count > TOGETHER or size + more > BATCH
         if batch and (full or part.entry.files is not batch[0].entry.files):
             yield batch, size
-            batch, cuts, size = [], 0, 0
+            batch, windows, size = [], 0, 0
         batch.append(part)
-        cuts, size = cuts + count, size + more
+        windows, size = windows + count, size + more
     if batch:
         yield batch, size
 
@@ -289,11 +363,11 @@ def _batches(readings: Iterable[Reading]) -> Iterator[tuple[list[Reading], int]]
 def _read_batch(batch: Sequence[Reading]) -> None:
     """What is mapped and cut off is not read, since that would end the process; what changed meanwhile is refused."""
     files = batch[0].entry.files
-    names = {entry.paths[cut.tensor] for entry, cuts, *_ in batch for cut in cuts}
+    names = {entry.paths[window.tensor] for entry, sources, *_ in batch for window in sources}
     files.check_unchanged(names, within=RECHECK_SECONDS)
     there, here = list[torch.Tensor](), list[torch.Tensor]()
-    for entry, cuts, tensors, look in batch:
-        views = entry.views(cuts)
+    for entry, sources, tensors, look in batch:
+        views = entry.views(sources)
         if look is not None:
             look(views)
         here += views
@@ -302,23 +376,33 @@ def _read_batch(batch: Sequence[Reading]) -> None:
     files.check_unchanged(names)
 
 
-def fill(entry: Entry, target: Places, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy into tensors what belongs at these places of them."""
-    here, there = entry.within(target.boxes).common(target)
-    read_into([Reading(entry, entry.cuts(here), [window.of(tensors) for window in there.windows()])])
+class LazyMapping(Mapping[str, V]):
+    """Values that are made when first used: a large checkpoint has very many."""
+
+    def __init__(self, names: Mapping[str, object], make: Callable[[str], V]) -> None:
+        self._names, self._make, self._made = names, make, dict[str, V]()
+
+    def __getitem__(self, name: str) -> V:
+        if name not in self._made:
+            if name not in self._names:
+                raise KeyError(name)
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
-def _outer(cut: Window, itemsize: int) -> int:
-    """How many dims to take apart, so that most of what is fetched is needed."""
-    outer = 0
-    for dim, (size, stride) in enumerate(zip(cut.shape, cut.strides, strict=True)):
-        inner = 1 + sum((n - 1) * step for n, step in zip(cut.shape[dim + 1 :], cut.strides[dim + 1 :], strict=True))
-        if size > 1 and not worth_it((stride - inner) * itemsize, inner * itemsize):
-            outer = dim + 1
-    return outer
-
-
-class Checkpoint(Mapping[str, Entry]):
+class Checkpoint(LazyMapping[Entry]):
     """The tensors of a checkpoint by name, and its other values. Everything is read on demand."""
 
     def __init__(
@@ -331,7 +415,8 @@ class Checkpoint(Mapping[str, Entry]):
         objects: Callable[[], Mapping[str, object]] = dict,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self.files, self.format, self._entries = files, format, entries
+        super().__init__(entries, entries.__getitem__)
+        self.files, self.format = files, format
         self.path = files.root  # where it is; the file, where it is one
         self.paths = paths or {}  # of names in nested state dicts, where they are known
         self.metadata = metadata or {}
@@ -347,19 +432,7 @@ class Checkpoint(Mapping[str, Entry]):
     @property
     def bytes(self) -> int:
         """Of all tensors."""
-        return sum(entry.bytes for entry in self._entries.values())
-
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        return sum(entry.bytes for entry in self.values())
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {self.format}, {len(self)} tensor{'s' * (len(self) != 1)})"

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from operator import mul
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.geometry import Window
 from shardwise.quoting import brief, in_line
 
 if TYPE_CHECKING:
+    from io import FileIO as RawFile
+
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+    from typing_extensions import Buffer
 
 PathLike = str | os.PathLike[str]
+OutputFile = IO[bytes]
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+PIPE = 2**20  # bytes that are copied from file to file at a time
+UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)  # splice does not work here
 COPY_BYTES = 2**22  # bytes that are fetched at a time when they are only passed on
 SMALL_GAP, LARGE_GAP = 2**12, 2**18  # unneeded bytes between two ranges: fetched, if that is cheaper than a request
 
@@ -34,34 +46,22 @@ class ByteRange(NamedTuple):
     start: int
     stop: int
 
+    @staticmethod
+    def of(file: str, window: Window, itemsize: int) -> ByteRange:
+        """The bytes from the first to the last element of a window, whose offset is counted in bytes."""
+        return ByteRange(file, window.offset, window.offset + window.reach * itemsize)
+
 
 class FileLabel(NamedTuple):
-    """A file as messages show it. The text is composed only when it is printed: most labels never are."""
+    """A file or bytes of it as messages show them. The text is composed only when printed: most labels never are."""
 
     root: str
     name: str
+    bytes: ByteRange | None = None
 
     def __str__(self) -> str:
-        return in_line(join_path(self.root, self.name))
-
-
-class RangeLabel(NamedTuple):
-    """Bytes of a file as messages show them."""
-
-    root: str
-    range: ByteRange
-
-    def __str__(self) -> str:
-        file, start, stop = self.range
-        return f"{FileLabel(self.root, file)}, bytes {start} to {stop}"
-
-
-class Output(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: memoryview, /) -> object:
-        """Append bytes."""
-        ...
+        bytes = "" if self.bytes is None else f", bytes {self.bytes.start} to {self.bytes.stop}"
+        return in_line(join_path(self.root, self.name)) + bytes
 
 
 class Descriptor:
@@ -74,12 +74,60 @@ class Descriptor:
         os.close(self.number)
 
 
-class KernelOutput(Output):
-    """An output that can take bytes of another file inside the kernel."""
+class AppendOnlyFile:
+    """A file that is written from start to end. It takes bytes of other files inside the kernel."""
+
+    def __init__(self, raw: RawFile) -> None:
+        self._raw = raw
+
+    def write(self, data: Buffer) -> int:
+        """Write all of it: the system may take less at a time."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while len(left):
+            left = left[self._raw.write(left) :]
+        return size
 
     def copy_from(self, source: Descriptor, start: int, count: int) -> None:
-        """Append bytes of another file."""
-        raise NotImplementedError
+        """Append bytes of another file through a kernel pipe if possible: they never enter the memory of this process.
+
+        That is about a third faster than copy_file_range, unless the disk does the copy.
+        """
+        while count:
+            out, into = self._pipe
+            try:
+                done = os.splice(source.number, into.number, min(count, PIPE), offset_src=start)
+            except (OSError, AttributeError) as error:
+                _check_unsupported(error, source.name)
+                with readable(source.name):
+                    data = os.pread(source.number, min(count, PIPE), start)
+                done = self.write(data)
+            else:
+                self._drain(out, done)
+            if not done:
+                raise CheckpointError(f"{source.name} was truncated while it was copied")
+            start, count = start + done, count - done
+
+    def _drain(self, out: Descriptor, left: int) -> None:
+        while left:
+            try:
+                left -= os.splice(out.number, self._raw.fileno(), left)
+            except (OSError, AttributeError) as error:
+                _check_unsupported(error)
+                left -= self.write(os.read(out.number, left))
+
+    @cached_property
+    def _pipe(self) -> tuple[Descriptor, Descriptor]:
+        out, into = os.pipe()
+        with suppress(OSError, AttributeError):  # otherwise it has the default size
+            fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PIPE)
+        return Descriptor(out), Descriptor(into)
+
+
+def _check_unsupported(error: OSError | AttributeError, source: object = None) -> None:
+    """Return if the system does not support splice for these files: then the bytes are copied by this process."""
+    if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
+        raise error if source is None else unreadable(source, error) from error
 
 
 class Files(ABC):
@@ -107,6 +155,17 @@ class Files(ABC):
     def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
         """The bytes of each range. They must not be written to."""
 
+    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The elements of windows of files, whose offsets are counted in bytes. All are fetched together."""
+        size = dtype.itemsize
+        parts = [[(file, part) for part in _parts(window, size)] for file, window in windows]
+        data = iter(self.fetch([ByteRange.of(file, part, size) for some in parts for file, part in some]))
+        tensors = [[elements(next(data), 0, dtype, part.shape, part.strides) for _, part in some] for some in parts]
+        return [
+            some[0] if len(some) == 1 else torch.stack(some).reshape(window.shape)
+            for (_, window), some in zip(windows, tensors, strict=True)
+        ]
+
     def check_unchanged(  # noqa: B027  # not every file system can tell
         self, names: Iterable[str], *, within: float = 0
     ) -> None:
@@ -115,7 +174,7 @@ class Files(ABC):
     def mark_opened(self) -> None:  # noqa: B027
         """From now on, refuse files that are newer than this object, even when they are opened for the first time."""
 
-    def copy(self, source: ByteRange, file: Output) -> None:
+    def copy(self, source: ByteRange, file: OutputFile) -> None:
         """Append the bytes to a file that is being written, a little at a time."""
         for start in range(source.start, source.stop, COPY_BYTES):
             file.write(self.fetch([ByteRange(source.file, start, min(start + COPY_BYTES, source.stop))])[0].data)
@@ -132,9 +191,9 @@ class Files(ABC):
         """The file as messages show it."""
         return FileLabel(self.root, name)
 
-    def range_label(self, bytes: ByteRange) -> RangeLabel:
+    def range_label(self, bytes: ByteRange) -> FileLabel:
         """Bytes of a file as messages show them."""
-        return RangeLabel(self.root, bytes)
+        return FileLabel(self.root, bytes.file, bytes)
 
     def check(self, wanted: ByteRange) -> None:
         """Refuse bytes that the file does not have."""
@@ -218,6 +277,18 @@ def worth_it(gap: int, size: int) -> bool:
     They are few, or no more than the needed ones: at most twice as much is fetched.
     """
     return gap <= SMALL_GAP or gap <= min(size, LARGE_GAP)
+
+
+def _parts(window: Window, itemsize: int) -> list[Window]:
+    """A window of a file, one part for every step along its first dims: most of what is fetched is needed."""
+    outer = 0
+    for dim, (size, stride) in enumerate(zip(window.shape, window.strides, strict=True)):
+        inner = window._replace(shape=window.shape[dim + 1 :], strides=window.strides[dim + 1 :]).reach
+        if size > 1 and not worth_it((stride - inner) * itemsize, inner * itemsize):
+            outer = dim + 1
+    steps = [stride * itemsize for stride in window.strides[:outer]]
+    starts = [window.offset + sum(map(mul, at, steps)) for at in product(*map(range, window.shape[:outer]))]
+    return [Window(window.tensor, window.shape[outer:], window.strides[outer:], start) for start in starts]
 
 
 def _part(joined: Sequence[ByteRange], whole: Sequence[Bytes], wanted: ByteRange) -> Bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from math import prod
+from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -11,24 +12,22 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.comparing import compare_streams, names_there
-from shardwise.checkpoint.entry import Checkpoint, Entry, Reading, read_into
+from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
-from shardwise.checkpoint.matching import Local, match
+from shardwise.checkpoint.filling import Prepared, fill_each, fill_once
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.read_once import Prepared, load_once
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streaming import Stream
+from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
 from shardwise.checkpoint.values import refuse_modules
-from shardwise.containers.memory import check_written
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
-from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
+from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
-from shardwise.job.progress import Count, Progress, check_progress, shown
-from shardwise.job.remap import Link, Remap, links
-from shardwise.job.side import Descriptions, LiveSide, combine_descriptions, describe_all, is_tensor
+from shardwise.job.progress import Progress, check_progress
+from shardwise.job.remap import Remap, links
+from shardwise.job.side import Descriptions, combine_descriptions, describe_all, is_tensor
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
@@ -84,23 +83,17 @@ def load(
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        linked_entries = _links(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
-        linked = {link.target for link, _, _ in linked_entries}
-        return Prepared(_once(checkpoint, linked_entries, ties, check=callers.first), linked, others)
+        streams = _streams(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
+        first = _first_of_tied(checkpoint, streams, ties, check=callers.first)
+        return Prepared(first, {name: targets[name] for name in first}, set(streams), others)
 
-    def each() -> tuple[Prepared, Losses]:
-        prepared, losses = prepare(), Losses()
-        _load_each(prepared.links, state.flat, callers, progress, losses if count_losses else None)
-        return prepared, losses
-
-    count_losses, shared = overflow == "refuse", None
+    how = partial(fill_once, max_bytes=max_bytes) if once else fill_each
+    fill = partial(how, callers, state.flat, prepare, progress, count_losses=overflow == "refuse")
     with torch.no_grad():
-        if once:
-            how = max_bytes, progress
-            shared = load_once(callers, targets, state.flat, prepare, *how, count_losses=count_losses)
+        filled = fill() if once else None  # a job of all ranks: it raises on all what goes wrong on one
 
         def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
-            prepared, losses = shared or each()
+            prepared, losses = filled or fill()
             return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
 
         # no rank returns while another still reads: the caller may delete the files
@@ -160,7 +153,7 @@ def _filled(replaced: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[
     return {name: tensor for name, tensor in replaced.items() if id(tensor) in memory}
 
 
-def _links(
+def _streams(
     checkpoint: Checkpoint,
     targets: Mapping[str, TensorInfo],
     ties: Mapping[str, str],
@@ -168,8 +161,8 @@ def _links(
     remap: Iterable[Remap],
     cast: TargetCasts,
     strict: bool,
-) -> list[tuple[Link, Entry, TensorInfo]]:
-    """Which entry fills which tensor."""
+) -> dict[str, Stream]:
+    """The tensors that are filled, with the entries that fill them."""
     wanted = {name: tensor.shape for name, tensor in targets.items()}
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
@@ -183,16 +176,12 @@ def _links(
         cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    linked_entries = [(link, checkpoint[link.source], targets[link.target]) for link in planned]
-    for link, _, tensor in linked_entries:
-        if tensor.layout.op is not None:
-            raise CheckpointError(f"{link.target!r} is partial: values can be loaded only into what holds values")
-    changes = [Change(link.source, link.target, entry.dtype, tensor.dtype) for link, entry, tensor in linked_entries]
-    try:
-        check_changes(changes, lambda change: cast.check(change, checkpoint, targets))
-    except ValueError as error:
-        raise RefusedCastError(f"{checkpoint.path}: {error}") from error
-    return linked_entries
+    sources = by_target(planned, checkpoint)
+    for name in sources:
+        if targets[name].layout.op is not None:
+            raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
+    check_casts(checkpoint, sources, targets, lambda change: cast.check(change, checkpoint, targets))
+    return {name: Stream(name, targets[name].shape, targets[name].dtype, some) for name, some in sources.items()}
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:
@@ -201,66 +190,20 @@ def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container
     return {name: one for name, one in wanted.items() if name in reached or ties.get(name, name) not in filled}
 
 
-def _once(
-    checkpoint: Checkpoint,
-    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
-    ties: Mapping[str, str],
-    *,
-    check: bool,
-) -> list[tuple[Link, Entry, TensorInfo]]:
+def _first_of_tied(
+    checkpoint: Checkpoint, streams: Mapping[str, Stream], ties: Mapping[str, str], *, check: bool
+) -> dict[str, Stream]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
-    streams = dict[str, Stream]()
-    for link, entry, tensor in linked_entries if ties else ():
-        before = streams[link.target].sources if link.target in streams else ()
-        streams[link.target] = Stream(link.target, tensor.shape, tensor.dtype, (*before, (link, entry)))
-    first = dict[str, str]()
-    again = {name: one for name in streams if (one := first.setdefault(ties.get(name, name), name)) != name}
+    again = repeated({name: ties.get(name, name) for name in streams})
     for name, one in again.items() if check else ():
-        differences = (
-            compare_streams({name: (streams[one], streams[name])}) if not streams[one].same_bytes(streams[name]) else []
-        )
+        same = streams[one].same_bytes(streams[name])
+        differences = compare_streams({name: (streams[one], streams[name])}) if not same else []
         if differences:
             raise CheckpointError(
                 f"{one!r} and {name!r} share their memory in the state dict, but differ in {checkpoint.path} "
                 f"({differences[0].what}): give each its own memory, or leave one of them out"
             )
-    return [one for one in linked_entries if one[0].target not in again]
-
-
-def _load_each(
-    linked_entries: Sequence[tuple[Link, Entry, TensorInfo]],
-    flat: Mapping[str, object],
-    callers: Callers,
-    progress: Progress,
-    losses: Losses | None,
-) -> None:
-    """Load this rank's part. All locations are found before the first read, so that errors come early.
-
-    Losses of casts are counted in the same pass.
-    """
-    infos = {link.target: tensor for link, _, tensor in linked_entries}
-    target = LiveSide(flat, infos)
-    for name, memory in target.checked("state dict", infos, callers.me).items():
-        for one in memory:
-            check_written(one, repr(name))
-
-    def readings(links: Iterable[tuple[Link, Entry, TensorInfo]]) -> Iterator[Reading]:
-        for link, entry, tensor in links:
-            memory = target.memory(link.target)
-            copies = match(link, entry, Local(tensor.layout, callers.me, tuple(t.stride() for t in memory)))
-            look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
-            cuts = [cut.of(memory) for cut in copies.there]
-            yield Reading(entry, copies.sources(entry, link.source_view), cuts, look)
-
-    todo = list(readings(one for one in linked_entries if not one[2].delivered))
-    delivered = [one for one in linked_entries if one[2].delivered]
-    total = sum(reading.bytes for reading in todo) + sum(prod(t.shape) * t.dtype.itemsize for _, _, t in delivered)
-    with shown(progress, total, "load", here=callers.first) as tell:
-        count = Count(tell, total)
-        read_into(todo, count.add)
-        for names in target.deliveries():  # one after the other: each needs memory
-            read_into(list(readings(one for one in delivered if one[0].target in names)), count.add)
-            target.filled(names)
+    return {name: stream for name, stream in streams.items() if name not in again}
 
 
 def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
@@ -272,37 +215,45 @@ def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> 
         raise RefusedCastError(refusal(losses.listed(), "All tensors of the target were written"))
 
 
+# --- values other than tensors ----------------------------------------------------------------------------------------
+
+
 def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
     """The names of values other than tensors that are to be set."""
-    names = [name for name, value in flat.items() if not is_tensor(value)]
-    tensors = [name for name in names if name in checkpoint and flat[name] is not None]
-    if tensors:
-        here = type(flat[tensors[0]]).__name__
-        raise CheckpointError(
-            f"{tensors[0]!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill"
-        )
-    names = [name for name in names if name not in checkpoint]
-    empty = [name for name in names if isinstance(flat[name], dict) and not flat[name]]
-    below = [name for name in empty if any(other.startswith(f"{name}.") for other in checkpoint)]
-    if below and strict:
-        raise CheckpointError(
-            f"{below[0]!r} is empty here, but {checkpoint.path} has tensors below it: give tensors to fill (for an "
-            f"optimizer what torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it empty"
-        )
-    lacking = [name for name in names if name not in checkpoint.objects and not _is_empty(flat[name])]
-    if lacking and strict:
-        reason = missing(f"{checkpoint.path} has no", lacking, checkpoint.objects)
-        raise CheckpointError(f"{reason}; strict=False leaves them as they are")
-    stored = [name for name in names if name in checkpoint.objects]
-    opaque = {name: one for name in stored if (one := opaque_in(checkpoint.objects[name])) is not None}
-    if opaque and strict:
-        name, one = next(iter(opaque.items()))
-        raise CheckpointError(
-            f"{name!r} in {checkpoint.path} is {one!r}: its class is not known here, and nothing of it was run. "
-            f"Remedy: leave {name!r} out{_where(checkpoint.objects[name], name)}, allow the class with "
-            f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
-        )
-    return [name for name in stored if name not in opaque]
+    values = {name: value for name, value in flat.items() if not is_tensor(value)}
+    for problem in chain(_tensors_there(checkpoint, values), _not_settable(checkpoint, values) if strict else ()):
+        raise CheckpointError(problem)
+    stored = [name for name in values if name not in checkpoint and name in checkpoint.objects]
+    return [name for name in stored if opaque_in(checkpoint.objects[name]) is None]
+
+
+def _tensors_there(checkpoint: Checkpoint, values: Mapping[str, object]) -> Iterator[str]:
+    for name, value in values.items():
+        if name in checkpoint and value is not None:
+            here = type(value).__name__
+            yield f"{name!r} is a tensor in {checkpoint.path}, but {here} here: give a tensor to fill"
+
+
+def _not_settable(checkpoint: Checkpoint, values: Mapping[str, object]) -> Iterator[str]:
+    """Why some values cannot be set: there are only tensors below a name, nothing at all, or an unknown class."""
+    path, stored = checkpoint.path, checkpoint.objects
+    absent = {name: value for name, value in values.items() if name not in checkpoint}
+    for name, value in absent.items():
+        if isinstance(value, dict) and not value and any(other.startswith(f"{name}.") for other in checkpoint):
+            yield (
+                f"{name!r} is empty here, but {path} has tensors below it: give tensors to fill (for an optimizer what "
+                f"torch's get_optimizer_state_dict(model, optimizer) returns); strict=False leaves it empty"
+            )
+    lacking = [name for name, value in absent.items() if name not in stored and not _is_empty(value)]
+    if lacking:
+        yield f"{missing(f'{path} has no', lacking, stored)}; strict=False leaves them as they are"
+    for name in absent:
+        if name in stored and (opaque := opaque_in(stored[name])) is not None:
+            yield (
+                f"{name!r} in {path} is {opaque!r}: its class is not known here, and nothing of it was run. "
+                f"Remedy: leave {name!r} out{_where(stored[name], name)}, allow the class with "
+                f"torch.serialization.add_safe_globals, or strict=False, which leaves it as it is"
+            )
 
 
 def _where(value: object, name: str) -> str:

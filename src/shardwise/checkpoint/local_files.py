@@ -17,12 +17,12 @@ import torch
 
 from shardwise.checkpoint.files import (
     WORDS,
+    AppendOnlyFile,
     ByteRange,
     Bytes,
     Descriptor,
     Files,
-    KernelOutput,
-    Output,
+    OutputFile,
     PathLike,
     RemoteFiles,
     elements,
@@ -31,6 +31,7 @@ from shardwise.checkpoint.files import (
     unreadable,
 )
 from shardwise.errors import CheckpointError
+from shardwise.geometry import Window
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -108,27 +109,29 @@ class LocalFiles(Files):
                 self.check(one)
         return parts
 
-    def elements(
-        self, source: ByteRange, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-    ) -> torch.Tensor:
-        """The elements in some bytes, as a view of the mapped file."""
-        data, tensors = self._map(source.file)
+    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """As views of the mapped files."""
+        return [self._element_view(file, window, dtype) for file, window in windows]
+
+    def _element_view(self, file: str, window: Window, dtype: torch.dtype) -> torch.Tensor:
+        data, tensors = self._map(file)
+        source = ByteRange.of(file, window, dtype.itemsize)
         if source.start < 0 or source.stop > len(data):
             self.check(source)
         first, skip = divmod(source.start, dtype.itemsize)
         if skip and dtype.itemsize == 16:
-            return elements(data, source.start, dtype, shape, strides)
+            return elements(data, source.start, dtype, window.shape, window.strides)
         whole = tensors.get((dtype, skip))
         if whole is None:
             count = (len(data) - skip) // dtype.itemsize
             words = torch.frombuffer(data, dtype=WORDS[dtype.itemsize], count=count, offset=skip)
             whole = tensors[dtype, skip] = words.view(dtype)
-        return whole.as_strided(shape, strides, first)
+        return whole.as_strided(window.shape, window.strides, first)
 
-    def copy(self, source: ByteRange, file: Output) -> None:
+    def copy(self, source: ByteRange, file: OutputFile) -> None:
         """Inside the kernel where possible: the bytes never enter the memory of this process."""
         self.check(source)
-        if not isinstance(file, KernelOutput):
+        if not isinstance(file, AppendOnlyFile):
             return super().copy(source, file)
         opened = self._opened(source.file)
         try:

@@ -169,7 +169,7 @@ def check_objects(objects: object) -> None:
 
 def opaque_in(value: object) -> Opaque | None:
     """The first object of an unknown class in a value."""
-    return next((one for one in _inside(value) if isinstance(one, Opaque)), None)
+    return next((one for one in each_once(value, _items) if isinstance(one, Opaque)), None)
 
 
 def tensors_in(value: object) -> int:
@@ -178,21 +178,24 @@ def tensors_in(value: object) -> int:
     >>> tensors_in({"a": [torch.ones(1), {"b": (torch.ones(1), 2)}]})
     2
     """
-    return sum(one.tensors if isinstance(one, Opaque) else isinstance(one, torch.Tensor) for one in _inside(value))
+    return sum(
+        one.tensors if isinstance(one, Opaque) else isinstance(one, torch.Tensor) for one in each_once(value, _items)
+    )
 
 
-def _inside(value: object) -> Iterator[object]:
-    """A value and all values in it, each once. Objects of unknown classes are not entered."""
+def each_once(value: object, items: Callable[[object], Iterable[object]]) -> Iterator[object]:
+    """A value, its items, and theirs, each once."""
     seen, todo = set[int](), [value]
     while todo:
         one = todo.pop()
         if id(one) not in seen:
             seen.add(id(one))
             yield one
-            todo.extend(reversed([*_items(one)]))
+            todo.extend(reversed([*items(one)]))
 
 
 def _items(value: object) -> Iterable[object]:
+    """The items of containers, and attributes. Objects of unknown classes are not entered."""
     if isinstance(value, Opaque | torch.Tensor | str | bytes | type):
         return ()
     if isinstance(value, Mapping):

@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.checkpoint.atomic_files import PARTIAL
+from shardwise.checkpoint.atomic_files import LOCK, PARTIAL, token_of
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files, PathLike
 from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
-from shardwise.checkpoint.formats.writers import LOCK, token_of
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError
@@ -78,8 +77,8 @@ def _open_directory(files: Files) -> Checkpoint:
         raise CheckpointError(
             f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
         )
-    listed = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
-    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {listed}. Expected {KNOWN}")
+    contents = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
+    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
 
 
 def _check_whole(files: Files, names: list[str]) -> None:

@@ -26,6 +26,7 @@ from shardwise.checkpoint.opaque import (
     Parts,
     UnknownObject,
     attributes,
+    each_once,
     is_sharding,
     is_unknown_class,
     unknown_class,
@@ -326,38 +327,49 @@ DICTS: dict[type, Callable[[dict[object, object]], object]] = {OrderedDictStub: 
 
 def without_stubs(value: object, where: object, read: Callable[[TensorStub], object]) -> object:
     """The value with real objects instead of stubs; `read` makes tensors. The value has passed `check_tree`."""
-    seen = dict[int, object]()
+    return _Resolver(where, read)(value)
 
-    def resolve(value: object) -> object:
-        if id(value) not in seen:
-            seen[id(value)] = make(value)
-        return seen[id(value)]
 
-    def make(value: object) -> object:
+class _Resolver:
+    """Makes real objects of stubs, each once."""
+
+    def __init__(self, where: object, read: Callable[[TensorStub], object]) -> None:
+        self._where, self._read, self._made = where, read, dict[int, object]()
+
+    def __call__(self, value: object) -> object:
+        if id(value) not in self._made:
+            self._made[id(value)] = self._make(value)
+        return self._made[id(value)]
+
+    def _make(self, value: object) -> object:
+        if isinstance(value, UnknownObject) or is_unknown_class(value):
+            return _known_or_opaque(value, self._where, self)
+        if isinstance(value, Stub | RecordStub):
+            return self._of_stub(value)
+        if isinstance(value, dict):
+            return self._of_dict(value)
+        if isinstance(value, deque):
+            return deque(map(self, value), value.maxlen)
+        for kind in (list, tuple, set, frozenset):
+            if type(value) in (kind, UNHASHABLE.get(kind)):
+                return kind(map(self, cast("Iterable[object]", value)))
+        return value
+
+    def _of_stub(self, value: Stub | RecordStub) -> object:
         if isinstance(value, TensorStub):
-            return read(value)
+            return self._read(value)
         if isinstance(value, ValueStub):
-            return resolve(value.value) if isinstance(value.value, UnknownObject) else value.value
+            return self(value.value) if isinstance(value.value, UnknownObject) else value.value
         if isinstance(value, NameStub):
             module, _, name = value.name.rpartition(".")
             return Opaque(module or "builtins", name, "name", Parts)
-        if isinstance(value, UnknownObject) or is_unknown_class(value):
-            return _known_or_opaque(value, where, resolve)
-        if isinstance(value, Stub | RecordStub):
-            raise CheckpointError(f"{where} has a {type(value).__name__} that is not part of a tensor")
-        if isinstance(value, dict):
-            items = {resolve(key): resolve(item) for key, item in value.items()}
-            if isinstance(value, DefaultDictStub):
-                return defaultdict(FACTORIES[value.factory], items)
-            return next((kind(items) for stub, kind in DICTS.items() if isinstance(value, stub)), items)
-        if isinstance(value, deque):
-            return deque(map(resolve, value), value.maxlen)
-        for kind in (list, tuple, set, frozenset):
-            if type(value) in (kind, UNHASHABLE.get(kind)):
-                return kind(map(resolve, cast("Iterable[object]", value)))
-        return value
+        raise CheckpointError(f"{self._where} has a {type(value).__name__} that is not part of a tensor")
 
-    return resolve(value)
+    def _of_dict(self, value: dict[object, object]) -> object:
+        items = {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, DefaultDictStub):
+            return defaultdict(FACTORIES[value.factory], items)
+        return next((kind(items) for stub, kind in DICTS.items() if isinstance(value, stub)), items)
 
 
 def _known_or_opaque(value: UnknownObject | type[UnknownObject], where: object, resolve: Resolve) -> object:
@@ -386,15 +398,9 @@ def _opaque(value: UnknownObject, where: object, resolve: Resolve) -> Opaque:
 
 
 def count_tensors(value: object) -> int:
-    """How many tensors an object is made of, at any depth."""
-    seen, todo, count = set[int](), [value], 0
-    while todo:
-        one = todo.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            count += isinstance(one, TensorStub | StorageStub)  # quantised tensors are made of storages
-            todo += _inner(one) if isinstance(one, (*OBJECTS, *CONTAINERS)) else ()
-    return count
+    """How many tensors an object is made of, at any depth. Quantised ones are made of storages."""
+    inside = each_once(value, lambda one: _inner(one) if isinstance(one, (*OBJECTS, *CONTAINERS)) else ())
+    return sum(isinstance(one, TensorStub | StorageStub) for one in inside)
 
 
 def _safe_globals() -> dict[tuple[str, str], Any]:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from hashlib import blake2b
 from secrets import token_hex
-from typing import TypeVar
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
+from shardwise.checkpoint.assignment import assign_writers
+from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, write_tensor
 from shardwise.checkpoint.callers import Callers
-from shardwise.checkpoint.comparing import differing_replicas, sample_sums
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
-from shardwise.checkpoint.formats.writers import Contents, Saver, TensorPart, WriteClaim, claim_folder, names_token
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.values import encode, refuse_modules
-from shardwise.checkpoint.writer_assignment import assign_writers
+from shardwise.containers.container import is_sharded
+from shardwise.exchange.buffers import bytes_at
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import (
@@ -29,6 +32,7 @@ from shardwise.job.side import (
     combine_descriptions,
     describe_all,
     is_tensor,
+    lists_chunks,
     memory_of,
     refuse_several_jobs,
 )
@@ -37,9 +41,10 @@ from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
 
-T = TypeVar("T")
+SAMPLE = 1024  # elements of every replica that are compared
+NO_SUM = -(2**63)  # lower than every checksum
 REMOVING = 8  # files of an earlier checkpoint that are removed at a time
-WRITERS: dict[str, type[Saver]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
+WRITERS: dict[str, type[Writer]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
 
 
 def save(
@@ -64,44 +69,63 @@ def save(
     layouts |= {name: layouts[one] for name, one in ties.items()}
     others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
     contents = Contents(layouts, others, paths, ties)
-    opened = list[Saver]()
 
-    def write() -> tuple[Saver, object]:
-        writer = _writer(format, OutputFolder(path, durable=durable, run=token), callers, token, contents)
-        opened.append(writer)  # which `undo` has to know even if it fails
+    def parts() -> list[TensorPart]:
         own = {name: tensor for name, tensor in tensors.items() if name not in ties}
-        parts = [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
-        return writer, writer.write(callers.me, parts, contents)
-
-    def undo() -> None:
-        for writer in opened:
-            writer.undo(callers.me)
-        claim.unfinished = False
+        return [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
 
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, contents)
         token, claim = _claim(callers, OutputFolder(path, durable=durable, run=token_hex(8)), fits, stack)
-        try:
-            writer, files = callers.tell(write)
-        except BaseException as error:
-            # an error that all ranks know ends the save; otherwise others may continue, and their index names our files
-            if callers.alone or (isinstance(error, Exception) and not callers.broken):
-                undo()
-            raise
-        try:
-            old = callers.from_first(lambda: writer.finish(files, contents) if callers.first else [])
-        except Exception:
-            # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
-            if not callers.broken and not callers.from_first(
-                lambda: callers.first and names_token(writer.folder, writer.main, token)
-            ):
-                undo()
-            raise
-        if callers.first and old:  # the rank with the lock, so that files it leaves if it dies are on record
-            with ThreadPoolExecutor(REMOVING) as pool:
-                list(pool.map(writer.folder.remove, old))
+        writer = WRITERS[format](OutputFolder(path, durable=durable, run=token), callers.owners, token)
+        _Save(callers, writer, contents, claim).run(parts)
     if differing and callers.first:
         warnings.warn(printable(_unlike(differing)), stacklevel=2)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """Writes the files of all ranks, then the index. A failed save leaves what was there before."""
+
+    callers: Callers
+    writer: Writer
+    contents: Contents
+    claim: WriteClaim
+
+    def run(self, parts: Callable[[], Sequence[TensorPart]]) -> None:
+        """Write the parts of this rank; the first rank writes the index, and removes files of an earlier checkpoint."""
+        old = self._finish(self._write(parts))
+        if self.callers.first and old:  # the rank with the lock, so that files it leaves if it dies are on record
+            with ThreadPoolExecutor(REMOVING) as pool:
+                list(pool.map(self.writer.folder.remove, old))
+
+    def _write(self, parts: Callable[[], Sequence[TensorPart]]) -> dict[int, object]:
+        def write() -> tuple[None, object]:
+            if self.callers.first:
+                self.writer.check(self.contents)
+            return None, self.writer.write(self.callers.me, parts(), self.contents)
+
+        try:
+            return self.callers.tell(write)[1]
+        except BaseException as error:
+            # an error that all ranks know ends the save; otherwise others may continue, and their index names our files
+            if self.callers.alone or (isinstance(error, Exception) and not self.callers.broken):
+                self._undo()
+            raise
+
+    def _finish(self, files: Mapping[int, object]) -> list[str]:
+        first, tell = self.callers.first, self.callers.from_first
+        try:
+            return tell(lambda: self.writer.finish(files, self.contents) if first else [])
+        except Exception:
+            # what the index names must stay; who wrote it says so for all, as others may see the directory as it was
+            if not self.callers.broken and not tell(lambda: first and self.writer.names_token()):
+                self._undo()
+            raise
+
+    def _undo(self) -> None:
+        self.writer.undo(self.callers.me)
+        self.claim.unfinished = False
 
 
 def _claim(
@@ -136,14 +160,14 @@ def _described(
         others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
         for name, value in others.items():
             encode(value, name)  # refused before anything is written
-        mine = flat, paths, {} if callers.alone else sample_sums(flat)
+        mine = flat, paths, {} if callers.alone else _sample_sums(flat)
         return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
     (flat, paths, marked), by_rank = callers.tell(say, {"format": format, "path": str(path)})
     with callers.refusals():
         tensors = _all_tensors(callers, by_rank)
     ties = tied({rank: ties for rank, (*_, ties) in by_rank.items()})
-    return flat, paths, tensors, ties, differing_replicas(tensors, marked, callers.highest)
+    return flat, paths, tensors, ties, _differing_replicas(tensors, marked, callers.highest)
 
 
 def _all_tensors(
@@ -196,13 +220,6 @@ def _check(format: str) -> None:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
 
 
-def _writer(format: str, folder: OutputFolder, callers: Callers, token: str, contents: Contents) -> Saver:
-    writer = WRITERS[format](folder, callers.owners, token)
-    if callers.first:
-        writer.check(contents)
-    return writer
-
-
 def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
@@ -214,8 +231,49 @@ def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, obj
 
 
 @lru_cache(maxsize=4096)
-def _places(held: Layout, layout: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
+def _places(source: Layout, target: Layout, me: int, strides: tuple[Strides, ...]) -> list[tuple[Box, Window]]:
     """The boxes to write, and where they are. Cached: many tensors share a layout."""
-    boxes = Boxes.of([piece.box for piece in layout.pieces(me)], layout.ndim)
-    _, places = places_of(held, me, strides).once(boxes)
+    boxes = Boxes.of([piece.box for piece in target.pieces(me)], target.ndim)
+    _, places = places_of(source, me, strides).once(boxes)
     return [(places.boxes.box(at), cut) for at, cut in enumerate(places.windows())]
+
+
+# --- replicas on several ranks ----------------------------------------------------------------------------------------
+
+
+def _sample_sums(flat: Mapping[str, object]) -> dict[str, int]:
+    """Checksums of a sample of every plain tensor, by name."""
+    return {name: _sample_sum(value) for name, value in flat.items() if is_tensor(value) and _is_plain(value)}
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    if (
+        not isinstance(value, torch.Tensor)
+        or is_sharded(value)
+        or lists_chunks(value)
+        or value.layout != torch.strided
+        or value.is_meta
+    ):
+        return False
+    return not (value.is_quantized or value.is_conj() or value.is_neg())
+
+
+def _sample_sum(tensor: torch.Tensor) -> int:
+    count = tensor.numel()
+    if not count or not tensor.ndim:
+        some = tensor.detach().reshape(-1)
+    else:  # by index, so that nothing else is copied
+        at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
+        some = tensor.detach()[torch.unravel_index(at, tensor.shape)]
+    data = some.contiguous().cpu()
+    return int.from_bytes(blake2b(bytes_at(data.data_ptr(), data.nbytes).data, digest_size=7).digest(), "little")
+
+
+def _differing_replicas(
+    names: Iterable[str], sums: Mapping[str, int], highest: Callable[[torch.Tensor], torch.Tensor]
+) -> list[str]:
+    """The names whose checksums differ between ranks: the highest is not the lowest."""
+    in_order = list(names)
+    mine = [(sums[name], -sums[name]) if name in sums else (NO_SUM, NO_SUM) for name in in_order]
+    most, least = highest(torch.tensor(mine, dtype=torch.int64, device="cpu").reshape(-1, 2)).T.tolist()
+    return [name for name, high, low in zip(in_order, most, least, strict=True) if high != NO_SUM and high != -low]

@@ -124,7 +124,7 @@ def _in_order(json_value: JsonValue) -> JsonValue:
     }
 
 
-def is_listed(value: object) -> bool:
+def has_known_types(value: object) -> bool:
     """True if the value and all values in it have known types."""
     try:
         encode(value, "value", EVERY)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.engines.memory import Lost, Memory, Overwrite, Own, Piece
+from shardwise.engines.memory import Lost, Memory, Overwrite, Own, window_of
 from shardwise.engines.recorder import NeedsValuesError, Recorder
 from shardwise.engines.time_limit import time_limit
 from shardwise.errors import EngineError
-from shardwise.geometry import Box, StridedBox, row_major, strided_boxes
+from shardwise.geometry import Box, StridedPair, strided_boxes
 from shardwise.layout import Layout
 from shardwise.torch_internals import is_dtensor
 from shardwise.torch_internals.memory import storage_of
@@ -102,11 +102,12 @@ def _pattern(name: str) -> str:
 
 def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[torch.Tensor]) -> Recorder:
     recorder, current = Recorder(parameters), ""
+    sources = {name: recorder.source(name, shape, dtype) for name, (shape, dtype) in shapes.items()}
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current
-        for current, (shape, dtype) in shapes.items():
-            yield current, recorder.source(current, shape, dtype)
+        for current in sources:
+            yield current, sources[current]
 
     try:
         with torch.no_grad(), recorder:
@@ -114,7 +115,9 @@ def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[t
     except (NeedsValuesError, EngineError):
         raise
     except Exception as error:
-        if recorder.needs_values is None and current and "meta" in str(error):  # as numpy() and tolist() raise
+        if (
+            recorder.needs_values is None and current and re.search("meta|unallocated", str(error))
+        ):  # by tolist(), numpy()
             recorder.needs_values = NeedsValuesError([current], "the loader looks at its values")
         if recorder.needs_values is None:
             where = f" at {current!r} of shape {list(shapes[current].shape)}" if current else ""
@@ -163,54 +166,53 @@ def _summary(
     for name, tensor in after.items():
         if name not in before or tensor.shape != before[name].shape:
             raise EngineError(f"the loader replaces parameter {name!r} by one of shape {list(tensor.shape)}")
-    record, names = LocalRecord(lost=lost), dict[int, str]()
-    for name, tensor in after.items():
-        names.setdefault(storage_of(tensor), name)
-    others = [memory.tensor for memory in recorder.engine_memories() if storage_of(memory.tensor) not in names]
-    parameters = {**before, **{f"tensor {number}": tensor for number, tensor in enumerate(others)}}
-    names |= {storage_of(tensor): f"tensor {number}" for number, tensor in enumerate(others)}
-    for storage, name in names.items():
-        memory = recorder.memories.get(storage)
-        if memory is not None:
-            _add(record, memory, name, int(after.get(name, memory.tensor).storage_offset()), shapes)
-    record.unfilled = _unfilled(recorder, after)
-    return record, parameters
+    record, done = LocalRecord(lost=list(lost)), set[tuple[object, ...]]()
+    known = set(map(storage_of, after.values()))
+    others = [memory.tensor for memory in recorder.engine_memories() if storage_of(memory.tensor) not in known]
+    numbered = {f"tensor {number}": tensor for number, tensor in enumerate(others)}
+    for name, tensor in {**after, **numbered}.items():
+        memory = recorder.memories.get(storage_of(tensor))
+        view = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        if memory is not None and view not in done:  # tied parameters are one
+            done.add(view)
+            _add(record, memory, Parameter(name, tensor, {**before, **numbered}[name].stride()), shapes)
+    record.unfilled = {} if lost else _unfilled(recorder, after)  # names that were left out may fill them
+    return record, {**before, **numbered}
 
 
-def _add(record: LocalRecord, memory: Memory, parameter: str, start: int, shapes: Mapping[str, TensorShape]) -> None:
-    """What the memory of a parameter holds. `start`: where the parameter begins in it."""
-    for piece in memory.pieces():
-        origin = piece.origin
+class Parameter(NamedTuple):
+    """A parameter after the loader ran, and the strides that it has for the engine."""
+
+    name: str
+    tensor: torch.Tensor
+    strides: tuple[int, ...]
+
+    def destination(self, pair: StridedPair) -> Destination:
+        """Cells of it: the other memory of a window."""
+        sizes, strides = tuple(step.size for step in pair.steps), tuple(step.there for step in pair.steps)
+        return Destination(self.name, pair.there, sizes, strides)
+
+
+def _add(record: LocalRecord, memory: Memory, parameter: Parameter, shapes: Mapping[str, TensorShape]) -> None:
+    """Note what the cells of a parameter hold."""
+    for pair, origin in memory.read(window_of(parameter.tensor, 0, parameter.strides)):
+        if origin is memory.initial:
+            continue
         if isinstance(origin, Lost):
             record.lost.append(origin)
         elif isinstance(origin, Own):
-            record.constants.append(_constant(piece, origin, memory, parameter, start))
+            values = origin.values.as_strided([s.size for s in pair.steps], [s.here for s in pair.steps], pair.here)
+            own = values if origin.values.numel() == 1 else values.clone()
+            record.constants.append(Constant(parameter.destination(pair), own))
         elif origin.rounded not in (None, memory.dtype):
             record.lost.append(Lost((origin.name,), f"it is rounded to {origin.rounded}, but kept as {memory.dtype}"))
         elif record.dtypes.setdefault(origin.name, memory.dtype) != memory.dtype:
             record.lost.append(Lost((origin.name,), "it goes to parameters of different dtypes"))
         else:
-            boxes = _placed(piece.cells, memory, parameter, start, shapes[origin.name].shape)
-            record.boxes.setdefault(origin.name, []).extend(boxes)
-    record.overwrites += [(parameter, one) for one in memory.overwrites]
-
-
-def _constant(piece: Piece, origin: Own, memory: Memory, parameter: str, start: int) -> Constant:
-    box, offset, strides = piece.cells
-    values = origin.values.as_strided(box.shape, strides, offset)
-    own = values if origin.values.numel() == 1 else values.clone()
-    first = sum(a * stride for a, stride in zip(box.lo, row_major(memory.shape), strict=True))
-    return Constant(Destination(parameter, first - start, box.shape, row_major(memory.shape)), own)
-
-
-def _placed(
-    cells: StridedBox, memory: Memory, parameter: str, start: int, shape: tuple[int, ...]
-) -> Iterator[FilledBox]:
-    """Cells of a parameter as boxes of the tensor of the checkpoint, of that shape, that they come from."""
-    strides = row_major(memory.shape)
-    first = sum(a * stride for a, stride in zip(cells.box.lo, strides, strict=True))
-    for box, offset, steps in strided_boxes(cells.paired(StridedBox(cells.box, first, strides)), shape):
-        yield FilledBox(box, Destination(parameter, offset - start, box.shape, steps))
+            for box, offset, strides in strided_boxes(pair, shapes[origin.name].shape):
+                place = Destination(parameter.name, offset, box.shape, strides)
+                record.boxes.setdefault(origin.name, []).append(FilledBox(box, place))
+    record.overwrites += [(parameter.name, one) for one in memory.overwrites]
 
 
 def _unfilled(recorder: Recorder, parameters: Parameters) -> dict[str, tuple[Box, ...]]:

@@ -150,14 +150,15 @@ def record(
         raise _incomplete(explanation.problems)
     deliveries = {name: Delivery(one.names, load) for one in _lost(by_rank) for name in one.names}
     device = next((tensor.device for tensor in parameters.values()), None)
-    targets = dict[str, ShardedTensor]()
-    for one in explanation.names:
+
+    def target(one: RecordedName) -> ShardedTensor:
         if one.way == "loader":
             layout = Layout.replicated(one.shape, callers.owners)
-            targets[one.name] = DeliveredTensor(deliveries[one.name], layout, one.dtype, device=device, group=group)
-        elif one.way == "direct":
-            views = [box.destination.view(parameters) for box in local.boxes.get(one.name, ())]
-            targets[one.name] = _target(one, views, callers.me, group)
+            return DeliveredTensor(deliveries[one.name], layout, one.dtype, device=device, group=group)
+        views = [box.destination.view(parameters) for box in local.boxes.get(one.name, ())]
+        return _direct_target(one, views, callers.me, group)
+
+    targets = {one.name: target(one) for one in explanation.names if one.way != "unused"}
     recorded = Recorded(targets, local, engine, parameters, explanation)
     if not any(tensor.is_meta for tensor in parameters.values()):
         recorded.resolve()
@@ -179,7 +180,9 @@ def explain(recorded: Recorded) -> Explanation:
     return recorded.explanation
 
 
-def _target(one: RecordedName, views: list[torch.Tensor], me: int, group: dist.ProcessGroup | None) -> ShardedTensor:
+def _direct_target(
+    one: RecordedName, views: list[torch.Tensor], me: int, group: dist.ProcessGroup | None
+) -> ShardedTensor:
     """A ShardedTensor of this rank's views. Cells that no rank needs get memory of their own on one rank."""
     layout, spare = _layout(one.shape, tuple((rank, tuple(boxes)) for rank, boxes in one.boxes.items()))
     unneeded = spare if me == next(iter(one.boxes)) else ()
@@ -283,8 +286,6 @@ def _problems(local: LocalRecord, me: int) -> Iterator[str]:
             yield f"rank {me}: a parameter gets values that are not in the checkpoint: {lost.reason}"
     for parameter, (name, by, box) in local.overwrites:
         yield f"rank {me}: {box} of parameter {parameter!r} is filled by {name!r}, and then by {by!r}"
-    if any(lost.names for lost in local.lost):
-        return  # what only the loader can load may fill the rest
     for parameter, gaps in local.unfilled.items():
         shown = ", ".join(map(str, gaps[:SHOWN])) + (" ..." if len(gaps) > SHOWN else "")
         yield f"rank {me}: nothing fills {shown} of parameter {parameter!r}"

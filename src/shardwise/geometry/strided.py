@@ -54,6 +54,8 @@ class StridedBox(NamedTuple):
 
     def inside(self, part: Box) -> StridedBox:
         """The cells of a box inside it."""
+        if part == self.box:
+            return self
         moved = sum((a - b) * stride for a, b, stride in zip(part.lo, self.box.lo, self.strides, strict=True))
         return StridedBox(part, self.offset + moved, self.strides)
 
@@ -70,11 +72,16 @@ def strided_boxes(pair: StridedPair, shape: Sequence[int]) -> list[StridedBox]:
     >>> [(str(one.box), one.offset, one.strides) for one in strided_boxes(columns, (4, 6))]
     [('[0:4, 2:4]', 0, (2, 1))]
     """
+    whole, strides = tuple(shape), row_major(tuple(shape))
+    if pair.here == 0 and len(pair.steps) == len(whole) and 0 not in whole:  # mostly all of it: a short way
+        sizes, here, there = zip(*pair.steps, strict=True) if whole else ((), (), ())
+        if sizes == whole and here == strides:
+            return [StridedBox(Box((0,) * len(whole), whole), pair.there, there)]
     steps = tuple(step for step in pair.steps if step.size != 1)
     if any(step.size == 0 for step in steps):
         return []
-    boxes, strides = list[StridedBox](), row_major(tuple(shape))
-    for box in _boxes(StridedPair(pair.here, pair.there, _joined(steps)), tuple(shape), strides):
+    boxes = list[StridedBox]()
+    for box in _boxes(StridedPair(pair.here, pair.there, _joined(steps)), whole, strides):
         boxes.append(box)
         if len(boxes) > MOST_BOXES:
             raise LayoutError(f"a window of shape {tuple(s.size for s in pair.steps)} needs over {MOST_BOXES} boxes")

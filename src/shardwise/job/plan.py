@@ -193,6 +193,11 @@ class ModelPlan:
         return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
 
     @property
+    def lower_bound(self) -> int:
+        """No plan can move fewer bytes between ranks."""
+        return sum(entry.plan.lower_bound for entry in self.entries)
+
+    @property
     def bytes_moved(self) -> int:
         """Between ranks."""
         return sum(entry.plan.bytes_moved for entry in self.entries)

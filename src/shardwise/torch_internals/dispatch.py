@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TypeVar, cast
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["OpOverload", "TorchDispatchMode", "is_view", "tensors_in", "with_tensors", "written_tensors"]
 
@@ -18,7 +19,13 @@ T = TypeVar("T")
 
 def tensors_in(arguments: object) -> list[torch.Tensor]:
     """All tensors in nested arguments."""
-    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    if isinstance(arguments, torch.Tensor):
+        return [arguments]
+    if isinstance(arguments, dict):
+        arguments = tuple(arguments.values())
+    if not isinstance(arguments, tuple | list):
+        return []
+    return [tensor for one in arguments for tensor in tensors_in(one)]
 
 
 def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], arguments: T) -> T:
@@ -26,6 +33,7 @@ def with_tensors(change: Callable[[torch.Tensor], torch.Tensor], arguments: T) -
     return cast(T, tree_map_only(torch.Tensor, change, arguments))
 
 
+@cache
 def is_view(operation: OpOverload) -> bool:
     """True if results share the memory of arguments, and nothing is written."""
     if operation is torch.ops.aten._unsafe_view.default:  # its schema does not say so
@@ -39,7 +47,12 @@ def written_tensors(
     operation: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[torch.Tensor]:
     """The tensors that an operation writes to, by its schema."""
-    for number, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(given)
+    for number, name in _written(operation):
+        yield from tensors_in(args[number] if number < len(args) else kwargs.get(name))
+
+
+@cache
+def _written(operation: OpOverload) -> list[tuple[int, str]]:
+    """The numbers and names of the arguments that an operation writes to."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(number, one.name) for number, one in arguments if one.alias_info is not None and one.alias_info.is_write]

@@ -5,9 +5,10 @@ Every box is a torch.save archive of its own, which is read when its cells are n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from math import prod
 from pickle import UnpicklingError
 from typing import NamedTuple
@@ -15,12 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
 from shardwise.checkpoint.files import ByteRange, Files, inside
-from shardwise.checkpoint.formats.torch_archive import Archive, ArchiveTemplates, read_archives, tensor_reader
+from shardwise.checkpoint.formats.archives import BEGIN, Archive, ArchiveTemplates, read_archives, tensor_reader
 from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, FunctionStub, NameStub, RecordStub, sizes
-from shardwise.checkpoint.zips import BEGIN
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
@@ -51,36 +51,6 @@ class BytesMetadata(RecordStub):
     __slots__ = ()
 
 
-class ChunkRecord(RecordStub):
-    """A box of a tensor."""
-
-    __slots__ = ()
-
-
-class IndexRecord(RecordStub):
-    """A name, and the first cell of a box."""
-
-    __slots__ = ()
-
-
-class Properties(RecordStub):
-    """A tuple that begins with the dtype."""
-
-    __slots__ = ()
-
-
-class StorageRecord(RecordStub):
-    """The file and bytes of a box or a value."""
-
-    __slots__ = ()
-
-
-class SaveRecord(RecordStub):
-    """When and where it was saved; ignored."""
-
-    __slots__ = ()
-
-
 NAMES = {
     **{
         ("torch.distributed.checkpoint.metadata", name): kind
@@ -88,16 +58,16 @@ NAMES = {
             "Metadata": Metadata,
             "TensorStorageMetadata": TensorMetadata,
             "BytesStorageMetadata": BytesMetadata,
-            "ChunkStorageMetadata": ChunkRecord,
-            "MetadataIndex": IndexRecord,
-            "TensorProperties": Properties,
-            "StorageMeta": SaveRecord,
+            "ChunkStorageMetadata": RecordStub,
+            "MetadataIndex": RecordStub,
+            "TensorProperties": RecordStub,  # a tuple that begins with the dtype
+            "StorageMeta": RecordStub,
             "_MEM_FORMAT_ENCODING": FunctionStub(NameStub),
         }.items()
     },
-    (OLD_SHARD_MODULE, "TensorProperties"): Properties,
+    (OLD_SHARD_MODULE, "TensorProperties"): RecordStub,
     (OLD_SHARD_MODULE, "MEM_FORMAT_ENCODING"): FunctionStub(NameStub),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageRecord,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): RecordStub,
     ("torch", "Size"): FunctionStub(sizes),
 }
 
@@ -151,14 +121,14 @@ def open_dcp(files: Files) -> Checkpoint:
     inner = _inner_leaves(paths, values)
     whole = values.keys() - {leaf.outer for leaf in inner.values()}
     nested = {name: path for name, path in paths.items() if name in entries or name in inner or name in whole}
-    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: LazyValues(files, table, values, inner))
+    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: _lazy_values(files, table, values, inner))
 
 
 def _not_dcp(where: object) -> CheckpointError:
     return CheckpointError(f"{where} does not describe a checkpoint of torch.distributed in files")
 
 
-def _described(where: object, metadata: Metadata) -> tuple[dict[str, object], dict[IndexRecord, StorageRecord]]:
+def _described(where: object, metadata: Metadata) -> tuple[dict[str, object], dict[RecordStub, RecordStub]]:
     """What the checkpoint has, and where it is stored."""
     described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict) or not all(type(n) is str for n in described):
@@ -224,7 +194,7 @@ def _tied(field: object) -> dict[str, str]:
     return tied
 
 
-def _table(files: Files, stored: Mapping[IndexRecord, StorageRecord], tied: Mapping[str, str]) -> StorageTable:
+def _table(files: Files, stored: Mapping[RecordStub, RecordStub], tied: Mapping[str, str]) -> StorageTable:
     indexes, infos = [index.state for index in stored], [info.state for info in stored.values()]
     keys = [(index["fqn"], index.get("offset")) for index in indexes]
     for key, info in zip(keys, infos, strict=True):
@@ -298,18 +268,18 @@ def _entry(
         raise ValueError(f"its dtype is {brief(dtype)}, its shape {shape}")
     budget.spend(len(fields["chunks"]))
     chunks = tuple((chunk.state["offsets"], chunk.state["sizes"]) for chunk in fields["chunks"])
-    alike = _boxes(shape, chunks)
+    stored = _boxes(shape, chunks)
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
-    def locate(some: Ints) -> Located:
+    def locate(some: Ints) -> Positions:
         archives = table.ranges(files, rows[some], [name] * len(some))
-        return templates.locate(archives, alike.boxes.take(some), name, dtype)
+        return templates.locate(archives, stored.boxes.take(some), name, dtype)
 
-    return Entry(name, shape, dtype, alike, table.file[rows], locate, table.paths, files, own)
+    return Entry(name, shape, dtype, stored, table.file[rows], locate, table.paths, files, own)
 
 
 @lru_cache(maxsize=1024)
-def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> Alike:
+def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> HashableBoxes:
     """The chunks that have cells. torch saves every cell once. Cached: many tensors have the same chunks."""
     both = np.array(chunks, dtype=np.int64).reshape(len(chunks), 2, len(shape)).swapaxes(0, 1)
     lo, hi, whole = both[0], both.sum(axis=0), ints(shape)
@@ -319,7 +289,7 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[ChunkKey, ...]) -> Alike:
     cells = exact_sum(boxes.volumes())
     if cells != prod(shape):
         raise ValueError(f"its boxes have {cells} cells, but its shape {shape} has {prod(shape)}")
-    return Alike(boxes)
+    return HashableBoxes(boxes)
 
 
 class InnerLeaf(NamedTuple):
@@ -329,50 +299,31 @@ class InnerLeaf(NamedTuple):
     path: OBJ_PATH
 
 
-class LazyValues(Mapping[str, object]):
-    """Values that are not tensors: fetched together, and each is made when it is first used."""
+def _lazy_values(
+    files: Files, table: StorageTable, rows: Mapping[str, int], inner: Mapping[str, InnerLeaf]
+) -> LazyMapping[object]:
+    """Values that are not tensors, with the leaves inside values in their place: fetched together, made one by one."""
+    leaves = defaultdict[str, list[str]](list)
+    for name, leaf in inner.items():
+        leaves[leaf.outer].append(name)
 
-    def __init__(
-        self, files: Files, table: StorageTable, rows: Mapping[str, int], inner: Mapping[str, InnerLeaf]
-    ) -> None:
-        self._files, self._table, self._rows, self._inner = files, table, rows, inner
-        self._made = dict[str, object]()
+    @cache
+    def archives() -> dict[str, Archive]:
+        return dict(zip(rows, read_archives(files, table.ranges(files, ints([*rows.values()]), [*rows])), strict=True))
 
-    @cached_property
-    def _names(self) -> dict[str, None]:
-        """With the leaves inside values in their place."""
-        leaves = dict[str, list[str]]()
-        for name, (outer, _) in self._inner.items():
-            leaves.setdefault(outer, []).append(name)
-        return dict.fromkeys(leaf for name in self._rows for leaf in leaves.get(name, [name]))
+    def whole(name: str) -> object:
+        archive = archives()[name]
+        return without_stubs(archive.root(), f"{name!r} in {archive.where}", tensor_reader(files, archive, name))
 
-    @cached_property
-    def _archives(self) -> dict[str, Archive]:
-        names = list(self._rows)
-        archives = self._table.ranges(self._files, ints(list(self._rows.values())), names)
-        return dict(zip(names, read_archives(self._files, archives), strict=True))
+    wholes = LazyMapping(rows, whole)
 
-    def __getitem__(self, name: str) -> object:
-        if name not in self._inner:
-            return self._value(name)
-        outer, path = self._inner[name]
-        value = get_element({outer: self._value(outer)}, (outer, *path), ABSENT)
+    def value(name: str) -> object:
+        if name not in inner:
+            return wholes[name]
+        outer, path = inner[name]
+        value = get_element({outer: wholes[outer]}, (outer, *path), ABSENT)
         if value is ABSENT:
-            raise CheckpointError(f"{self._files.label(METADATA)}: the value {outer!r} has no {name!r}")
+            raise CheckpointError(f"{files.label(METADATA)}: the value {outer!r} has no {name!r}")
         return value
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def _value(self, name: str) -> object:
-        if name in self._rows and name not in self._made:
-            archive = self._archives[name]
-            read = tensor_reader(self._files, archive, name)
-            self._made[name] = without_stubs(archive.root(), f"{name!r} in {archive.where}", read)
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    return LazyMapping(dict.fromkeys(leaf for name in rows for leaf in leaves.get(name, [name])), value)

@@ -28,15 +28,8 @@ import torch
 
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
-from shardwise.checkpoint.formats.torch_archive import TensorRecord, torch_save_bytes, write_archive
-from shardwise.checkpoint.formats.writers import (
-    Contents,
-    TensorPart,
-    check_alone,
-    check_key_types,
-    check_overlaps,
-    commit,
-)
+from shardwise.checkpoint.formats.torch_save import TensorRecord, torch_save_bytes, write_archive
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types, check_overlaps
 from shardwise.checkpoint.values import CARRIED, encode
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
@@ -65,13 +58,10 @@ class Item(NamedTuple):
     size: int
 
 
-class DcpWriter:
+class DcpWriter(Writer):
     """Writes a file for every owner; that of the first one also has the values."""
 
-    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None:
-        self.folder, self._owners, self._token = folder, list(owners), token
-        self._numbers = {owner: number for number, owner in enumerate(self._owners)}
-        self.main = METADATA
+    index_name = METADATA
 
     @staticmethod
     def fits(contents: Contents) -> None:
@@ -82,18 +72,14 @@ class DcpWriter:
         for name, value in contents.values.items():
             encode(value, name, CARRIED)
 
-    def check(self, contents: Contents) -> None:
-        """Refuse a checkpoint of another format. An earlier one stays until this one is complete."""
-        check_alone(self.folder, METADATA)
-
     def file(self, owner: int) -> str:
         """The file name of an owner."""
-        return f"__{self._numbers[owner]}_{self._token}.distcp"
+        return f"__{self.numbers[owner]}_{self.token}.distcp"
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> list[Item]:
         """Write the archives of an owner one after the other, unless an earlier try has written them."""
         items, at, name = list[Item](), 0, self.file(me)
-        values = nesting(contents).values if me == self._owners[0] else {}
+        values = nesting(contents).values if self.numbers[me] == 0 else {}
         earlier = _read_items(self.folder, name)
         if [item[:3] for item in earlier] == _item_keys(parts, values) and earlier:
             self.folder.reused.append(name)
@@ -111,15 +97,9 @@ class DcpWriter:
             file.write(_items_bytes(items))
         return items
 
-    def finish(self, results: Mapping[int, list[Item]], contents: Contents) -> list[str]:
-        """Write the metadata. Returns the files of the checkpoint that it replaces."""
-        items = [item for listed in results.values() for item in listed]
-        files = {self.file(owner) for owner in self._owners}
-        return commit(self.folder, METADATA, pickle.dumps(_metadata(items, contents)), files)
-
-    def undo(self, me: int) -> None:
-        """Remove the file of an owner."""
-        self.folder.remove(self.file(me))
+    def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
+        """A pickle of torch's metadata."""
+        return pickle.dumps(_metadata([item for items in results.values() for item in items], contents))
 
 
 def _items_bytes(items: Sequence[Item]) -> bytes:
@@ -152,7 +132,7 @@ def _item_keys(parts: Sequence[TensorPart], values: Iterable[str]) -> list[ItemK
 def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metadata:
     from torch.distributed.checkpoint import metadata as torch_metadata  # slow to import
 
-    listed = dict[str, object]()
+    stored = dict[str, object]()
     places = dict[torch_metadata.MetadataIndex, object]()
     chunks = {name: list[torch_metadata.ChunkStorageMetadata]() for name in contents.tensors}
     again = defaultdict[str, list[str]](list)
@@ -165,13 +145,13 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
             if lo is not None:
                 chunks[name].append(torch_metadata.ChunkStorageMetadata(lo, torch.Size(item.shape)))
             else:
-                listed[name] = torch_metadata.BytesStorageMetadata()
+                stored[name] = torch_metadata.BytesStorageMetadata()
     for name, (dtype, layout) in contents.tensors.items():
         properties = torch_metadata.TensorProperties(dtype=dtype)
-        listed[name] = torch_metadata.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
+        stored[name] = torch_metadata.TensorStorageMetadata(properties, torch.Size(layout.shape), chunks[name])
     nested = nesting(contents)
     version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
-    described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **listed})
+    described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **stored})
     made = torch_metadata.Metadata(described, dict(nested.paths), places, **({"version": version} if version else {}))
     if contents.tied:
         made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes

@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 import torch
 
-from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
 from shardwise.checkpoint.files import FileLabel, Files, inside
 from shardwise.checkpoint.formats import safetensors, torch_save
 from shardwise.checkpoint.rules import Rules, RulesSource, Word, axis_positions, file_name, layout_on, read_rules
@@ -97,10 +97,10 @@ def _numbered_files(files: Files, mesh: Mesh) -> list[str]:
     ]
     if len(fitting) != 1:
         here = [name for group in groups.values() for name in sorted(group.values())]
-        listed = ", ".join(here[:6]) + (" ..." if len(here) > 6 else "") if here else "none"
+        names = ", ".join(here[:6]) + (" ..." if len(here) > 6 else "") if here else "none"
         which = "several sets of numbered files match" if fitting else "no set of numbered files matches"
         remedy = 'name the files in the rules, as in [files] pattern = "model_{rank}.pt"'
-        raise CheckpointError(f"{files.root}: {which} {mesh}, among {listed}: {remedy}")
+        raise CheckpointError(f"{files.root}: {which} {mesh}, among {names}: {remedy}")
     return [fitting[0][key] for key in sorted(fitting[0])]
 
 
@@ -200,13 +200,13 @@ class RankShards:
         local, boxes = Boxes.concat([p.local for p in parts]), Boxes.concat([p.boxes for p in parts])
         return RankShards(parts[0].entries, rank, row, local, boxes)
 
-    def locate(self, rows: Ints) -> Located:
+    def locate(self, rows: Ints) -> Positions:
         """Where some boxes are in the files, one per rank."""
         ranks = np.unique(self.rank[rows]).tolist() or [0]
         numbers = [np.flatnonzero(self.rank[rows] == rank) for rank in ranks]
         parts = [self._of_rank(rank, rows[number]) for rank, number in zip(ranks, numbers, strict=True)]
         places = Places.concat(parts).take(np.argsort(np.concatenate(numbers)))
-        return Located(places.offset, places.strides // self.entries[0].dtype.itemsize)
+        return Positions(places.offset, places.strides // self.entries[0].dtype.itemsize)
 
     def _of_rank(self, rank: int, rows: Ints) -> Places:
         places = self.entries[rank].places(self.row[rows]).inside(np.arange(len(rows)), self.local.take(rows))
@@ -305,14 +305,14 @@ def _entry(tensors: RankTensors, files: Files, paths: Sequence[str]) -> Entry:
 
     checked = list[bool]()
 
-    def locate(rows: Ints) -> Located:
+    def locate(rows: Ints) -> Positions:
         if not checked:
             tensors.check_replicas()
             checked.append(True)
         return shards.locate(rows)
 
     dtype = tensors.entries[0].dtype
-    return Entry(tensors.name, shape, dtype, Alike(shards.boxes), shards.rank, locate, paths, files)
+    return Entry(tensors.name, shape, dtype, HashableBoxes(shards.boxes), shards.rank, locate, paths, files)
 
 
 def _consecutive(tensors: RankTensors) -> RankShards:

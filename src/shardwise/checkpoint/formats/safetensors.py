@@ -17,7 +17,7 @@ import torch
 from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.entry import Checkpoint, Entry, whole_entry
 from shardwise.checkpoint.files import Files, inside
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_alone, check_dotted
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_dotted
 from shardwise.checkpoint.unpickle_stubs import MAX_DIMS, MAX_SIZE
 from shardwise.checkpoint.values import JsonObject, JsonValue
 from shardwise.errors import CheckpointError
@@ -246,12 +246,14 @@ def write_parts(folder: OutputFolder, file: str, parts: Mapping[str, TensorPart]
             part.write(opened)
 
 
-class SafetensorsWriter:
-    """Writes a file for every owner, and an index if there are several. `name`: that of a single file."""
+class SafetensorsWriter(Writer):
+    """Writes a file for every owner, and an index if there are several."""
+
+    index_name = INDEX
 
     def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
-        self.folder, self._owners, self._token, self._name = folder, list(owners), token, name
-        self.main = self.file(self._owners[0]) if len(self._owners) == 1 else INDEX
+        super().__init__(folder, owners, token, name)
+        self.main = INDEX if len(owners) > 1 else self.file(owners[0])
         self._unfinished = list[str]()  # files of another conversion that was interrupted
 
     @staticmethod
@@ -266,9 +268,9 @@ class SafetensorsWriter:
 
         Files of an unfinished one are removed, so that they are never mistaken for a part of this one.
         """
-        if self._name is not None:
+        if self.name is not None:
             return  # a single file is replaced when the new one is complete
-        check_alone(self.folder, INDEX)
+        super().check(contents)
         names = [name for name in self.folder.names() if name == INDEX or name.endswith(".safetensors")]
         starts = {name: self.folder.read(name, 512) for name in sorted(names, key=lambda name: name != INDEX)}
         for name, start in starts.items():
@@ -276,13 +278,13 @@ class SafetensorsWriter:
                 raise CheckpointError(
                     f"{self.folder.path_of(name)} is not a part of this conversion: give another path"
                 )
-        others = [name for name, start in starts.items() if self._token.encode() not in start]
-        complete = [name for name in others if name == INDEX or (name == SINGLE and len(self._owners) > 1)]
+        others = [name for name, start in starts.items() if self.token.encode() not in start]
+        complete = [name for name in others if name == INDEX or (name == SINGLE and len(self.numbers) > 1)]
         if complete:
             raise CheckpointError(
                 f"{self.folder.path_of(complete[0])} belongs to another, complete conversion: give another path"
             )
-        if len(self._owners) == 1:
+        if len(self.numbers) == 1:
             self._unfinished = [name for name in others if name != SINGLE]
             return
         for name in others:
@@ -290,24 +292,23 @@ class SafetensorsWriter:
 
     def file(self, owner: int) -> str:
         """The file name of an owner."""
-        count = len(self._owners)
-        if count == 1:
-            return self._name or SINGLE
-        return f"model-{self._owners.index(owner) + 1:05d}-of-{count:05d}.safetensors"
+        count = len(self.numbers)
+        return f"model-{self.numbers[owner] + 1:05d}-of-{count:05d}.safetensors" if count > 1 else self.name or SINGLE
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
         """Write the file of an owner."""
-        write_parts(self.folder, self.file(me), {part.name: part for part in parts}, self._token)
+        write_parts(self.folder, self.file(me), {part.name: part for part in parts}, self.token)
 
     def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
         """Write the index, if there are several files. Returns files of unfinished conversions."""
-        if len(self._owners) > 1:
+        if len(self.numbers) > 1:
             with self.folder.write(INDEX) as file:
-                file.write(self._index(contents))
+                file.write(self.index(results, contents))
         return self._unfinished
 
-    def _index(self, contents: Contents) -> bytes:
+    def index(self, results: Mapping[int, None], contents: Contents) -> bytes:
+        """As Hugging Face has it."""
         where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
         total = sum(prod(layout.shape) * dtype.itemsize for dtype, layout in contents.tensors.values())
-        metadata = {"total_size": total, "shardwise": self._token}
+        metadata = {"total_size": total, "shardwise": self.token}
         return json.dumps({"metadata": metadata, "weight_map": where}, indent=2).encode()

@@ -9,15 +9,14 @@ parts under that name.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.entry import Alike, Checkpoint, Entry, Located
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
 from shardwise.checkpoint.files import Files, inside
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
@@ -27,7 +26,7 @@ from shardwise.checkpoint.formats.safetensors import (
     read_header,
     write_parts,
 )
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_alone, check_key_types, commit
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types
 from shardwise.checkpoint.values import STORED, JsonObject, JsonValue, decode, encode
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
@@ -50,13 +49,10 @@ def key_of(name: str, lo: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, lo))}"
 
 
-class ShardedWriter:
-    """Writes a file for every owner, then the index."""
+class ShardedWriter(Writer):
+    """Writes a file for every owner, even if it is empty, then the index."""
 
-    def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str) -> None:
-        self.folder, self._owners, self._token = folder, list(owners), token
-        self._numbers = {owner: number for number, owner in enumerate(self._owners)}
-        self.main = INDEX
+    index_name = INDEX
 
     @staticmethod
     def fits(contents: Contents) -> None:
@@ -67,27 +63,17 @@ class ShardedWriter:
         for name, value in contents.values.items():
             encode(value, name, STORED)
 
-    def check(self, contents: Contents) -> None:
-        """Refuse a checkpoint of another format. An earlier one stays until this one is complete."""
-        check_alone(self.folder, INDEX)
-
     def file(self, owner: int) -> str:
         """The file name of an owner."""
-        return f"shard-{self._numbers[owner]:05d}-of-{len(self._owners):05d}-{self._token}.safetensors"
+        return f"shard-{self.numbers[owner]:05d}-of-{len(self.numbers):05d}-{self.token}.safetensors"
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
-        """Write the file of an owner, even if it is empty: the index lists one for each."""
-        keyed = {key_of(part.name, part.box.lo): part for part in parts}
-        write_parts(self.folder, self.file(me), keyed, self._token)
+        """Write the file of an owner."""
+        write_parts(self.folder, self.file(me), {key_of(part.name, part.box.lo): part for part in parts}, self.token)
 
-    def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
-        """Write the index. Returns the files of the checkpoint that it replaces."""
-        files = [self.file(owner) for owner in self._owners]
-        return commit(self.folder, INDEX, index_bytes(files, contents, self._numbers), files)
-
-    def undo(self, me: int) -> None:
-        """Remove the file of an owner."""
-        self.folder.remove(self.file(me))
+    def index(self, results: Mapping[int, None], contents: Contents) -> bytes:
+        """In JSON."""
+        return index_bytes(self.files, contents, self.numbers)
 
 
 def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int]) -> bytes:
@@ -96,16 +82,16 @@ def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, 
         layout: str(layout.relabel({owner: numbers[owner] for owner in layout.owners()}))
         for layout in {layout for _, layout in contents.tensors.values()}
     }
-    listed: dict[str, dict[str, object]] = {
+    described: dict[str, dict[str, object]] = {
         name: {"dtype": dtype_name(dtype, name), "shape": list(layout.shape), "layout": texts[layout]}
         for name, (dtype, layout) in contents.tensors.items()
     }
     for name, one in contents.tied.items():
-        listed[name]["tied"] = one
+        described[name]["tied"] = one
     index = {
         "shardwise": VERSION,
         "files": list(files),
-        "tensors": listed,
+        "tensors": described,
         "values": {name: encode(value, name, STORED) for name, value in contents.values.items()},
         "paths": {name: encode(list(path), name) for name, path in contents.paths.items() if path != (name,)},
     }
@@ -120,15 +106,15 @@ def open_sharded(files: Files) -> Checkpoint:
         raise CheckpointError(
             f"{where} has version {brief(index.get('shardwise'))}, but only version {VERSION} is supported"
         )
-    listed, tensors, values, paths = map(index.get, ("files", "tensors", "values", "paths"))
-    if not isinstance(listed, list) or not (
+    file_names, tensors, values, paths = map(index.get, ("files", "tensors", "values", "paths"))
+    if not isinstance(file_names, list) or not (
         isinstance(tensors, dict) and isinstance(values, dict) and isinstance(paths, dict)
     ):
         raise CheckpointError(f"{where} lacks files, tensors, values or paths")
-    names = [inside(name, where) for name in listed]
+    names = [inside(name, where) for name in file_names]
     nested = {name: _path(path, name, where, len(paths)) for name, path in paths.items()}
     headers = Headers(files, names)
-    entries = LazyEntries(tensors, partial(_entry, headers, where, tensors))
+    entries = LazyMapping(tensors, partial(_entry, headers, where, tensors))
     return Checkpoint(
         files,
         "sharded",
@@ -154,28 +140,6 @@ def _decode(value: JsonValue, name: str, where: object) -> object:
         raise CheckpointError(f"{name!r} in {where} is not a recognized value: {error}") from error
 
 
-class LazyEntries(Mapping[str, Entry]):
-    """Entries that are made when first used: a large checkpoint has very many."""
-
-    def __init__(self, described: Mapping[str, JsonValue], make: Callable[[str, JsonValue], Entry]) -> None:
-        self._described, self._make, self._made = described, make, dict[str, Entry]()
-
-    def __getitem__(self, name: str) -> Entry:
-        entry = self._made.get(name)
-        if entry is None:
-            entry = self._made[name] = self._make(name, self._described[name])
-        return entry
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._described
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._described)
-
-    def __len__(self) -> int:
-        return len(self._described)
-
-
 class Headers:
     """The headers of files, read when first needed."""
 
@@ -196,9 +160,9 @@ class Headers:
         return self._read[number]
 
 
-def _entry(headers: Headers, where: object, tensors: JsonObject, name: str, value: JsonValue) -> Entry:
+def _entry(headers: Headers, where: object, tensors: JsonObject, name: str) -> Entry:
     try:
-        fields = cast("dict[str, Any]", value)
+        fields = cast("dict[str, Any]", tensors[name])
         dtype, shape, layout = fields["dtype"], tuple(fields["shape"]), str(fields["layout"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where} lacks dtype, shape or layout") from error
@@ -209,14 +173,14 @@ def _entry(headers: Headers, where: object, tensors: JsonObject, name: str, valu
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
     own = _own_name(tensors, name, fields, where)
     locate = partial(_locate, headers, own, parts)
-    return Entry(name, parts.shape, parts.dtype, parts.alike, parts.file, locate, headers.names, headers.files, own)
+    return Entry(name, parts.shape, parts.dtype, parts.stored, parts.file, locate, headers.names, headers.files, own)
 
 
 def _own_name(tensors: JsonObject, name: str, fields: JsonObject, where: object) -> str:
     """The name of a tensor in its files: that of the one that it is tied to."""
     one = fields.get("tied", name)
-    alike = {key: value for key, value in fields.items() if key != "tied"}
-    if one != name and (not isinstance(one, str) or tensors.get(one) != alike):
+    same = {key: value for key, value in fields.items() if key != "tied"}
+    if one != name and (not isinstance(one, str) or tensors.get(one) != same):
         raise CheckpointError(
             f"{name!r} in {where} is tied to {one!r}, which is not an untied tensor with the same layout"
         )
@@ -230,7 +194,7 @@ class StoredParts(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    alike: Alike
+    stored: HashableBoxes
     file: Ints
     known: dict[int, tuple[int, str, tuple[int, ...]]]  # a cache for `part`
 
@@ -238,7 +202,7 @@ class StoredParts(NamedTuple):
         """The file, the end of the key, and the shape of a box."""
         part = self.known.get(row)
         if part is None:
-            box = self.alike.boxes.box(row)
+            box = self.stored.boxes.box(row)
             part = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
         return part
 
@@ -262,14 +226,14 @@ def _stored_parts(dtype: str, shape: tuple[int, ...], text: str, files: int) -> 
         raise ValueError(f"the layout {text} does not fit a shape of {shape} in {files} files")
     if isinstance(layout.form, Grid):  # a fast path, for all owners at once
         row, owner = layout.form.holders.expand(layout.form.cells.block)
-        return StoredParts(layout.shape, DTYPES[dtype], Alike(layout.form.cells.boxes.take(row)), owner, {})
+        return StoredParts(layout.shape, DTYPES[dtype], HashableBoxes(layout.form.cells.boxes.take(row)), owner, {})
     pieces = [(owner, piece) for owner in layout.owners() for piece in layout.pieces(owner)]
     boxes = Boxes.of([piece.box for _, piece in pieces], layout.ndim)
     owners = ints([owner for owner, _ in pieces])
-    return StoredParts(layout.shape, DTYPES[dtype], Alike(boxes), owners, {})
+    return StoredParts(layout.shape, DTYPES[dtype], HashableBoxes(boxes), owners, {})
 
 
-def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Located:
+def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Positions:
     starts = list[int]()
     for number, ending, shape in map(parts.part, rows.tolist()):
         key = name + ending
@@ -282,4 +246,4 @@ def _locate(headers: Headers, name: str, parts: StoredParts, rows: Ints) -> Loca
                 f"it is not the file that the index was written for"
             )
         starts.append(tensor.start)
-    return Located(ints(starts))
+    return Positions(ints(starts))

@@ -1,32 +1,60 @@
-"""torch.save files: one archive with nested dicts of tensors and other values, or several with an index."""
+"""torch.save files: one archive with nested dicts of tensors and other values, or several with an index.
+
+`write_archive` streams tensors, so that none has to be in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import io
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.entry import Checkpoint, Entry, Located, whole_box
+from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
+from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
 from shardwise.checkpoint.files import ByteRange, Files
+from shardwise.checkpoint.formats.archives import BEGIN, Archive, data_starts, read_archives, tensor_reader
 from shardwise.checkpoint.formats.safetensors import open_indexed as open_by_index
-from shardwise.checkpoint.formats.torch_archive import (
-    Archive,
-    Records,
-    TensorRecord,
-    read_archives,
-    tensor_reader,
-    write_archive,
-)
-from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_keys, check_overlaps
-from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_keys, check_overlaps
+from shardwise.checkpoint.opaque import Opaque, OpaqueError, UnknownObject, is_unknown_class, opaque_in
 from shardwise.checkpoint.pickles import count_tensors, refuse, without_stubs
 from shardwise.checkpoint.unpickle_stubs import TensorStub
-from shardwise.checkpoint.zips import BEGIN, data_starts
+from shardwise.containers.container import is_sharded
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
 from shardwise.state.traverse import OBJ_PATH, flatten_state_dict, unflatten_state_dict
+from shardwise.torch_internals.serialization import rebuild_tensor, rebuild_typed_tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Reduction = tuple[Callable[..., object], tuple[object, ...]]
+ALIGN = 64
+IMPORTABLE = re.compile(r"\w+(\.\w+)*")
+TYPED_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how files of torch before 1.6 begin
 RESAVE = "load it with torch.load and save it again with torch.save"
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -106,15 +134,15 @@ def _flat(archive: Archive) -> tuple[dict[str, object], dict[str, OBJ_PATH]]:
 def _entry(name: str, tensor: TensorStub, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
     shape, size = tensor.shape, tensor.dtype.itemsize
     member = archive.storage(tensor, name)
-    alike = whole_box(shape)
+    stored = whole_box(shape)
 
-    def locate(rows: Ints) -> Located:
+    def locate(rows: Ints) -> Positions:
         start = data_starts(files, [member])[0] + tensor.offset * size if len(rows) else 0
         strides = None if tensor.strides == row_major(shape) else ints([tensor.strides])[: len(rows)]
-        return Located(np.full(len(rows), start), strides)
+        return Positions(np.full(len(rows), start), strides)
 
     shared = number, tensor.storage.key, tensor.offset, tensor.strides
-    return Entry(name, shape, tensor.dtype, alike, np.full(alike.boxes.count, number), locate, names, files, shared)
+    return Entry(name, shape, tensor.dtype, stored, np.full(stored.boxes.count, number), locate, names, files, shared)
 
 
 def _objects(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict[str, object]:
@@ -124,13 +152,14 @@ def _objects(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict
     }
 
 
-class TorchSaveWriter:
-    """Writes one file, with values and nested names."""
+class TorchSaveWriter(Writer):
+    """Writes one file, with values and nested names; there is no index."""
 
     def __init__(self, folder: OutputFolder, owners: Sequence[int], token: str, name: str | None = None) -> None:
         if len(owners) != 1:
             raise CheckpointError(f"torch.save writes one file, not {len(owners)}: choose another format")
-        self.folder, self.main = folder, name or "model.pt"
+        super().__init__(folder, owners, token, name)
+        self.main = name or "model.pt"
 
     @staticmethod
     def fits(contents: Contents) -> None:
@@ -159,5 +188,174 @@ class TorchSaveWriter:
             write_archive(file, unflatten_state_dict(flat, paths), records)
 
     def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
-        """Nothing to do: there is no index."""
+        """Nothing to do."""
         return []
+
+    def index(self, results: Mapping[int, None], contents: Contents) -> bytes:
+        """None."""
+        return b""
+
+
+# --- writing archives -------------------------------------------------------------------------------------------------
+
+
+class TensorRecord:
+    """Takes the place of a tensor in a pickle: row-major, in a zip member of its own."""
+
+    def __init__(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.key, self.dtype, self.shape = key, dtype, shape
+
+    def __reduce__(self) -> Reduction:
+        hooks: OrderedDict[str, object] = OrderedDict()  # not OrderedDict[str, object](), which pickles its type
+        args = (_StorageRecord(self), 0, self.shape, row_major(self.shape), False, hooks)
+        if self.dtype in TYPED_STORAGES:
+            return rebuild_tensor, args
+        return rebuild_typed_tensor, (*args, self.dtype, None)
+
+
+class _StorageRecord:
+    """Takes the place of its storage."""
+
+    def __init__(self, tensor: TensorRecord) -> None:
+        self.tensor = tensor
+
+
+Records = dict[str, tuple[int, Callable[[IO[bytes]], None]]]  # by key: the number of bytes, and what writes them
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors inside values become records, too."""
+
+    def __init__(self, file: IO[bytes], records: Records) -> None:
+        super().__init__(file, protocol=2)
+        self._records = records
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        if is_sharded(obj):
+            raise CheckpointError(
+                f"{obj!r} is inside a value that one rank saves whole: put it into a dict or list of the state dict"
+            )
+        key = f"value{len(self._records)}"
+        self._records[key] = obj.numel() * obj.element_size(), partial(write_tensor, obj)
+        return TensorRecord(key, obj.dtype, tuple(obj.shape)).__reduce__()
+
+    def persistent_id(self, obj: object) -> tuple[object, ...] | None:
+        if not isinstance(obj, _StorageRecord):
+            return None
+        tensor, count = obj.tensor, prod(obj.tensor.shape)
+        if tensor.dtype in TYPED_STORAGES:
+            return "storage", TYPED_STORAGES[tensor.dtype], tensor.key, "cpu", count
+        return "storage", torch.UntypedStorage, tensor.key, "cpu", count * tensor.dtype.itemsize
+
+
+PYTHON_PICKLER: Any = pickle._Pickler  # the slow one in Python can write any instruction
+
+
+class _OpaquePickler(PYTHON_PICKLER):  # type: ignore[misc]
+    """Also writes objects of unknown classes, by the name of the class, which is not imported."""
+
+    def __init__(self, file: IO[bytes], records: Records) -> None:
+        super().__init__(file, protocol=2)
+        self._records = records
+
+    reducer_override, persistent_id = _Pickler.reducer_override, _Pickler.persistent_id
+
+    def save(self, obj: object, save_persistent_id: bool = True) -> None:
+        """Write the instructions that made the object."""
+        if not isinstance(obj, Opaque):
+            super().save(obj, save_persistent_id)
+            return
+        if not IMPORTABLE.fullmatch(obj.module) or not IMPORTABLE.fullmatch(obj.qualname):
+            raise CheckpointError(f"{obj!r} has no name that can be written: objects='drop' leaves it out")
+        self._save_name(obj.module, obj.qualname)
+        if obj.how != "name":
+            self._save_parts(obj)
+
+    def _save_name(self, module: str, qualname: str) -> None:
+        """Protocol 2 names only what is at the top of a module; the rest are attributes."""
+        owner, _, name = qualname.rpartition(".")
+        if not owner:
+            self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+            return
+        self.write(pickle.GLOBAL + b"builtins\ngetattr\n")
+        self._save_name(module, owner)
+        self.save(name)
+        self.write(pickle.TUPLE2 + pickle.REDUCE)
+
+    def _save_parts(self, obj: Opaque) -> None:
+        self.save(obj.parts.args)
+        self.write(pickle.REDUCE if obj.how == "call" else pickle.NEWOBJ)
+        for code, items in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, [*chain(*obj.parts.pairs)]):
+            if items:
+                self.write(pickle.MARK)
+                for item in items:
+                    self.save(item)
+                self.write(code)
+        if obj.parts.state is not None:
+            self.save(obj.parts.state)
+            self.write(pickle.BUILD)
+
+
+class _CountingStream(io.RawIOBase):
+    """A stream that begins here, and cannot seek: an archive may be inside a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._at = file, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        self._file.write(data)
+        self._at += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def tell(self) -> int:
+        return self._at
+
+
+def write_archive(file: IO[bytes], value: object, records: Records) -> int:
+    """Write a value with a TensorRecord for each of `records`; returns the number of bytes."""
+    stream = _CountingStream(file)
+    text, records = _pickle(value, records)
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in ("data.pkl", text), ("byteorder", b"little"):
+            with _new_member(archive, stream, name, len(data)) as record:
+                record.write(data)
+        for key, (size, write) in records.items():
+            with _new_member(archive, stream, f"data/{key}", size) as record:
+                write(record)
+        with _new_member(archive, stream, "version", 2) as record:
+            record.write(b"3\n")
+    return stream.tell()
+
+
+def _pickle(value: object, records: Records) -> tuple[bytes, Records]:
+    """The pickle; and the records, with those of tensors inside values."""
+    for kind in (_Pickler, _OpaquePickler):  # the second one is slower
+        text, extended = io.BytesIO(), dict(records)
+        with suppress(OpaqueError):
+            kind(text, extended).dump(value)
+            break
+    return text.getvalue(), extended
+
+
+def _new_member(archive: zipfile.ZipFile, stream: _CountingStream, name: str, size: int) -> IO[bytes]:
+    """A member whose first byte is aligned, by padding in its header."""
+    info, large = zipfile.ZipInfo(f"archive/{name}"), size >= zipfile.ZIP64_LIMIT
+    start = stream.tell() + 30 + len(info.filename) + 4 + (20 if large else 0)
+    padding = -start % ALIGN
+    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    return archive.open(info, "w", force_zip64=large)
+
+
+def torch_save_bytes(value: object) -> bytes:
+    """What torch.save writes of a value without TensorRecords."""
+    file = io.BytesIO()
+    if opaque_in(value) is None:
+        torch.save(value, file)
+    else:
+        write_archive(file, value, {})
+    return file.getvalue()

@@ -1,66 +1,208 @@
 """Archives as torch.save writes them: a zip file with a pickle that describes everything, and a member per storage.
 
-Reading: `read_archives` finds the members, `Archive.root` runs the pickle with stubs, `ArchiveTemplates` finds the
-elements of many similar archives by comparing bytes. Writing: `write_archive` streams tensors, so that none has to be
-in memory.
+Only the directory at the end of a zip file has the sizes: torch writes archives in one pass, so the header before a
+member does not have them. The header tells where the data begin. Many archives are read at once, as a checkpoint of
+torch.distributed has one per shard. `read_archives` finds the members, `Archive.root` runs the pickle with stubs,
+`ArchiveTemplates` finds the elements of many similar archives by comparing bytes.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import re
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
-from itertools import chain
 from math import prod
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from struct import Struct
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from shardwise.checkpoint.atomic_files import write_tensor
-from shardwise.checkpoint.entry import Located
-from shardwise.checkpoint.files import WORDS, ByteRange, Bytes, Files, RangeLabel
-from shardwise.checkpoint.opaque import Opaque, OpaqueError, opaque_in
+from shardwise.checkpoint.entry import Positions
+from shardwise.checkpoint.files import WORDS, ByteRange, Bytes, FileLabel, Files
 from shardwise.checkpoint.pickles import UnknownNames, check_tree, unpickle
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, TensorStub
-from shardwise.checkpoint.zips import ZipDirectory, ZipMember, contents, data_starts, directories, without_checksums
-from shardwise.containers.container import is_sharded
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, ints, row_major
-from shardwise.torch_internals.serialization import rebuild_tensor, rebuild_typed_tensor
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-Reduction = tuple[Callable[..., object], tuple[object, ...]]
 MAX_EXPANSION = 64  # how often a storage may be repeated by strides of 0; small ones up to so many MiB
-ALIGN = 64
-IMPORTABLE = re.compile(r"\w+(\.\w+)*")
-TYPED_STORAGES = {
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-}
+END, END64, LOCATOR = Struct("<I6xHIIH"), Struct("<I28xQQQ"), Struct("<I4xQ4x")
+RECORD, HEADER = Struct("<I4xHH8xIIHHH8xI"), Struct("<I22xHH")
+CHECKSUM = 16  # the byte of a record at which it is
+BEGIN = b"PK\x03\x04"
+SIGNATURES = {"end": 0x06054B50, "end64": 0x06064B50, "locator": 0x07064B50, "record": 0x02014B50}
+TAIL = 4096  # bytes at the end of an archive that are fetched first: enough for the directory of a shard
+FULL = 0xFFFFFFFF  # instead of a number of 64 bits, which is elsewhere
+UNCOMPRESSED = 0
+ENCRYPTED = 0x2041  # flags
+
+ZipDirectory = dict[str, "ZipMember"]
+
+
+class ZipMember(NamedTuple):
+    """A member of an archive: its header is at byte `header` of the file; it ends before byte `stop`."""
+
+    file: str
+    name: bytes
+    header: int
+    size: int
+    stop: int
+    plain: bool  # neither compressed nor encrypted
+
+
+class _DirectoryRange(NamedTuple):
+    """Where the directory of an archive is in its file, and how many members it should have."""
+
+    start: int
+    stop: int
+    members: int
+
+
+class DamageError(Exception):
+    """What is wrong with an archive."""
+
+
+def directories(files: Files, archives: Sequence[ByteRange]) -> list[ZipDirectory]:
+    """The members of every archive, by name."""
+    ends = [ByteRange(a.file, max(a.start, a.stop - TAIL), a.stop) for a in archives]
+    tails = [tail.tobytes() for tail in files.fetch(ends)]
+    return [_directory(files, *parts) for parts in zip(archives, ends, tails, strict=True)]
+
+
+def contents(files: Files, members: Sequence[ZipMember]) -> list[bytes]:
+    """The bytes of some members, copied."""
+    most = HEADER.size + 2 * 65535  # of a header, its name and what torch pads it with
+    parts = files.fetch([ByteRange(m.file, m.header, min(m.stop, m.header + most + m.size)) for m in members])
+    data = list[bytes]()
+    for member, part in zip(members, parts, strict=True):
+        text = part.tobytes()
+        at = _start(files, member, text) - member.header
+        data.append(text[at : at + member.size])
+    return data
+
+
+def data_starts(files: Files, members: Sequence[ZipMember]) -> list[int]:
+    """The byte of the file at which each member begins."""
+    heads = [ByteRange(m.file, m.header, m.header + HEADER.size + len(m.name)) for m in members]
+    return [_start(files, member, head.tobytes()) for member, head in zip(members, files.fetch(heads), strict=True)]
+
+
+def _start(files: Files, member: ZipMember, head: bytes) -> int:
+    if not member.plain:
+        raise CheckpointError(
+            f"{files.label(member.file)}, bytes {member.header} to {member.stop}: "
+            f"{member.name.decode(errors='replace')!r} is compressed or encrypted, and cannot be read in parts"
+        )
+    _, length, extra = HEADER.unpack_from(head)
+    start = member.header + HEADER.size + length + extra
+    name = head[HEADER.size : HEADER.size + length]
+    if head[:4] != BEGIN or name != member.name or start + member.size > member.stop:
+        raise CheckpointError(
+            f"{files.label(member.file)}, bytes {member.header} to {member.stop}: expected "
+            f"{member.name.decode(errors='replace')!r} ({member.size} bytes): the file is damaged"
+        )
+    return start
+
+
+def _directory(files: Files, archive: ByteRange, end: ByteRange, tail: bytes) -> ZipDirectory:
+    try:
+        place = _directory_range(archive, end, tail)
+        if place.start < end.start:  # it is long
+            tail, end = files.read(archive.file, place.start, archive.stop), end._replace(start=place.start)
+        return _members(archive, place, tail[place.start - end.start : place.stop - end.start])
+    except DamageError as damage:
+        raise CheckpointError(
+            f"{files.range_label(archive)}: {damage}: not a complete zip archive, the file is truncated or damaged"
+        ) from damage
+
+
+def _directory_range(archive: ByteRange, end: ByteRange, tail: bytes) -> _DirectoryRange:
+    """By the record at the very end; if it has too few bits, by the one before it."""
+    at = len(tail) - END.size
+    if at < 0 or tail[at : at + 4] != SIGNATURES["end"].to_bytes(4, "little"):
+        raise DamageError("the end is not that of a zip archive")
+    _, count, size, start, _ = END.unpack_from(tail, at)
+    stop = end.start + at
+    if at >= LOCATOR.size and tail[at - LOCATOR.size :][:4] == SIGNATURES["locator"].to_bytes(4, "little"):
+        stop = archive.start + LOCATOR.unpack_from(tail, at - LOCATOR.size)[1]
+        count, size, start = _in_64_bits(tail, stop - end.start)
+    if not archive.start <= archive.start + start <= archive.start + start + size == stop:
+        raise DamageError(f"its directory of {size} bytes cannot begin at byte {start}")
+    return _DirectoryRange(archive.start + start, stop, count)
+
+
+def _in_64_bits(tail: bytes, at: int) -> tuple[int, int, int]:
+    mark, count, size, start = END64.unpack_from(tail, at) if 0 <= at <= len(tail) - END64.size else (0, 0, 0, 0)
+    if mark != SIGNATURES["end64"]:
+        raise DamageError("its last record is not where it should be")
+    return count, size, start
+
+
+def without_checksums(tail: Bytes) -> Bytes:
+    """A mask of a directory and what follows it, without the checksums of members."""
+    mask, text, at = np.full_like(tail, 255), tail.tobytes(), 0
+    while text[at : at + 4] == SIGNATURES["record"].to_bytes(4, "little"):
+        mask[at + CHECKSUM : at + CHECKSUM + 4] = 0
+        *_, length, extra, comment, _ = RECORD.unpack_from(text, at)
+        at += RECORD.size + length + extra + comment
+    return mask
+
+
+def _members(archive: ByteRange, place: _DirectoryRange, text: bytes) -> ZipDirectory:
+    records, at, least = list[tuple[bytes, int, int, bool]](), 0, RECORD.size
+    while at + least <= len(text):
+        mark, flags, method, packed, size, length, extra, comment, offset = RECORD.unpack_from(text, at)
+        name, after = text[at + least : at + least + length], at + least + length
+        if mark != SIGNATURES["record"] or after + extra + comment > len(text):
+            raise DamageError(f"record {len(records)} of its directory is invalid")
+        if FULL in (packed, size, offset):
+            size, packed, offset = _wide(text[after : after + extra], [size, packed, offset])
+        plain = method == UNCOMPRESSED and not flags & ENCRYPTED and packed == size
+        records.append((name, archive.start + offset, packed, plain))
+        at = after + extra + comment
+    if at != len(text) or len(records) != place.members:
+        raise DamageError(f"its directory has {len(records)} members instead of {place.members}")
+    return _between(archive, place, records)
+
+
+def _wide(extra: bytes, numbers: list[int]) -> list[int]:
+    """Numbers that did not fit into 32 bits, from the extra field that lists them."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = int.from_bytes(extra[at : at + 2], "little"), int.from_bytes(extra[at + 2 : at + 4], "little")
+        if kind == 1:
+            field = extra[at + 4 : at + 4 + length]
+            words = [int.from_bytes(field[i : i + 8], "little") for i in range(0, len(field) - 7, 8)]
+            if len(words) < numbers.count(FULL):
+                break
+            left = iter(words)
+            return [next(left) if number == FULL else number for number in numbers]
+        at += 4 + length
+    raise DamageError("a 64-bit member has no 64-bit offset")
+
+
+def _between(archive: ByteRange, place: _DirectoryRange, records: list[tuple[bytes, int, int, bool]]) -> ZipDirectory:
+    """A member ends where the next one begins, the last one where the directory begins."""
+    records.sort(key=lambda member: member[1])
+    stops = [header for _, header, _, _ in records[1:]] + [place.start]
+    members = ZipDirectory()
+    for (name, header, size, plain), stop in zip(records, stops, strict=True):
+        if header < archive.start or header + HEADER.size + len(name) + size > stop:
+            raise DamageError(
+                f"{name.decode(errors='replace')!r} ({size} bytes at byte {header}) does not end by byte {stop}"
+            )
+        members[name.decode(errors="replace")] = ZipMember(archive.file, name, header, size, stop, plain)
+    if len(members) < len(records):
+        raise DamageError("two members have the same name")
+    return members
+
+
+# --- what torch.save puts into a zip file -----------------------------------------------------------------------------
 
 
 class Archive(NamedTuple):
     """What torch.save wrote into some bytes of a file: the pickle, and the other members."""
 
     location: ByteRange
-    where: RangeLabel
+    where: FileLabel
     pickle: bytes
     members: ZipDirectory
     folder: str
@@ -100,7 +242,7 @@ def read_archives(files: Files, archives: Sequence[ByteRange]) -> list[Archive]:
     members = directories(files, archives)
     where = list(map(files.range_label, archives))
     folders = list(map(_folder, where, members))
-    pickles = [listed[f"{folder}data.pkl"] for listed, folder in zip(members, folders, strict=True)]
+    pickles = [directory[f"{folder}data.pkl"] for directory, folder in zip(members, folders, strict=True)]
     orders = [(at, f"{folder}byteorder") for at, folder in enumerate(folders) if f"{folder}byteorder" in members[at]]
     data = contents(files, pickles + [members[at][name] for at, name in orders])
     for (at, _), order in zip(orders, data[len(archives) :], strict=True):
@@ -109,7 +251,7 @@ def read_archives(files: Files, archives: Sequence[ByteRange]) -> list[Archive]:
     return list(map(Archive, archives, where, data, members, folders))
 
 
-def _folder(where: RangeLabel, members: ZipDirectory) -> str:
+def _folder(where: FileLabel, members: ZipDirectory) -> str:
     """The folder of all members of an archive."""
     folder = next(
         (name[: -len("data.pkl")] for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), ""
@@ -193,7 +335,7 @@ class ArchiveTemplates:
         self._files = files
         self._known = dict[TemplateKey, ArchiveTemplate | None]()  # None if the elements are not described before them
 
-    def locate(self, archives: Sequence[ByteRange], boxes: Boxes, name: str, dtype: torch.dtype) -> Located:
+    def locate(self, archives: Sequence[ByteRange], boxes: Boxes, name: str, dtype: torch.dtype) -> Positions:
         """The elements of boxes of a tensor, each in an archive of its own."""
         shapes = list(map(tuple, (boxes.hi - boxes.lo).tolist()))
         keys = [(one.stop - one.start, shape, dtype) for one, shape in zip(archives, shapes, strict=True)]
@@ -209,7 +351,7 @@ class ArchiveTemplates:
         places = [(one.start, one.strides) for one in (one or read_now[at] for at, one in enumerate(known))]
         plain = all(strides == row_major(shape) for (_, strides), shape in zip(places, shapes, strict=True))
         strides = None if plain else ints([strides for _, strides in places]).reshape(boxes.lo.shape)
-        return Located(ints([one.start + start for one, (start, _) in zip(archives, places, strict=True)]), strides)
+        return Positions(ints([one.start + start for one, (start, _) in zip(archives, places, strict=True)]), strides)
 
     def _matching(
         self, archives: Sequence[ByteRange], templates: Sequence[ArchiveTemplate | None]
@@ -247,165 +389,3 @@ def _only_tensor(archive: Archive, box: Box, name: str, dtype: torch.dtype) -> T
         return tensor
     actual = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, TensorStub) else "not a tensor"
     raise CheckpointError(f"{archive.where}: {box} of {name!r} should be {dtype} of shape {box.shape}, but is {actual}")
-
-
-class TensorRecord:
-    """Takes the place of a tensor in a pickle: row-major, in a zip member of its own."""
-
-    def __init__(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.key, self.dtype, self.shape = key, dtype, shape
-
-    def __reduce__(self) -> Reduction:
-        hooks: OrderedDict[str, object] = OrderedDict()  # not OrderedDict[str, object](), which pickles its type
-        args = (_StorageRecord(self), 0, self.shape, row_major(self.shape), False, hooks)
-        if self.dtype in TYPED_STORAGES:
-            return rebuild_tensor, args
-        return rebuild_typed_tensor, (*args, self.dtype, None)
-
-
-class _StorageRecord:
-    """Takes the place of its storage."""
-
-    def __init__(self, tensor: TensorRecord) -> None:
-        self.tensor = tensor
-
-
-Records = dict[str, tuple[int, Callable[[IO[bytes]], None]]]  # by key: the number of bytes, and what writes them
-
-
-class _Pickler(pickle.Pickler):
-    """Tensors inside values become records, too."""
-
-    def __init__(self, file: IO[bytes], records: Records) -> None:
-        super().__init__(file, protocol=2)
-        self._records = records
-
-    def reducer_override(self, obj: object) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return NotImplemented
-        if is_sharded(obj):
-            raise CheckpointError(
-                f"{obj!r} is inside a value that one rank saves whole: put it into a dict or list of the state dict"
-            )
-        key = f"value{len(self._records)}"
-        self._records[key] = obj.numel() * obj.element_size(), partial(write_tensor, obj)
-        return TensorRecord(key, obj.dtype, tuple(obj.shape)).__reduce__()
-
-    def persistent_id(self, obj: object) -> tuple[object, ...] | None:
-        if not isinstance(obj, _StorageRecord):
-            return None
-        tensor, count = obj.tensor, prod(obj.tensor.shape)
-        if tensor.dtype in TYPED_STORAGES:
-            return "storage", TYPED_STORAGES[tensor.dtype], tensor.key, "cpu", count
-        return "storage", torch.UntypedStorage, tensor.key, "cpu", count * tensor.dtype.itemsize
-
-
-PYTHON_PICKLER: Any = pickle._Pickler  # the slow one in Python can write any instruction
-
-
-class _OpaquePickler(PYTHON_PICKLER):  # type: ignore[misc]
-    """Also writes objects of unknown classes, by the name of the class, which is not imported."""
-
-    def __init__(self, file: IO[bytes], records: Records) -> None:
-        super().__init__(file, protocol=2)
-        self._records = records
-
-    reducer_override, persistent_id = _Pickler.reducer_override, _Pickler.persistent_id
-
-    def save(self, obj: object, save_persistent_id: bool = True) -> None:
-        """Write the instructions that made the object."""
-        if not isinstance(obj, Opaque):
-            super().save(obj, save_persistent_id)
-            return
-        if not IMPORTABLE.fullmatch(obj.module) or not IMPORTABLE.fullmatch(obj.qualname):
-            raise CheckpointError(f"{obj!r} has no name that can be written: objects='drop' leaves it out")
-        self._save_name(obj.module, obj.qualname)
-        if obj.how != "name":
-            self._save_parts(obj)
-
-    def _save_name(self, module: str, qualname: str) -> None:
-        """Protocol 2 names only what is at the top of a module; the rest are attributes."""
-        owner, _, name = qualname.rpartition(".")
-        if not owner:
-            self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
-            return
-        self.write(pickle.GLOBAL + b"builtins\ngetattr\n")
-        self._save_name(module, owner)
-        self.save(name)
-        self.write(pickle.TUPLE2 + pickle.REDUCE)
-
-    def _save_parts(self, obj: Opaque) -> None:
-        self.save(obj.parts.args)
-        self.write(pickle.REDUCE if obj.how == "call" else pickle.NEWOBJ)
-        for code, listed in (pickle.APPENDS, obj.parts.items), (pickle.SETITEMS, [*chain(*obj.parts.pairs)]):
-            if listed:
-                self.write(pickle.MARK)
-                for item in listed:
-                    self.save(item)
-                self.write(code)
-        if obj.parts.state is not None:
-            self.save(obj.parts.state)
-            self.write(pickle.BUILD)
-
-
-class _CountingStream(io.RawIOBase):
-    """A stream that begins here, and cannot seek: an archive may be inside a file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._at = file, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Buffer) -> int:
-        self._file.write(data)
-        self._at += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def tell(self) -> int:
-        return self._at
-
-
-def write_archive(file: IO[bytes], value: object, records: Records) -> int:
-    """Write a value with a TensorRecord for each of `records`; returns the number of bytes."""
-    stream = _CountingStream(file)
-    text, records = _pickle(value, records)
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in ("data.pkl", text), ("byteorder", b"little"):
-            with _new_member(archive, stream, name, len(data)) as record:
-                record.write(data)
-        for key, (size, write) in records.items():
-            with _new_member(archive, stream, f"data/{key}", size) as record:
-                write(record)
-        with _new_member(archive, stream, "version", 2) as record:
-            record.write(b"3\n")
-    return stream.tell()
-
-
-def _pickle(value: object, records: Records) -> tuple[bytes, Records]:
-    """The pickle; and the records, with those of tensors inside values."""
-    for kind in (_Pickler, _OpaquePickler):  # the second one is slower
-        text, extended = io.BytesIO(), dict(records)
-        with suppress(OpaqueError):
-            kind(text, extended).dump(value)
-            break
-    return text.getvalue(), extended
-
-
-def _new_member(archive: zipfile.ZipFile, stream: _CountingStream, name: str, size: int) -> IO[bytes]:
-    """A member whose first byte is aligned, by padding in its header."""
-    info, large = zipfile.ZipInfo(f"archive/{name}"), size >= zipfile.ZIP64_LIMIT
-    start = stream.tell() + 30 + len(info.filename) + 4 + (20 if large else 0)
-    padding = -start % ALIGN
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    return archive.open(info, "w", force_zip64=large)
-
-
-def torch_save_bytes(value: object) -> bytes:
-    """What torch.save writes of a value without TensorRecords."""
-    file = io.BytesIO()
-    if opaque_in(value) is None:
-        torch.save(value, file)
-    else:
-        write_archive(file, value, {})
-    return file.getvalue()

@@ -1,11 +1,13 @@
-"""A checkpoint as a table, a tree of names, JSON, or an HTML page."""
+"""Checkpoints on the command line: options as the values that functions take; tables, trees, JSON and pages."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypedDict
 
+import torch
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -14,18 +16,129 @@ from shardwise import report
 from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in, tensors_in
-from shardwise.checkpoint.selection import Select
+from shardwise.checkpoint.rules import Rules, read_rules
+from shardwise.checkpoint.streams import Select, repeated
+from shardwise.job.remap import Concat, Remap, Stack, Transposed
 from shardwise.planning import size
 from shardwise.quoting import brief, in_line
 
 MAX_DEPTH = 32  # levels of the tree
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+CastRule = torch.dtype | tuple[str, torch.dtype | None]
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+class Changes(TypedDict):
+    """Keyword arguments of `convert` and `verify`."""
+
+    rename: list[tuple[str, str]] | None
+    select: Sequence[str] | None
+    cast: list[CastRule] | None
+    remap: list[Remap]
+
+
+def pairs(texts: Sequence[str], option: str, form: str = "pattern=new") -> list[tuple[str, str]]:
+    """
+    >>> pairs(["model.*=*"], "--rename")
+    [('model.*', '*')]
+    """
+    parts = [text.partition("=") for text in texts]
+    for text, (left, equals, right) in zip(texts, parts, strict=True):
+        if not (left and equals and right):
+            raise ValueError(f"{option} {text!r} is not a pair: write '{form}'")
+    return [(left, right) for left, _, right in parts]
+
+
+def casts(texts: Sequence[str]) -> list[CastRule] | None:
+    """Rules, and a dtype for the rest.
+
+    >>> casts(["bfloat16", "*.norm.*=float32", "*_scale=keep"])
+    [torch.bfloat16, ('*.norm.*', torch.float32), ('*_scale', None)]
+    """
+    return [_dtype(text) if "=" not in text else _rule(text) for text in texts] or None
+
+
+def _rule(text: str) -> CastRule:
+    ((pattern, becomes),) = pairs([text], "--cast")
+    return pattern, None if becomes == "keep" else _dtype(becomes)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, SHORT.get(name, name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype: write bfloat16 or float32, for example")
+    return dtype
+
+
+def remaps(concat: Sequence[str], stack: Sequence[str], transpose: Sequence[str]) -> list[Remap]:
+    """
+    >>> remaps(["*.qkv=*.q,*.k,*.v@0:64,32,32"], ["*.w=*.{}.w@1"], ["*.t"])
+    [Concat(whole='*.qkv', parts=('*.q', '*.k', '*.v'), dim=0, sizes=(64, 32, 32)), Stack(whole='*.w', ...
+    """
+    made = list[Remap]()
+    for whole, rest in pairs(concat, "--concat", "whole=a,b,c"):
+        parts, dim, sizes = _along(rest, "--concat")
+        made.append(Concat(whole, tuple(parts.split(",")), dim, sizes))
+    for whole, rest in pairs(stack, "--stack", "whole=part.{}"):
+        part, dim, _ = _along(rest, "--stack")
+        made.append(Stack(whole, part, dim))
+    return [*made, *map(Transposed, transpose)]
+
+
+def _count(text: str, axis: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"--mesh '{axis}={text}': write a whole number, as in tp=2")
+    return int(text)
+
+
+def _along(text: str, option: str) -> tuple[str, int, tuple[int, ...] | None]:
+    """'a,b@1:4,2' as the names, the dim and the sizes."""
+    rest, _, sizes = text.partition(":")
+    names, _, dim = rest.partition("@")
+    try:
+        return names, int(dim or 0), tuple(map(int, sizes.split(","))) if sizes else None
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: write whole numbers for dim and sizes, as in 'a,b@1:4,2'") from None
+
+
+def changes(
+    rename: Sequence[str] | None,
+    select: Sequence[str] | None,
+    cast: Sequence[str] | None,
+    concat: Sequence[str] | None,
+    stack: Sequence[str] | None,
+    transpose: Sequence[str] | None,
+) -> Changes:
+    """The options of `convert` and `verify` that say what a checkpoint becomes."""
+    return {
+        "rename": pairs(rename or (), "--rename") or None,
+        "select": select,
+        "cast": casts(cast or ()),
+        "remap": remaps(concat or (), stack or (), transpose or ()),
+    }
+
+
+def rules_on(rules: str | None, mesh: Sequence[str]) -> Rules | None:
+    """Rules by name or file, on a mesh such as ["tp=2"]."""
+    if rules is None:
+        if mesh:
+            raise ValueError("--mesh needs --rules")
+        return None
+    parsed = read_rules(rules)
+    sizes = {axis: _count(count, axis) for axis, count in pairs(mesh, "--mesh", "tp=2")}
+    return parsed.with_mesh(**sizes) if sizes else parsed
+
+
+# --- listings ---------------------------------------------------------------------------------------------------------
 
 
 def summary(checkpoint: Checkpoint) -> str:
     """A summary in one line."""
     dtypes, ties = Counter[str](), tied(checkpoint)
     for name, entry in checkpoint.items():
-        dtypes[_dtype(entry)] += entry.bytes if name not in ties else 0
+        dtypes[_dtype_name(entry)] += entry.bytes if name not in ties else 0
     files = len({path for entry in checkpoint.values() for path in entry.used()})
     kinds = ", ".join(f"{size(amount)} {name}" for name, amount in dtypes.most_common())
     others = f", {several(len(checkpoint.objects), 'other value')}" if checkpoint.objects else ""
@@ -36,12 +149,8 @@ def summary(checkpoint: Checkpoint) -> str:
 
 def tied(checkpoint: Checkpoint) -> dict[str, str]:
     """The names whose tensors share the bytes of an earlier name, with that name."""
-    first, ties = dict[Hashable, str](), dict[str, str]()
-    for name, entry in checkpoint.items():
-        if entry.shared is not None and entry.bytes:
-            one = first.setdefault((entry.shared, entry.shape, entry.dtype), name)
-            ties |= {name: one} if one != name else {}
-    return ties
+    shared = {name: entry for name, entry in checkpoint.items() if entry.shared is not None and entry.bytes}
+    return repeated({name: (entry.shared, entry.shape, entry.dtype) for name, entry in shared.items()})
 
 
 def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:
@@ -96,7 +205,7 @@ def table(checkpoint: Checkpoint) -> Table:
     for name, entry in checkpoint.items():
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         where = f"tied to {ties[name]}" if name in ties else _layout(entry)
-        cells = name, _dtype(entry), shape, str(entry.shards), where, "" if name in ties else size(entry.bytes)
+        cells = name, _dtype_name(entry), shape, str(entry.shards), where, "" if name in ties else size(entry.bytes)
         rows.add_row(*map(_text, cells))
     for name, value in checkpoint.objects.items():
         rows.add_row(*map(_text, (name, _kind(value), _short(value), "", _inside(value))))
@@ -144,7 +253,7 @@ def tree(checkpoint: Checkpoint) -> Tree:
     """Names by their parts, with the bytes below each; other values, too."""
     root, ties = NameNode(), tied(checkpoint)
     for name, entry in checkpoint.items():
-        node, about = root.at(name), f"{_dtype(entry)} {list(entry.shape)}"
+        node, about = root.at(name), f"{_dtype_name(entry)} {list(entry.shape)}"
         node.about = f"{about}  tied to {ties[name]}" if name in ties else about
         node.size = 0 if name in ties else entry.bytes
     for name, value in checkpoint.objects.items():
@@ -155,7 +264,9 @@ def tree(checkpoint: Checkpoint) -> Tree:
 def page(checkpoint: Checkpoint) -> str:
     """An HTML page: all tensors by size, and the files of each."""
     entries = checkpoint.values()
-    rows = [report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=_dtype(e)) for name, e in checkpoint.items()]
+    rows = [
+        report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=_dtype_name(e)) for name, e in checkpoint.items()
+    ]
     files = {path for entry in entries for path in entry.used()}
     facts = {
         "size": size(checkpoint.bytes),
@@ -177,7 +288,7 @@ def as_json(checkpoint: Checkpoint) -> str:
     ties = tied(checkpoint)
     tensors = {
         name: {
-            "dtype": _dtype(entry),
+            "dtype": _dtype_name(entry),
             "shape": list(entry.shape),
             "bytes": entry.bytes,
             "tied": ties.get(name),
@@ -209,7 +320,7 @@ def _text(text: str) -> Text:
     return Text(in_line(text))
 
 
-def _dtype(entry: Entry) -> str:
+def _dtype_name(entry: Entry) -> str:
     return str(entry.dtype).removeprefix("torch.")
 
 

@@ -1,0 +1,255 @@
+"""What a checkpoint becomes: its tensors selected, renamed, joined, split and cast, and read in chunks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from mmap import MAP_PRIVATE, mmap
+from typing import IO, TypeVar
+
+import torch
+
+from shardwise.checkpoint.entry import Checkpoint, Copies, Entry, HashableBoxes, Packed, read_into
+from shardwise.checkpoint.files import WORDS
+from shardwise.errors import CheckpointError, RefusedCastError
+from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
+from shardwise.geometry import Box, Boxes, Window, cut, ints
+from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_change, check_changes
+from shardwise.job.names import Rename, matched
+from shardwise.job.remap import Link, Remap, links, shapes_after
+from shardwise.job.subtensor import Subtensor
+
+T = TypeVar("T")
+R = TypeVar("R")
+Select = Sequence[str] | str | None
+Sources = tuple[tuple[Link, Entry], ...]
+CHUNK = 2**23  # bytes that are read at a time
+APART = 2**20  # bytes of a buffer that gets memory of its own
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor whose cells come from entries, by links; cast to `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: Sources
+
+    @property
+    def whole(self) -> Box:
+        """All cells."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    @property
+    def size(self) -> int:
+        """The bytes of all cells."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def same_bytes(self, other: Stream) -> bool:
+        """True where the same bytes of files are known to become the same tensor: tied weights that are stored once."""
+        return self.origin is not None and self.origin == other.origin
+
+    @property
+    def origin(self) -> Hashable:
+        """The bytes that it comes from, and what becomes of them; None where it shares none of them with another."""
+        if not self.sources or any(entry.shared is None for _, entry in self.sources):
+            return None
+        parts = [(link.source_view, link.target_view, entry.dtype, entry.shared) for link, entry in self.sources]
+        return self.shape, self.dtype, tuple(parts)
+
+    def check(self) -> None:
+        """Refuse cells that are stored nowhere."""
+        for link, entry in self.sources:
+            entry.check(Boxes.of([link.source_view.region], len(entry.shape)))
+
+    def fill(self, boxes: Boxes, buffer: torch.Tensor) -> None:
+        """The cells of boxes, one after the other, into a flat tensor."""
+        read_into(copies.into([buffer]) for copies in self._copies(boxes))
+
+    def _copies(self, boxes: Boxes) -> Iterator[Copies]:
+        """To the cells of boxes, one after the other."""
+        memory = Packed(HashableBoxes(boxes))
+        return (Copies.of(entry, memory, link) for link, entry in self.sources)
+
+    @property
+    def may_overflow(self) -> bool:
+        """True where a value may be beyond the range of the new dtype."""
+        return any(may_overflow(entry.dtype, self.dtype) for _, entry in self.sources)
+
+    def losses(self, chunk: int = CHUNK) -> Losses:
+        """What the cast loses of all cells; nothing is read where it can lose nothing."""
+        losses = Losses()
+        for part in self._parts(self.whole, chunk) if self.may_overflow else ():
+            for entry, sources, _ in self._copies(part):
+                if may_overflow(entry.dtype, self.dtype):
+                    losses.look(repr(self.name), entry.views(sources), self.dtype)
+        return losses
+
+    def write(self, box: Box, file: IO[bytes], chunk: int = CHUNK) -> None:
+        """The cells of a box, row-major, to a file: copied as stored if possible, otherwise packed in chunks."""
+        runs = self._runs(box)
+        for entry, run in runs or ():
+            entry.copy(run, file)
+        for part, buffer in self.chunks(box, chunk) if runs is None else ():
+            self.fill(part, buffer)
+            file.write(buffer.view(WORDS[self.dtype.itemsize]).numpy().data)
+
+    def _runs(self, box: Box) -> list[tuple[Entry, Window]] | None:
+        """The box as bytes of files one after the other; None where it has to be packed or cast."""
+        if any(entry.dtype != self.dtype for _, entry in self.sources):
+            return None
+        runs = list[tuple[int, Entry, Window]]()
+        for copies in self._copies(Boxes.of([box] if box.volume else [], len(box.lo))):
+            if not copies.contiguous:
+                return None
+            runs += [(to.offset, copies.entry, run) for run, to in zip(copies.sources, copies.targets, strict=True)]
+        return [(entry, run) for _, entry, run in sorted(runs, key=lambda run: run[0])]
+
+    def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
+        """A box in parts of so many bytes, row-major, each with the same buffer for its cells."""
+        buffer = _buffer(min(self._cells(chunk), box.volume), self.dtype)
+        for part in self._parts(box, chunk):
+            yield part, buffer[: int(part.volumes().sum())]
+
+    def _parts(self, box: Box, chunk: int) -> Iterator[Boxes]:
+        cells = self._cells(chunk)
+        for start in range(0, box.volume, cells):
+            stop = min(start + cells, box.volume)
+            yield cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))[1]
+
+    def _cells(self, chunk: int) -> int:
+        return max(1, chunk // self.dtype.itemsize)
+
+
+def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for so many elements. What is large goes back to the system at once: allocators may keep it for later."""
+    if count * dtype.itemsize < APART:
+        return torch.empty(count, dtype=dtype, device="cpu")
+    return torch.frombuffer(mmap(-1, count * dtype.itemsize, flags=MAP_PRIVATE), dtype=torch.uint8).view(dtype)
+
+
+def stream_of(entry: Entry) -> Stream:
+    """An entry as it is."""
+    whole = Subtensor.whole(entry.shape)
+    return Stream(entry.name, entry.shape, entry.dtype, ((Link(entry.name, entry.name, whole, whole), entry),))
+
+
+def streams_of(
+    opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Remap] = (), select: Select = None, cast: Cast = None
+) -> dict[str, Stream]:
+    """The tensors by their new names. Patterns that match nothing are refused."""
+    remap, casts = list(remap), Casts.of(cast)
+    shapes = {name: opened[name].shape for name in filter(chosen(opened, select), opened)}
+    if not shapes and len(opened):
+        _check_used(opened, "select=", _patterns(select), opened)
+    targets = shapes_after(shapes, rename=rename, remap=remap)
+    casts = casts.among(targets)
+    sources = by_target(links(shapes, targets, rename=rename, remap=remap, empty=True), opened)
+    named = list(rename.items() if isinstance(rename, Mapping) else [] if callable(rename) else rename or [])
+    if select is not None:
+        _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
+    _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
+    _check_used(opened, "cast=", casts.unused(targets), targets)
+    streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
+    check_casts(opened, sources, streams, lambda change: _check_cast(change, opened, casts))
+    for stream in streams.values():
+        stream.check()
+    return streams
+
+
+def chosen(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
+    """A function that is True for the selected names of a checkpoint."""
+    if select is None:
+        return lambda name: True
+    patterns, names = _patterns(select), {*opened, *opened.objects}
+    return lambda name: any(matched(pattern, name, names) is not None for pattern in patterns)
+
+
+def _patterns(select: Select) -> list[str]:
+    return [select] if isinstance(select, str) else list(select or [])
+
+
+def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names: Iterable[str]) -> None:
+    there = list(names)
+    for pattern in patterns:
+        if not any(matched(pattern, name) is not None for name in there):
+            some = ", ".join(map(repr, there[:4])) + (" ..." if len(there) > 4 else "")
+            raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which matches no name: there are {some}")
+
+
+def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -> Stream:
+    stored = {entry.dtype: None for _, entry in sources}
+    requests = {dtype: casts.request(name, dtype) or CastRequest(dtype, named=False) for dtype in stored}
+    becomes = {one.dtype for one in requests.values()}
+    if len(becomes) > 1:
+        raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast= makes them alike")
+    return Stream(name, shape, becomes.pop(), tuple(one for one in sources if prod(one[0].target_view.shape)))
+
+
+def by_target(links: Iterable[Link], entries: Mapping[str, Entry]) -> dict[str, Sources]:
+    """The links to every target, with the entries that they come from."""
+    sources = defaultdict[str, list[tuple[Link, Entry]]](list)
+    for link in links:
+        sources[link.target].append((link, entries[link.source]))
+    return {name: tuple(several) for name, several in sources.items()}
+
+
+def check_casts(
+    opened: Checkpoint,
+    sources: Mapping[str, Sources],
+    targets: Mapping[str, Typed],
+    check: Callable[[Change], None],
+) -> None:
+    """Refuse casts that `check` refuses."""
+    named = [(name, entry) for name, several in sources.items() for _, entry in several]
+    try:
+        check_changes((Change(entry.name, name, entry.dtype, targets[name].dtype) for name, entry in named), check)
+    except ValueError as error:
+        raise RefusedCastError(f"{opened.path}: {error}") from error
+
+
+def _check_cast(change: Change, opened: Checkpoint, casts: Casts) -> None:
+    request = casts.request(change.target, change.dtype)
+    check_change(change, opened, named=request is not None and request.named)
+
+
+def check_losses(
+    streams: Mapping[str, Stream], overflow: Overflow, outcome: str, *, jobs: int = 1, chunk: int = CHUNK
+) -> tuple[Lost, ...]:
+    """The values that casts lose; refused, unless `overflow` allows it. Other tensors are not read."""
+    check_overflow(overflow)
+    watched = [stream for stream in streams.values() if stream.may_overflow]
+    lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
+    if lost and overflow == "refuse":
+        raise RefusedCastError(refusal(lost, outcome))
+    return tuple(lost)
+
+
+def repeated(keys: Mapping[str, Hashable]) -> dict[str, str]:
+    """The names whose key an earlier name has, with that name.
+
+    >>> repeated({"a": 1, "b": 2, "c": 1})
+    {'c': 'a'}
+    """
+    first = dict[Hashable, str]()
+    return {name: one for name, key in keys.items() if (one := first.setdefault(key, name)) != name}
+
+
+def check_jobs(jobs: int) -> None:
+    """Refuse a number of threads below 1."""
+    if jobs < 1:
+        raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
+
+
+def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
+    """The results of `work` on every item, by several threads, in the order of the items."""
+    if jobs <= 1:
+        yield from ((item, work(item)) for item in items)
+        return
+    todo = list(items)
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from zip(todo, pool.map(work, todo), strict=True)
