@@ -2,13 +2,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench browser docs format clean
+.PHONY: demo test check bench browser docs format clean judges judges-table
 
 demo: $(INSTALLED)
 	@$(BIN)/shardwise demo
 
 test: $(INSTALLED) browser
 	@$(BIN)/pytest -q -n 2
+
+# Real engines (vLLM) in an environment of their own; where that cannot be had, one line says so.
+judges:
+	@PYTHON=$(PYTHON) tests/judges/run -q
+
+judges-table:
+	@PYTHON=$(PYTHON) tests/judges/run -q --write-table
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --quiet --check
@@ -40,7 +47,7 @@ format: $(INSTALLED)
 	@$(BIN)/ruff check --quiet --fix
 
 clean:
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache demo dist site
+	@rm -rf .venv .venv-judges .hypothesis .mypy_cache .pytest_cache .ruff_cache demo dist site
 	@find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last and lies in .venv, so a failed install or a removed .venv is made good by the next run.
