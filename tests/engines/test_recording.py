@@ -249,3 +249,101 @@ def test_ten_thousand_experts_are_recorded():
     fill(recorded, {name: torch.full((4, 4), float(at)) for at, name in enumerate(names)})
     assert stacked[7][63, 4:].tolist() == [[float(len(names) - 1)] * 4] * 4
     assert recorded.explanation.direct == names
+
+
+def parameters(**tensors):
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+def test_constants_stay_what_they_were_when_the_loader_copied_them():
+    weight = torch.full((8,), NAN)
+
+    def load(given):
+        one, several = torch.zeros(1), torch.zeros(2)
+        for _, tensor in given:
+            weight[:1].copy_(one)
+            weight[1:3].copy_(several)
+            one.fill_(5)
+            several.add_(torch.tensor([1.0, 2.0]))
+            weight[3:4].copy_(one)
+            weight[4:].copy_(torch.cat([several, tensor]))
+            several.zero_()
+
+    recorded = recorded_equals_loaded(load, {"w": ((2,), torch.float32)}, [weight])
+    assert recorded.explanation.direct == ["w"]
+
+
+@pytest.mark.parametrize("turn", ["source", "target"])
+def test_conjugates_go_through_the_loader(turn):
+    weight = torch.zeros(2, dtype=torch.complex64)
+
+    def load(given):
+        for _, tensor in given:
+            weight.copy_(tensor.conj()) if turn == "source" else weight.conj().copy_(tensor)
+
+    recorded = sw.engines.record(load, {"w": ((2,), torch.complex64)})
+    fill(recorded, {"w": torch.tensor([1 + 2j, 3 - 4j])})
+    assert weight.tolist() == [1 - 2j, 3 + 4j]
+
+
+@pytest.mark.parametrize("look", [lambda t: t.numpy(), lambda t: t.tolist()])
+@pytest.mark.parametrize("staged", [False, True])
+def test_looks_are_noticed_in_staged_values_and_where_the_error_is_caught(look, staged):
+    weight = torch.full((2,), NAN)
+
+    def load(given):
+        for _, tensor in given:
+            try:
+                values = torch.tensor(look(torch.zeros(2).copy_(tensor) if staged else tensor))
+            except Exception:
+                values = torch.ones(2)
+            weight.copy_(values * 2)
+
+    recorded = recorded_equals_loaded(load, {"w": ((2,), torch.float32)}, [weight])
+    assert list(recorded.explanation.through_loader) == ["w"]
+
+
+def test_parameters_that_the_loader_ties_are_all_filled():
+    module = parameters(embed=torch.full((2,), NAN), head=torch.full((2,), NAN))
+
+    def load(given):
+        for _, tensor in given:
+            module.embed.data.copy_(tensor)
+        module.head = module.embed
+
+    recorded = sw.engines.record(load, {"w": ((2,), torch.float32)}, module=module)
+    fill(recorded, {"w": torch.ones(2)})
+    assert module.head.tolist() == module.embed.tolist() == [1.0, 1.0]
+
+
+def test_a_live_engine_keeps_its_views_and_gets_no_new_parameters():
+    module = parameters(weight=torch.arange(4.0).view(2, 2))
+
+    def load(given):
+        for _, tensor in given:
+            module.weight.data = module.weight.data.t()
+            module.weight.data.copy_(tensor)
+            if len(list(module.parameters())) > 1 or tensor.dtype == torch.float64:
+                module.extra = torch.nn.Parameter(tensor)
+
+    recorded = sw.engines.record(load, {"w": ((2, 2), torch.float32)}, module=module)
+    assert module.weight.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    fill(recorded, {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+    assert module.weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    with pytest.raises(sw.EngineError, match="'extra'"):
+        sw.engines.record(load, {"w": ((2, 2), torch.float64)}, module=module)
+    assert [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+def test_several_parts_of_memory_that_is_no_parameter_are_filled():
+    memory = torch.full((8,), NAN)
+
+    def load(given):
+        for name, tensor in given:
+            memory[4 * "ab".index(name) :][:4].data.copy_(tensor)
+
+    shapes = dict.fromkeys("ab", ((4,), torch.float32))
+    assert recorded_equals_loaded(load, shapes, [memory]).explanation.direct == ["a", "b"]

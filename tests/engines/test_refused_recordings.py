@@ -117,3 +117,45 @@ def test_targets_of_an_engine_cannot_be_replaced():
 def test_a_like_that_is_none_is_refused(like):
     with pytest.raises(TypeError, match="like= must be"):
         sw.engines.record(lambda weights: None, like)
+
+
+def copying(module):
+    return lambda weights: [getattr(module, name).data.copy_(tensor) for name, tensor in weights]
+
+
+def test_a_parameter_in_shared_memory_that_nothing_fills_is_named_with_its_cells():
+    memory = torch.zeros(8)
+    module = module_with(p=memory[:4].view(2, 2), q=memory[4:].view(2, 2))
+    with pytest.raises(EngineError, match=r"nothing fills \[0:2, 0:2\] of parameter 'q'"):
+        sw.engines.record(copying(module), {"p": ((2, 2), torch.float32)}, module=module)
+
+
+def test_a_parameter_with_other_strides_is_refused():
+    module = module_with(w=torch.zeros(3, 2).t())
+    recorded = sw.engines.record(copying(module), {"w": ((2, 3), torch.float32)}, module=module)
+    module.w = torch.nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(EngineError, match=r"strides \[3, 1\].* now, but had .*strides \[1, 2\]"):
+        recorded.resolve()
+
+
+def test_parameters_that_are_not_tied_any_more_are_refused():
+    with torch.device("meta"):
+        module = module_with(a=torch.zeros(2, 2))
+        module.inner = torch.nn.Module()
+        module.inner.b = module.a
+    recorded = sw.engines.record(copying(module), {"a": ((2, 2), torch.float32)}, module=module)
+    module.to_empty(device="cpu")
+    with pytest.raises(EngineError, match=r"'a' and 'inner\.b' of the engine were one tensor"):
+        recorded.resolve()
+
+
+def test_cells_beside_the_parameters_in_their_memory_are_not_dropped():
+    memory = torch.zeros(8)
+    module = module_with(p=memory[:4])
+
+    def load(weights):
+        for _, tensor in weights:
+            memory.copy_(tensor)
+
+    with pytest.raises(EngineError, match="'w' goes to cells beside the parameters"):
+        sw.engines.record(load, {"w": ((8,), torch.float32)}, module=module)

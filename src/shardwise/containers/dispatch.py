@@ -8,10 +8,19 @@ from typing import TypeVar, cast
 
 import torch
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["OpOverload", "TorchDispatchMode", "is_view", "tensors_in", "with_tensors", "written_tensors"]
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "is_view",
+    "tensors_in",
+    "with_tensors",
+    "written_tensors",
+]
 
 
 T = TypeVar("T")

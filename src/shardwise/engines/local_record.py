@@ -13,12 +13,11 @@ import torch
 
 from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.memory import storage_of
-from shardwise.engines.memory import Lost, Memory, Overwrite, Own, window_of
-from shardwise.engines.recorder import NeedsValuesError, Recorder
+from shardwise.engines.memory import Lost, Memory, Overwrite, Own, turned, window_of
+from shardwise.engines.recorder import Looks, NeedsValuesError, Recorder
 from shardwise.engines.time_limit import time_limit
 from shardwise.errors import EngineError
 from shardwise.geometry import Box, StridedPair, strided_boxes
-from shardwise.layout import Layout
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[[Weights], object]
@@ -70,6 +69,7 @@ class LocalRecord:
     lost: list[Lost] = field(default_factory=list)  # names that only the loader itself can load
     overwrites: list[tuple[str, Overwrite]] = field(default_factory=list)  # by parameter
     unfilled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # cells of parameters that get nothing
+    tied: dict[str, str] = field(default_factory=dict)  # parameters that are another one, by name
 
 
 def record_here(
@@ -110,7 +110,7 @@ def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[t
             yield current, sources[current]
 
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, Looks(recorder):
             load(weights())
     except (NeedsValuesError, EngineError):
         raise
@@ -138,17 +138,26 @@ def _restored(module: torch.nn.Module | None) -> Iterator[dict[str, torch.Tensor
         yield {name: tensor.data for name, tensor in parameters_of(module).items()}
     finally:
         for table, entries in zip(tables, before, strict=True):
+            table.clear()  # of what the loader added
             table.update(entries)  # type: ignore[arg-type]
         for tensor, data in memory.values():
-            if storage_of(tensor) != storage_of(data):
+            if view_of(tensor) != view_of(data):
                 tensor.data = data
 
 
+def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the same cells in the same order."""
+    return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def parameters_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; tied ones once."""
+    """Parameters and buffers by name; tied ones under each of their names."""
     if module is None:
         return {}
-    tensors: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors: dict[str, torch.Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
             raise EngineError(f"{name!r} of the engine is a DTensor, whose layout is known: give it as a target itself")
@@ -166,18 +175,45 @@ def _summary(
     for name, tensor in after.items():
         if name not in before or tensor.shape != before[name].shape:
             raise EngineError(f"the loader replaces parameter {name!r} by one of shape {list(tensor.shape)}")
-    record, done = LocalRecord(lost=list(lost)), set[tuple[object, ...]]()
+    record = LocalRecord(lost=list(lost))
     known = set(map(storage_of, after.values()))
-    others = [memory.tensor for memory in recorder.engine_memories() if storage_of(memory.tensor) not in known]
+    others = [memory.whole() for memory in recorder.engine_memories() if storage_of(memory.tensor) not in known]
     numbered = {f"tensor {number}": tensor for number, tensor in enumerate(others)}
+    several = {**before, **numbered}
+    first = {view_of(tensor): name for name, tensor in reversed(several.items())}
     for name, tensor in {**after, **numbered}.items():
-        memory = recorder.memories.get(storage_of(tensor))
-        view = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-        if memory is not None and view not in done:  # tied parameters are one
-            done.add(view)
-            _add(record, memory, Parameter(name, tensor, {**before, **numbered}[name].stride()), shapes)
-    record.unfilled = {} if lost else _unfilled(recorder, after)  # names that were left out may fill them
-    return record, {**before, **numbered}
+        memory, one = recorder.memories.get(storage_of(tensor)), first[view_of(several[name])]
+        if one != name:
+            record.tied[name] = one
+            _check_tied(name, tensor, one, after)
+        elif memory is not None:
+            _add(record, memory, Parameter(name, tensor, several[name].stride()), shapes)
+    for memory in recorder.engine_memories():
+        _check_beside(memory, [tensor for tensor in after.values() if storage_of(tensor) == storage_of(memory.tensor)])
+    once = {name: tensor for name, tensor in after.items() if name not in record.tied}
+    record.unfilled = {} if lost else _unfilled(recorder, once)  # names that were left out may fill them
+    return record, several
+
+
+def _check_beside(memory: Memory, tensors: list[torch.Tensor]) -> None:
+    """Refuse values of the checkpoint in memory that parameters share with something else, which has no name."""
+    if not tensors or any(t.numel() == prod(memory.shape) or t.dtype != memory.dtype for t in tensors):
+        return
+    named = [cells.box for tensor in tensors for cells in strided_boxes(window_of(tensor), memory.shape)]
+    for piece in memory.pieces():
+        left = [piece.cells.box]
+        for box in named:
+            left = [rest for part in left for rest in part.minus(box)]
+        if left and piece.names():
+            raise EngineError(
+                f"{piece.names()[0]!r} goes to cells beside the parameters, in memory that they share with a tensor "
+                f"that is no parameter or buffer of the module: register it as a buffer"
+            )
+
+
+def _check_tied(name: str, tensor: torch.Tensor, first: str, after: Parameters) -> None:
+    if view_of(tensor) != view_of(after[first]):
+        raise EngineError(f"the loader makes two tensors of {first!r} and {name!r}, which are one in the engine")
 
 
 class Parameter(NamedTuple):
@@ -222,10 +258,14 @@ def _unfilled(recorder: Recorder, parameters: Parameters) -> dict[str, tuple[Box
         memory = recorder.memories.get(storage_of(parameter))
         if not isinstance(parameter, torch.nn.Parameter) or parameter.numel() == 0:
             continue
-        boxes = [(0, piece.cells.box.lo, piece.cells.box.hi) for piece in memory.pieces()] if memory else []
-        if memory is None or not boxes:
-            unfilled[name] = (Box((0,) * parameter.dim(), tuple(parameter.shape)),)
-        elif parameter.numel() == prod(memory.shape):  # otherwise its memory has other tensors, too
-            gaps = Layout.boxes(memory.shape, boxes, overlap="replicas").diagnosis.gaps
-            unfilled |= {name: gaps} if gaps else {}
+        gaps = (Box((0,) * parameter.dim(), tuple(parameter.shape)),) if memory is None else _gaps(memory, parameter)
+        unfilled |= {name: gaps} if gaps else {}
     return unfilled
+
+
+def _gaps(memory: Memory, parameter: torch.Tensor) -> tuple[Box, ...]:
+    """The cells of a parameter that were not written to; none where its memory is followed as another dtype."""
+    if parameter.dtype != memory.dtype:
+        return ()
+    left = [turned(pair) for pair, origin in memory.read(window_of(parameter)) if origin is memory.initial]
+    return tuple(cells.box for pair in left for cells in strided_boxes(pair, tuple(parameter.shape)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,12 @@ class Piece(NamedTuple):
 
     cells: StridedBox
     origin: Origin
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the checkpoint whose values may be in it."""
+        if isinstance(self.origin, Own):
+            return ()
+        return (self.origin.name,) if isinstance(self.origin, Stored) else self.origin.names
 
 
 class Overwrite(NamedTuple):
@@ -150,13 +157,13 @@ class Memory:
 
     def names(self) -> list[str]:
         """The names of the checkpoint whose values may be in it."""
-        names = dict[str, None]()
-        for piece in self.pieces():
-            if isinstance(piece.origin, Stored):
-                names[piece.origin.name] = None
-            elif isinstance(piece.origin, Lost):
-                names |= dict.fromkeys(piece.origin.names)
-        return list(names)
+        return list(dict.fromkeys(name for piece in self.pieces() for name in piece.names()))
+
+    def whole(self) -> torch.Tensor:
+        """All of it: the tensor by which it was found may be a part."""
+        if self.tensor.numel() == prod(self.shape):
+            return self.tensor
+        return self.tensor.as_strided(self.shape, row_major(self.shape), 0)
 
 
 def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -172,3 +179,9 @@ def window_of(tensor: torch.Tensor, there: int = 0, strides: Sequence[int] | Non
     """A view as a window of its storage, beside another memory: by default a row-major one of its own shape."""
     other = row_major(tuple(tensor.shape)) if strides is None else strides
     return StridedPair(int(tensor.storage_offset()), there, tuple(map(Step, tensor.shape, tensor.stride(), other)))
+
+
+def turned(pair: StridedPair) -> StridedPair:
+    """The same pair, with the other memory as the first."""
+    steps = tuple(step._replace(here=step.there, there=step.here) for step in pair.steps)
+    return StridedPair(pair.there, pair.here, steps)

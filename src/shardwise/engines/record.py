@@ -27,6 +27,7 @@ from shardwise.engines.local_record import (
     TensorShape,
     parameters_of,
     record_here,
+    view_of,
 )
 from shardwise.engines.memory import Lost
 from shardwise.errors import EngineError
@@ -66,7 +67,7 @@ class Recorded(dict[str, ShardedTensor]):
         super().__init__(targets)
         self.explanation = explanation
         self._local, self._module, self._parameters = local, module, parameters
-        self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in parameters.items()}
+        self._seen = {name: _seen(t) for name, t in parameters.items()}
         held = {name: len(local.boxes.get(name, ())) for name in targets}
         self._spare = {name: target.shards[held[name] :] for name, target in targets.items()}  # for unneeded cells
 
@@ -93,15 +94,26 @@ class Recorded(dict[str, ShardedTensor]):
         """Refuse parameters that are not those that were recorded."""
         used = {one.destination.parameter for boxes in self._local.boxes.values() for one in boxes}
         for name in sorted(used | {one.destination.parameter for one in self._local.constants}):
-            now = tuple(current[name].shape), current[name].dtype
-            if now != self._shapes[name]:
-                before = f"shape {list(self._shapes[name][0])} and {self._shapes[name][1]}"
+            now, before = _seen(current[name]), self._seen[name]
+            if now != before:
                 raise EngineError(
-                    f"parameter {name!r} of the engine has shape {list(now[0])} and {now[1]} now, but had {before} "
+                    f"parameter {name!r} of the engine has {now} now, but had {before} "
                     f"when its loader was recorded: make it loadable first, by the engine's adapter, or record again"
                 )
             if current[name].is_meta:
                 raise EngineError(f"parameter {name!r} of the engine is on the meta device: give it memory first")
+        for name, first in self._local.tied.items():
+            if view_of(current[name]) != view_of(current[first]):
+                raise EngineError(
+                    f"parameters {first!r} and {name!r} of the engine were one tensor when its loader was recorded, "
+                    f"and are two now: tie them again (to_empty unties them), or record again"
+                )
+
+
+def _seen(tensor: torch.Tensor) -> str:
+    """What places in it depend on; strides only of dims that have several cells."""
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return f"shape {list(tensor.shape)}, strides {strides} and {tensor.dtype}"
 
 
 def record(

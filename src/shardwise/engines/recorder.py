@@ -10,21 +10,22 @@ import torch
 from shardwise.containers.dispatch import (
     OpOverload,
     TorchDispatchMode,
+    TorchFunctionMode,
     is_view,
     tensors_in,
     with_tensors,
     written_tensors,
 )
 from shardwise.containers.memory import storage_of
-from shardwise.engines.memory import Lost, Memory, Own, Stored, memory_shape, window_of
+from shardwise.engines.memory import Lost, Memory, Own, Stored, memory_shape, turned, window_of
 from shardwise.errors import LayoutError
-from shardwise.geometry import StridedPair
 
 aten = torch.ops.aten
 WRITES = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
 CONSTANTS = {aten.zeros_like.default: 0, aten.new_zeros.default: 0, aten.ones_like.default: 1, aten.new_ones.default: 1}
 UNFILLED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
+LOOKS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}  # not dispatched
 MOST_RUNS = 4096  # of consecutive indices: beyond that, an index is not followed
 
 Scalar = int | float | bool | complex
@@ -105,8 +106,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plain = not self._memory_with_values(value) and not value.is_meta
         if plain and self._is_made(target) and not target.is_meta and not self._memory_with_values(target):
             func(target, *(() if func is aten.zero_.default else (source,)))
-        elif plain and value.numel() == 1 and target.dtype == self._memory(target).dtype:
-            constant = Own(value.detach().reshape(1)).cast(target.dtype)
+        elif plain and value.numel() == 1 and _holds_plainly(self._memory(target), target):
+            constant = _kept(value).cast(target.dtype)
             self._memory(target).write(window_of(target, 0, (0,) * target.dim()), constant)
         else:
             self._move(target, value.expand(target.shape))
@@ -164,13 +165,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The cells of one view come from those of another, of the same shape."""
         into, known = self._memory(target), self._memory(source)
-        if target.dtype != into.dtype or source.dtype != known.dtype:
-            self._lose_all(target, self._names([source, target]), "its bits are read as another dtype")
+        if not _holds_plainly(into, target) or not _holds_plainly(known, source):
+            self._lose_all(target, self._names([source, target]), "its bits are read as another dtype, or conjugated")
             return
         try:
+            if self._is_made(source) and not source.is_meta and not known:
+                into.write(window_of(target), _kept(source).cast(into.dtype))
+                return
             moves = list(known.read(window_of(source, int(target.storage_offset()), target.stride())))
             for pair, origin in moves:
-                into.write(_turned(pair), origin.cast(known.dtype).cast(into.dtype))
+                into.write(turned(pair), origin.cast(known.dtype).cast(into.dtype))
         except LayoutError as error:  # too many boxes
             self._lose_all(target, self._names([source, target]), str(error))
 
@@ -204,8 +208,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except LayoutError:  # too many boxes: all of it
             memory.lose(window_of(memory.tensor), Lost(tuple(names), reason))
 
+    def look(self, tensor: torch.Tensor, how: str) -> None:
+        """Refuse to show values of the checkpoint."""
+        if self._memory_with_values(tensor):
+            raise self._needs(self._names([tensor]), how)
+
     def _looked(self, names: Sequence[str], func: OpOverload) -> NeedsValuesError:
-        self.needs_values = NeedsValuesError(names, f"the loader looks at its values, by {_name(func)}")
+        return self._needs(names, _name(func))
+
+    def _needs(self, names: Sequence[str], how: str) -> NeedsValuesError:
+        self.needs_values = NeedsValuesError(names, f"the loader looks at its values, by {how}")
         return self.needs_values
 
     def _lost_before(self, tensors: Iterable[torch.Tensor]) -> str | None:
@@ -249,6 +261,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return memory
 
 
+class Looks(TorchFunctionMode):
+    """Notices that a loader looks at values by ways that are not dispatched, also where it catches the error."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every function and method of torch that is called from Python."""
+        if func in LOOKS:
+            self._recorder.look(args[0], func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _holds_plainly(memory: Memory, view: torch.Tensor) -> bool:
+    """True for a view whose elements are those of the memory: not of another dtype, conjugated or negated."""
+    return view.dtype == memory.dtype and not view.is_conj() and not view.is_neg()
+
+
+def _kept(values: torch.Tensor) -> Own:
+    """A copy of values of the loader, which may change them in place later on."""
+    return Own(values.detach().clone(memory_format=torch.contiguous_format).view(-1))
+
+
 def _name(operation: OpOverload) -> str:
     return operation._schema.name.replace("::", ".")
 
@@ -270,11 +306,6 @@ def _only_index(indices: Sequence[torch.Tensor | None]) -> tuple[int, torch.Tens
     dim, index = given[0]
     followed = len(given) == 1 and index.dim() == 1 and index.dtype == torch.int64 and not index.is_meta
     return (dim, index) if followed else None
-
-
-def _turned(pair: StridedPair) -> StridedPair:
-    steps = tuple(step._replace(here=step.there, there=step.here) for step in pair.steps)
-    return StridedPair(pair.there, pair.here, steps)
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
