@@ -159,7 +159,7 @@ class Memory:
         """What a box holds: parts of writes, and between them what was there before."""
         left = [box]
         for write in self.writes():
-            if write.box == box:  # mostly: a short way
+            if write.box == box:  # the usual case, kept fast
                 yield write
                 return
             shared = write.box & box

@@ -1,4 +1,4 @@
-"""Find the cells of tensors that a side has only under other names: through joins, splits and orders of dims.
+"""Find what a name stands for on a side that has its cells only under other names: joined, split or transposed.
 
 Rules compose in any order and depth. A name on the way, which neither side has, is made like any other: its cells are
 views of views of the tensors that the side has.
@@ -19,7 +19,7 @@ from shardwise.job.subtensor import Subtensor
 Path = frozenset[Hashable]  # names that are being made, and rules that are being used, to make them
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Cells of a tensor that the side has, and which cells of a name they are."""
 
     source: str
@@ -32,32 +32,34 @@ class Derived:
     """What a name stands for: its shape, where its cells come from, and the numbers of the rules that say so."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...]
     rules: frozenset[int] = frozenset()
 
     @staticmethod
     def plain(name: str, shape: Shape) -> Derived:
         """A tensor that the side has."""
         whole = Subtensor.whole(shape)
-        return Derived(shape, (Piece(name, whole, whole),))
+        return Derived(shape, (Fragment(name, whole, whole),))
 
-    def within(self, view: Subtensor) -> list[Piece]:
+    def within(self, view: Subtensor) -> list[Fragment]:
         """The same cells, in the coordinates of a tensor of which this is a part."""
-        return [piece._replace(view=view.part(piece.view)) for piece in self.pieces]
+        return [fragment._replace(view=view.part(fragment.view)) for fragment in self.fragments]
 
     def cut(self, view: Subtensor, number: int) -> Derived:
         """A part of it, by a rule."""
-        cuts = ((piece, view.common(piece.view)) for piece in self.pieces)
-        pieces = [Piece(piece.source, piece.source_view.part(both[1]), both[0]) for piece, both in cuts if both]
-        if not pieces:  # there are no cells: all that counts is the dtype of the source
-            pieces = [self.pieces[0]._replace(view=Subtensor.whole(view.shape))]
-        return Derived(view.shape, tuple(pieces), self.rules | {number})
+        cuts = ((fragment, view.common(fragment.view)) for fragment in self.fragments)
+        fragments = [
+            Fragment(fragment.source, fragment.source_view.part(both[1]), both[0]) for fragment, both in cuts if both
+        ]
+        if not fragments:  # there are no cells: all that counts is the dtype of the source
+            fragments = [self.fragments[0]._replace(view=Subtensor.whole(view.shape))]
+        return Derived(view.shape, tuple(fragments), self.rules | {number})
 
     def turned(self, order: Sequence[int], number: int) -> Derived:
         """Its dims in another order, by a rule: self == result.permute(order)."""
         shape = tuple(self.shape[order.index(dim)] for dim in range(len(order)))
-        pieces = self.within(Subtensor.whole(shape).permute(order))
-        return Derived(shape, tuple(pieces), self.rules | {number})
+        fragments = self.within(Subtensor.whole(shape).permute(order))
+        return Derived(shape, tuple(fragments), self.rules | {number})
 
 
 class Derivation:
@@ -121,8 +123,10 @@ class Derivation:
         with blamed(rule):
             whole = wanted if wanted is not None else rule.joined([part.shape for part in parts.values()])
             views = _views(rule, name, whole, {part: made.shape for part, made in parts.items()})
-        pieces = [piece for made, view in zip(parts.values(), views, strict=True) for piece in made.within(view)]
-        return Derived(whole, tuple(pieces), frozenset({at}).union(*(part.rules for part in parts.values())))
+        fragments = [
+            fragment for made, view in zip(parts.values(), views, strict=True) for fragment in made.within(view)
+        ]
+        return Derived(whole, tuple(fragments), frozenset({at}).union(*(part.rules for part in parts.values())))
 
     def _parts(
         self, rule: Joining, name: str, stars: Sequence[str], wanted: Shape | None, path: Path
