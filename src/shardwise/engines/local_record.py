@@ -26,7 +26,7 @@ Parameters = Mapping[str, torch.Tensor]
 
 
 class TensorShape(NamedTuple):
-    """What a loader has to know of a tensor of the checkpoint."""
+    """The shape and dtype of a tensor of the checkpoint: all that a recording needs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Destination(NamedTuple):
     strides: tuple[int, ...]
 
     def view(self, parameters: Parameters) -> torch.Tensor:
-        """Of the parameter as it is now."""
+        """These cells of the parameter, where it is now."""
         whole = parameters[self.parameter].detach()
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
@@ -79,9 +79,9 @@ class LocalRecord:
 def record_here(
     load: Loader, shapes: Mapping[str, TensorShape], module: torch.nn.Module | None, seconds: float
 ) -> tuple[LocalRecord, Parameters]:
-    """Run the loader without values. Names whose values it looks at are left out, and it is run again.
+    """Run the loader on tensors without values. Where it looks at values, run it again without these names.
 
-    Also returns the parameters by name. Tensors that the loader fills and that the module does not have are numbered.
+    Also returns the parameters by name. Tensors that the loader fills, but the module does not have, get numbers.
     """
     needed = dict[str, Untraceable]()
     with time_limit(seconds, f"the loader did not finish within {seconds:g} s while it was recorded"):
@@ -140,7 +140,7 @@ def _failure(error: Exception, current: str, shapes: Mapping[str, TensorShape]) 
 
 @contextmanager
 def _restored(module: torch.nn.Module | None) -> Iterator[dict[str, torch.Tensor]]:
-    """The parameters and buffers of a module, which are put back if the loader replaces them."""
+    """The parameters and buffers of a module. They are put back at the end, in case the loader replaced them."""
     modules = [] if module is None else list(module.modules())
     tables = [table for one in modules for table in (one._parameters, one._buffers)]
     before = [dict(table) for table in tables]

@@ -40,7 +40,7 @@ SHOWN = 5  # names or boxes in a message
 
 
 class RankRecord(NamedTuple):
-    """What all ranks have to know of the recording on one of them."""
+    """What one rank tells all others of its recording."""
 
     digest: str  # of the names, shapes and dtypes of the checkpoint
     boxes: dict[str, tuple[Box, ...]]

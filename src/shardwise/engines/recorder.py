@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Every operation while recording."""
+        """Called by torch for every operation while recording."""
         options, tensors = dict(kwargs or {}), tensors_in((args, kwargs))
         if func in WRITES:
             return self._write(func, *args)

@@ -1,7 +1,7 @@
 """Find what a name stands for on a side that has its cells only under other names: joined, split or transposed.
 
-Rules compose in any order and depth. A name on the way, which neither side has, is made like any other: its cells are
-views of views of the tensors that the side has.
+Rules compose in any order and depth. An intermediate name, which neither side has, is made like any other: its cells
+are views of views of the tensors that the side has.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Derived:
 
 
 class Derivation:
-    """All that can be made of the tensors of one side. `targets`: the other side, which may know sizes of parts.
+    """All that rules can make of the tensors of one side. `targets`: the other side, which may know sizes of parts.
 
-    Without `targets`, this is the target side itself: what its tensors would be under names on the way.
+    Without `targets`, this is the target side itself: what its tensors would be under intermediate names.
     """
 
     def __init__(self, shapes: Shapes, rules: Sequence[Remap], targets: Derivation | None = None) -> None:
@@ -94,7 +94,7 @@ class Derivation:
         return self._found[name]
 
     def _turn(self, name: str) -> Turn | None:
-        """What changes the order of its dims."""
+        """The rule that permutes the dims of a name, if there is one."""
         turns = [
             Turn(at, rule) for at, rule in self._turning.items() if matched(rule.name, name, self._names) is not None
         ]
@@ -102,7 +102,7 @@ class Derivation:
         return turns[0] if turns else None
 
     def _made(self, name: str, wanted: Shape | None, path: Path) -> Derived | None:
-        """Before its dims change their order."""
+        """The tensor of a name before its dims are permuted: as the side has it, joined, or cut."""
         if name in self._shapes:
             return Derived.plain(name, self._shapes[name])
         found = list[tuple[Remap, Derived]]()
@@ -113,7 +113,7 @@ class Derivation:
         return found[0][1] if found else None
 
     def _joined(self, at: int, rule: Joining, name: str, wanted: Shape | None, path: Path) -> Derived | None:
-        """From its parts."""
+        """A whole, joined from its parts."""
         stars = matched(rule.whole, name, self._names) if not {(at, "joined"), (at, name)} & path else None
         if stars is None:
             return None
@@ -143,7 +143,7 @@ class Derivation:
         return found
 
     def _part_names(self, rule: Joining, stars: Sequence[str], wanted: Shape | None, path: Path) -> Iterable[str]:
-        """Of a stack whose size is not known: as many as there are. A circle is not an end."""
+        """The parts of a whole. A stack of unknown size has as many as are found; a circle of rules is not its end."""
 
         def goes_on(part: str) -> bool:
             before = len(self._circles)
@@ -161,7 +161,7 @@ class Derivation:
             raise ValueError(f"{name!r} is a stack of {count} tensors, but the source has {more!r} too (by {rule})")
 
     def _cut(self, at: int, rule: Joining, name: str, path: Path) -> Derived | None:
-        """From a whole of which it is a part."""
+        """A part, cut from its whole."""
         for stars in rule.located(name, self._names) if (at, "cut") not in path else ():
             whole = filled(rule.whole, stars)
             made = self.find(whole, path=path | {name, (at, "cut"), (at, whole)}) if (at, whole) not in path else None
@@ -183,7 +183,7 @@ class Derivation:
         return {name: made.cut(view, at) for name, view in zip(names, views, strict=False)}
 
     def _part_shapes(self, rule: Joining, whole: str, names: Sequence[str], shape: Shape) -> list[Shape] | None:
-        """Of the parts of a whole: the target knows them, or the rule does. Sizes are never guessed."""
+        """The shapes of the parts of a whole, from the rule or the target. Sizes are never guessed."""
         if isinstance(rule, Stack) or rule.sizes is not None:
             return rule.apart(shape)
         if self._targets is None:
@@ -226,7 +226,7 @@ def _check_one(name: str, rules: Sequence[Remap]) -> None:
 
 
 def _views(rule: Joining, whole: str, shape: Shape, parts: Shapes) -> list[Subtensor]:
-    """Where parts are in a whole; refused where their shapes do not fit."""
+    """Where the parts are in a whole; refused if their shapes do not fit."""
     try:
         views = rule.views(shape, list(parts.values()))
     except ValueError as error:
@@ -239,7 +239,7 @@ def _views(rule: Joining, whole: str, shape: Shape, parts: Shapes) -> list[Subte
 
 @contextmanager
 def blamed(rule: Remap) -> Iterator[None]:
-    """Errors say by which rule."""
+    """Name the rule in errors."""
     try:
         yield
     except (ValueError, TypeError) as error:
