@@ -147,7 +147,7 @@ class FileSide:
         """Files are read once."""
         return object()
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """Unmap them."""
         self._mapped.clear()
 

@@ -53,8 +53,8 @@ class Side(Protocol):
         """Equal to an earlier stamp while no memory has moved."""
         ...
 
-    def sent(self, entries: Sequence[int]) -> None:
-        """These entries of the plan were sent: their sources are not read again."""
+    def sent(self, links: Sequence[int]) -> None:
+        """These links of the plan, by number, were sent: their sources are not read again."""
         ...
 
     def filled(self, names: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ class LiveSide:
         """By the places of all tensors."""
         return stamp_of(map(self.values.get, self._names))
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """They stay as they are."""
 
     def deliveries(self) -> list[Sequence[str]]:
@@ -141,7 +141,7 @@ class FreshSide:
         """Never equal to an earlier stamp."""
         return object()
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """Nothing is read here."""
 
     def filled(self, names: Sequence[str]) -> None:
