@@ -157,12 +157,12 @@ class ModelPlan:
 
     @cached_property
     def _buckets(self) -> tuple[list[int], ...]:
-        buckets, staged, before = list[list[int]](), 0, None
+        limit, buckets, staged, before = self.max_bytes or BUCKET, list[list[int]](), 0, None
         for at, planned in enumerate(self.links):
-            staged += planned.plan.most_bytes
-            if before is None or not before.goes_with(planned) or staged > (self.max_bytes or BUCKET):
+            staged += before.plan.most_bytes if before else 0  # a plan computes it when asked: a single one is not
+            if not before or not before.goes_with(planned) or staged + planned.plan.most_bytes > limit:
                 buckets.append([])
-                staged = planned.plan.most_bytes
+                staged = 0
             buckets[-1].append(at)
             before = planned
         return tuple(buckets)
