@@ -189,6 +189,11 @@ class ModelPlan:
         return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
 
     @property
+    def entries(self) -> tuple[PlannedLink, ...]:
+        """An earlier name of `links`."""
+        return self.links
+
+    @property
     def lower_bound(self) -> int:
         """No plan can move fewer bytes between ranks."""
         return sum(planned.plan.lower_bound for planned in self.links)
