@@ -20,7 +20,6 @@ LAYERS = [
     "report",
     "exchange",
     "transports",
-    "torch_internals",
     "containers",
     "job",
     "tensor",
@@ -130,16 +129,21 @@ PRIVATE = re.compile(
     r"|\._(?:spec|cdata|share_fd_cpu_|get_backend|version|new_shared_fd_cpu)\b"
 )
 PEERS = {"bench", "demo"}  # they compare with torch's own ways, private ones too
-LOWER = {  # layers that torch_internals stands on, and one table: each use is behind a function of these files
+USERS = {  # each use is behind a function or class of these files
+    "containers/dispatch.py",
+    "containers/dtensor.py",
+    "containers/memory.py",
     "containers/operations.py",
+    "containers/torch_private.py",
+    "containers/torch_sharded.py",
     "exchange/buffers.py",
     "transports/torch_groups.py",
 }
 
 
-def test_private_names_of_torch_stand_in_torch_internals():
+def test_private_names_of_torch_stand_in_a_few_files():
     package = SRC / "shardwise"
     users = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if PRIVATE.search(p.read_text())}
-    outside = {name for name in users if name.split("/")[0] not in {"torch_internals", *PEERS}}
-    assert outside <= LOWER, f"move these uses to torch_internals: {sorted(outside - LOWER)}"
-    assert outside >= LOWER, f"drop these from LOWER: {sorted(LOWER - outside)}"
+    outside = {name for name in users if name.split("/")[0] not in PEERS}
+    assert outside <= USERS, f"move these uses to containers/torch_private.py: {sorted(outside - USERS)}"
+    assert outside >= USERS, f"drop these from USERS: {sorted(USERS - outside)}"

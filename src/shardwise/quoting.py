@@ -43,8 +43,8 @@ def brief(value: object) -> str:
     >>> brief("x" * 200)
     "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
     """
-    found = in_line(_brief(value, DEPTH))
-    return found if len(found) <= WIDTH else f"{found[: WIDTH - 3]}..."
+    text = in_line(_brief(value, DEPTH))
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
 
 
 def _brief(value: object, depth: int) -> str:

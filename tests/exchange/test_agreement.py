@@ -9,7 +9,7 @@ from threads import PATIENCE, outcomes, together
 
 from shardwise import ExchangeError, Layout, parse, plan
 from shardwise.errors import RefusedValueError
-from shardwise.exchange import Exchange, Move, Terms, in_words
+from shardwise.exchange import Exchange, Move, Proposal, in_words
 from shardwise.exchange.agreement import WORDS, Status, Verdict, judge, refusal, weigh
 from shardwise.transports.in_memory import in_memory_transports
 
@@ -32,18 +32,18 @@ def verdict(terms):
 
 
 def refused(terms, owners=None):
-    return str(refusal([one.told() for one in terms], owners or range(len(terms))))
+    return str(refusal([one.explanation() for one in terms], owners or range(len(terms))))
 
 
 def but(name):
     """The terms that everybody has, with another value of one field."""
-    return Terms(SAME | {name: FIELDS[name][1]})
+    return Proposal(SAME | {name: FIELDS[name][1]})
 
 
 fields = st.tuples(*map(st.sampled_from, FIELDS.values())).map(lambda values: dict(zip(FIELDS, values, strict=True)))
-sure = fields.map(Terms)
-lacking = st.builds(Terms, fields, st.frozensets(st.sampled_from(sorted(UNKNOWN)), min_size=1))
-failed = st.sampled_from(FAILURES[1:]).map(lambda error: Terms({"operation": "reshard"}, error=error))
+sure = fields.map(Proposal)
+lacking = st.builds(Proposal, fields, st.frozensets(st.sampled_from(sorted(UNKNOWN)), min_size=1))
+failed = st.sampled_from(FAILURES[1:]).map(lambda error: Proposal({"operation": "reshard"}, error=error))
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ def test_weights_may_be_reduced_in_parts(terms, cut):
 
 @pytest.mark.parametrize("name", sorted(UNKNOWN))
 def test_ranks_that_lack_knowledge_have_to_learn_whatever_stands_in_its_place(name):
-    assert verdict([Terms(SAME), Terms(SAME, UNKNOWN)]) is Verdict.LEARN
-    assert verdict([Terms(SAME), Terms(SAME, UNKNOWN), Terms(but(name).fields, UNKNOWN)]) is Verdict.LEARN
+    assert verdict([Proposal(SAME), Proposal(SAME, UNKNOWN)]) is Verdict.LEARN
+    assert verdict([Proposal(SAME), Proposal(SAME, UNKNOWN), Proposal(but(name).fields, UNKNOWN)]) is Verdict.LEARN
 
 
 def test_where_nobody_knows_all_refuse():
-    lacks = Terms(SAME, UNKNOWN)
+    lacks = Proposal(SAME, UNKNOWN)
     assert verdict([lacks, lacks]) is Verdict.REFUSE
     assert refused([lacks, lacks], [4, 7]) == (
         "none of ranks 4, 7 holds a part of the source of this reshard: at least one must know it"
@@ -109,22 +109,22 @@ def test_where_nobody_knows_all_refuse():
 
 
 def test_a_rank_that_lacks_knowledge_is_held_to_what_it_knows():
-    lacks = Terms(but("target").fields, UNKNOWN)
-    assert verdict([Terms(SAME), lacks]) is Verdict.REFUSE
-    assert "disagree on the target" in refused([Terms(SAME), lacks])
+    lacks = Proposal(but("target").fields, UNKNOWN)
+    assert verdict([Proposal(SAME), lacks]) is Verdict.REFUSE
+    assert "disagree on the target" in refused([Proposal(SAME), lacks])
 
 
 # --- the header ------------------------------------------------------------------------------------------------------
 
 
 def test_the_status_of_a_rank_is_what_it_knows():
-    assert Terms(SAME).status is Status.KNOWS
-    assert Terms(SAME, UNKNOWN).status is Status.LACKS
-    assert Terms(SAME, UNKNOWN, FAILURES[1]).status is Status.FAILED
+    assert Proposal(SAME).status is Status.KNOWS
+    assert Proposal(SAME, UNKNOWN).status is Status.LACKS
+    assert Proposal(SAME, UNKNOWN, FAILURES[1]).status is Status.FAILED
 
 
 def test_a_header_has_the_same_length_whatever_the_fields():
-    for terms in (Terms({}), Terms(SAME), Terms({"operation": "x" * 1000}), Terms({}, error=FAILURES[1])):
+    for terms in (Proposal({}), Proposal(SAME), Proposal({"operation": "x" * 1000}), Proposal({}, error=FAILURES[1])):
         assert (terms.header().shape, terms.header().dtype) == ((WORDS,), np.int64)
 
 
@@ -132,11 +132,11 @@ def test_equal_layouts_have_equal_headers_however_they_are_written():
     one = Layout.chunk((8, 6), 0, owners=2)
     same = Layout.boxes((8, 6), [(0, (0, 0), (4, 6)), (1, (4, 0), (8, 6))])
     assert str(one) != str(same)
-    np.testing.assert_array_equal(Terms({"source": one}).header(), Terms({"source": same}).header())
+    np.testing.assert_array_equal(Proposal({"source": one}).header(), Proposal({"source": same}).header())
 
 
 def test_values_that_are_equal_but_of_other_types_differ():
-    found = [Terms({"verify": value}).header()[1] for value in (1, True, None, 0, False)]
+    found = [Proposal({"verify": value}).header()[1] for value in (1, True, None, 0, False)]
     assert len(set(found)) == 5
 
 
@@ -146,7 +146,7 @@ def test_values_that_are_equal_but_of_other_types_differ():
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("rank", range(4))
 def test_a_field_that_differs_is_named_with_its_values_and_ranks(name, rank):
-    terms = [Terms(SAME)] * 4
+    terms = [Proposal(SAME)] * 4
     terms[rank] = but(name)
     assert verdict(terms) is Verdict.REFUSE
     message = refused(terms, OWNERS)
@@ -158,7 +158,7 @@ def test_a_field_that_differs_is_named_with_its_values_and_ranks(name, rank):
 
 
 def test_the_first_field_that_differs_is_reported():
-    terms = [Terms(SAME), Terms(SAME | {name: FIELDS[name][1] for name in ("dtype", "target")})]
+    terms = [Proposal(SAME), Proposal(SAME | {name: FIELDS[name][1] for name in ("dtype", "target")})]
     assert refused(terms) == (
         "the ranks disagree on the dtype of this reshard: rank 0: torch.float32; rank 1: torch.bfloat16. "
         "Every rank of the group must ask for the same"
@@ -166,8 +166,8 @@ def test_the_first_field_that_differs_is_reported():
 
 
 def test_what_a_rank_does_not_know_is_not_held_against_it():
-    wrong = Terms(SAME | {"shape": (1, 1), "max_bytes": 7}, UNKNOWN)
-    message = refused([Terms(SAME), wrong])
+    wrong = Proposal(SAME | {"shape": (1, 1), "max_bytes": 7}, UNKNOWN)
+    message = refused([Proposal(SAME), wrong])
     assert "disagree on the max_bytes" in message
     assert "(1, 1)" not in message
 
@@ -175,7 +175,7 @@ def test_what_a_rank_does_not_know_is_not_held_against_it():
 @given(st.lists(st.sampled_from(FAILURES), min_size=1, max_size=5).filter(any))
 @settings(max_examples=40)
 def test_errors_are_told_with_the_ranks_that_had_them(errors):
-    terms = [Terms(SAME, error=error) for error in errors]
+    terms = [Proposal(SAME, error=error) for error in errors]
     message = refused(terms)
     different = {str(error): [r for r, e in enumerate(errors) if e is error] for error in errors if error}
     if None not in errors and len(different) == 1:
@@ -194,13 +194,13 @@ def said(error):
 
 
 def test_errors_come_before_differences():
-    assert refused([but("dtype"), Terms(SAME), Terms({"operation": "reshard"}, error=FAILURES[2])]) == (
+    assert refused([but("dtype"), Proposal(SAME), Proposal({"operation": "reshard"}, error=FAILURES[2])]) == (
         "rank 2 cannot take part in this reshard: no tensor"
     )
 
 
 def test_an_exchange_without_a_name_is_an_exchange():
-    assert refused([Terms({}), Terms({}, error=FAILURES[1])]) == (
+    assert refused([Proposal({}), Proposal({}, error=FAILURES[1])]) == (
         "rank 1 cannot take part in this exchange: no such layout"
     )
 
@@ -236,24 +236,24 @@ def agreed(transports, terms):
 
 
 def test_ranks_that_agree_are_done(transports):
-    assert agreed(transports, [Terms(SAME)] * 4) == [None] * 4
+    assert agreed(transports, [Proposal(SAME)] * 4) == [None] * 4
 
 
 def test_ranks_that_lack_knowledge_hear_what_the_others_know(transports):
-    assert agreed(transports, [Terms(SAME), *[Terms(SAME, UNKNOWN)] * 3]) == [[SAME, None, None, None]] * 4
+    assert agreed(transports, [Proposal(SAME), *[Proposal(SAME, UNKNOWN)] * 3]) == [[SAME, None, None, None]] * 4
 
 
 REFUSED = {
-    **{f"another {name}": [Terms(SAME), but(name), Terms(SAME), Terms(SAME)] for name in FIELDS},
-    "one fails": [*[Terms(SAME)] * 3, Terms({}, error=FAILURES[1])],
+    **{f"another {name}": [Proposal(SAME), but(name), Proposal(SAME), Proposal(SAME)] for name in FIELDS},
+    "one fails": [*[Proposal(SAME)] * 3, Proposal({}, error=FAILURES[1])],
     "some fail": [
-        Terms({}, error=FAILURES[1]),
-        Terms(SAME),
-        Terms({}, error=FAILURES[1]),
-        Terms({}, error=FAILURES[2]),
+        Proposal({}, error=FAILURES[1]),
+        Proposal(SAME),
+        Proposal({}, error=FAILURES[1]),
+        Proposal({}, error=FAILURES[2]),
     ],
-    "all fail": [Terms({}, error=FAILURES[3])] * 4,
-    "nobody knows": [Terms(SAME, UNKNOWN)] * 4,
+    "all fail": [Proposal({}, error=FAILURES[3])] * 4,
+    "nobody knows": [Proposal(SAME, UNKNOWN)] * 4,
 }
 
 
@@ -272,20 +272,20 @@ def test_every_rank_raises_the_same_error(transports, terms):
 def test_a_refusal_leaves_the_transport_as_it_was(transports):
     for terms in REFUSED.values():
         assert all(isinstance(error, ExchangeError) for error in agreed(transports, terms))
-    assert agreed(transports, [Terms(SAME)] * 4) == [None] * 4
+    assert agreed(transports, [Proposal(SAME)] * 4) == [None] * 4
 
 
 def test_those_who_know_tell_those_who_unknown_wrong(transports):
-    wrong = Terms(SAME | {"shape": (1, 1)}, UNKNOWN)
-    found = agreed(transports, [wrong, Terms(SAME), Terms(SAME, UNKNOWN), wrong])
+    wrong = Proposal(SAME | {"shape": (1, 1)}, UNKNOWN)
+    found = agreed(transports, [wrong, Proposal(SAME), Proposal(SAME, UNKNOWN), wrong])
     assert found == [[None, SAME, None, None]] * 4
 
 
 def test_terms_are_remembered_once_all_have_agreed_on_them(transports):
-    agreed(transports, [Terms(SAME), but("dtype"), *[Terms(SAME)] * 2])
+    agreed(transports, [Proposal(SAME), but("dtype"), *[Proposal(SAME)] * 2])
     assert [transport.agreed for transport in transports] == [set()] * 4
-    agreed(transports, [Terms(SAME)] * 4)
-    assert [transport.agreed for transport in transports] == [{Terms(SAME).header().tobytes()}] * 4
+    agreed(transports, [Proposal(SAME)] * 4)
+    assert [transport.agreed for transport in transports] == [{Proposal(SAME).header().tobytes()}] * 4
 
 
 def test_where_the_ranks_disagree_nothing_is_written_that_others_can_see(transports):
@@ -295,7 +295,7 @@ def test_where_the_ranks_disagree_nothing_is_written_that_others_can_see(transpo
     def work(transport):
         source = torch.ones(made.source.local_shape(transport.me))
         move = Move.of(made, transport.me, [source], [targets[transport.me]], torch.float32)
-        terms = but("dtype") if transport.me == 9 else Terms(SAME)
+        terms = but("dtype") if transport.me == 9 else Proposal(SAME)
         return Exchange(transport, terms, [move], fresh=False).start().finish()
 
     assert {type(error) for error in outcomes(transports, work)} == {RefusedValueError}
@@ -310,7 +310,7 @@ def test_a_large_group_moves_the_same_values(transports):
         source = whole[OWNERS.index(transport.me)][None]
         target = torch.empty(made.target.local_shape(transport.me))
         assert (
-            Exchange(transport, Terms(SAME), [Move.of(made, transport.me, [source], [target], torch.float32)])
+            Exchange(transport, Proposal(SAME), [Move.of(made, transport.me, [source], [target], torch.float32)])
             .start()
             .finish()
             is None

@@ -10,6 +10,7 @@ from rectangles import box_lists, boxes, full_shapes
 from threads import forms, plain, spaced, tensors_of, turned
 
 from shardwise import Box, Layout
+from shardwise.exchange import view_of
 from shardwise.geometry import Places, Window
 from shardwise.layout import places_of
 from shardwise.testing import scatter, strategies
@@ -30,7 +31,7 @@ def assert_hold(places, tensors, whole):
     """At every place lie the cells of its box."""
     assert places.boxes.count == len(places.windows())
     for box, cut in zip(listed(places.boxes), places.windows(), strict=True):
-        np.testing.assert_array_equal(cut.of(tensors).numpy(), cells(whole, box), strict=True)
+        np.testing.assert_array_equal(view_of(cut, tensors).numpy(), cells(whole, box), strict=True)
 
 
 @st.composite
@@ -44,17 +45,26 @@ def owned(draw):
 @settings(max_examples=40)
 def test_a_cut_is_contiguous_where_torch_says_so(dims):
     cut = Window(0, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), 0)
-    assert cut.contiguous == cut.of([torch.zeros(64)]).is_contiguous()
+    assert cut.contiguous == view_of(cut, [torch.zeros(64)]).is_contiguous()
+
+
+@given(owned(), forms)
+@settings(max_examples=40)
+def test_a_place_is_made_of_runs_of_consecutive_elements(held, form):
+    _, _, places = laid(*held, form)
+    for runs, cut in zip(places.runs().tolist(), places.windows(), strict=True):
+        assert (runs == 1) == cut.contiguous
+        assert (np.diff(cut.elements().reshape(runs, -1), axis=1) == 1).all()
 
 
 def test_a_cut_counts_from_the_first_element_of_its_tensor():
     tensors = [torch.zeros(3), torch.arange(40)[10:]]
-    assert Window(1, (2, 3), (5, 2), 1).of(tensors).tolist() == [[11, 13, 15], [16, 18, 20]]
+    assert view_of(Window(1, (2, 3), (5, 2), 1), tensors).tolist() == [[11, 13, 15], [16, 18, 20]]
 
 
 def test_a_cut_is_a_view_of_its_tensor():
     tensor = torch.zeros(4, 3).t()
-    Window(0, (2,), (tensor.stride(1),), 1).of([tensor]).fill_(7)
+    view_of(Window(0, (2,), (tensor.stride(1),), 1), [tensor]).fill_(7)
     assert tensor.tolist() == [[0, 0, 0, 0], [7, 7, 0, 0], [0, 0, 0, 0]]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange import Exchange, Move, Proposal
 from shardwise.transports.in_memory import in_memory_transports
 
 PATIENCE = 20.0  # seconds until a thread that waits for a message that never comes gives up
@@ -148,4 +148,4 @@ def carried(plan, sources, *, dtype=None, form=plain, becomes=None, transports=N
 
 def terms(**fields):
     """What everybody brings who asks for the same."""
-    return Terms({"operation": "reshard", **fields})
+    return Proposal({"operation": "reshard", **fields})

@@ -14,7 +14,7 @@ import shardwise as sw
 import shardwise.transports.shared_memory as sharing
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
-from shardwise.transports import process_memory
+from shardwise.transports import local_peers
 
 PATIENCE = 50  # seconds, of the group
 SOON = PATIENCE / 2  # long before that, however busy the machine is
@@ -38,7 +38,7 @@ MOMENTS = {  # when a rank is killed, and in which way messages go; what it does
         lambda then: setattr(sharing.SharedMemoryTransport, "_send", _second(sharing.LOCATION, then)),
     ),
     "before it reads": ("staged", lambda then: setattr(sharing.SharedMemoryTransport, "open_message", then)),
-    "while it reads": ("read", lambda then: setattr(process_memory, "read", then)),
+    "while it reads": ("read", lambda then: setattr(local_peers, "read", then)),
     "while it copies": ("shared", lambda then: setattr(ViewCache, "copy_known", then)),
     "before it says so": ("staged", lambda then: setattr(sharing.SharedMemoryRound, "finish", then)),
     "between having said so": (
@@ -171,7 +171,7 @@ def test_a_child_of_a_killed_rank_does_not_keep_it_alive(ranks, tmp_path):  # no
 def test_an_interrupt_while_ranks_meet_leaves_a_transport_that_says_so(ranks):  # noqa: F811
     def run(rank):
         if rank == 1:
-            process_memory.MemoryProbe.is_readable = interrupt
+            local_peers.MemoryProbe.is_readable = interrupt
         calls = [raised(lambda: sw.reshard(sw.empty("8x8/S0@2"), "8x8/S1@2")) for _ in range(2)]
         return [(kind, text) for kind, text, _ in calls], max(took for *_, took in calls)
 

@@ -14,8 +14,8 @@ from wired import COLUMNS, ROWS, VALUES, expect, part, raised, use, works
 import shardwise as sw
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
-from shardwise.transports import process_memory
-from shardwise.transports.process_memory import MemoryProbe
+from shardwise.transports import local_peers
+from shardwise.transports.local_peers import MemoryProbe
 from shardwise.transports.shared_memory import SharedMemoryTransport
 
 me = os.getpid
@@ -26,31 +26,31 @@ def addresses(*tensors):
 
 
 @pytest.mark.parametrize("most", [2**30, 1000])
-@pytest.mark.parametrize("count", [0, 1, process_memory.MAX_RANGES, 3 * process_memory.MAX_RANGES + 5])
+@pytest.mark.parametrize("count", [0, 1, local_peers.MAX_RANGES, 3 * local_peers.MAX_RANGES + 5])
 def test_any_number_of_ranges_is_read(monkeypatch, count, most):
-    monkeypatch.setattr(process_memory, "MAX_BYTES", most)  # above it they are read in parts
+    monkeypatch.setattr(local_peers, "MAX_BYTES", most)  # above it they are read in parts
     sizes = np.random.default_rng(count).integers(0, 50, count)
     sizes[::100] = 7000
     starts = np.cumsum(sizes) - sizes
     there, here = torch.randint(256, (int(sizes.sum()),), dtype=torch.uint8), torch.zeros(int(sizes.sum())).byte()
     back = starts[::-1].copy()
-    process_memory.read(me(), here.data_ptr() + back, there.data_ptr() + back, sizes[::-1].copy())
+    local_peers.read(me(), here.data_ptr() + back, there.data_ptr() + back, sizes[::-1].copy())
     np.testing.assert_array_equal(here.numpy(), there.numpy())
 
 
 def test_memory_that_is_not_there_is_an_error():
     room, one = torch.zeros(8), np.array([8])
     with pytest.raises(sw.ExchangeError, match="cannot be read: Bad address"):
-        process_memory.read(me(), addresses(room), np.array([4096]), one)
+        local_peers.read(me(), addresses(room), np.array([4096]), one)
     here, there = np.repeat(addresses(room), 2), np.array([room.data_ptr(), 4096])
     with pytest.raises(sw.ExchangeError, match="8 of 16 bytes were read"):
-        process_memory.read(me(), here, there, np.repeat(one, 2))
+        local_peers.read(me(), here, there, np.repeat(one, 2))
     gone = os.fork()
     if not gone:
         os._exit(0)
     os.waitpid(gone, 0)
     with pytest.raises(sw.ExchangeError, match=f"process {gone} cannot be read: No such process"):
-        process_memory.read(gone, addresses(room), addresses(room), one)
+        local_peers.read(gone, addresses(room), addresses(room), one)
 
 
 def test_it_is_tried_whether_memory_can_be_read(monkeypatch):
@@ -59,7 +59,7 @@ def test_it_is_tried_whether_memory_can_be_read(monkeypatch):
     assert not probe._replace(content=b"something else!!").is_readable(me())
     assert not probe._replace(address=4096).is_readable(me())
     assert not probe.is_readable(0)
-    monkeypatch.setattr(process_memory, "_libc", object())
+    monkeypatch.setattr(local_peers, "_libc", object())
     assert not probe.is_readable(me())  # a system that does not have it
 
 
@@ -68,9 +68,9 @@ def test_a_rank_that_may_not_read_is_sent_messages(ranks):  # noqa: F811
         use("read")
         if rank == 1:  # as a child may not read its parent, which may read it
             MemoryProbe.is_readable = lambda *_: False
-        reads, read = [], process_memory.read
+        reads, read = [], local_peers.read
         works(rank)
-        process_memory.read = lambda *args: reads.append(1) or read(*args)
+        local_peers.read = lambda *args: reads.append(1) or read(*args)
         works(rank, transport="shared")
         peers = group_transport(None).local_peers
         return sorted(peers.processes), sorted(peers.readers), len(reads)

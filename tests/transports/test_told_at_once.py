@@ -19,7 +19,7 @@ import shardwise as sw
 import shardwise.exchange.exchange as running
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
-from shardwise.transports.collectives import wait_for
+from shardwise.transports.endpoint import wait_for
 from shardwise.transports.this_process import this_process
 from shardwise.transports.unix_packets import PacketSocket
 

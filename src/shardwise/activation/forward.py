@@ -17,12 +17,11 @@ from shardwise.activation.digest import difference
 from shardwise.activation.forward_scope import ForwardScope, SavePolicy
 from shardwise.activation.saved import PackedTensor, UnshardedTensor
 from shardwise.activation.sharded_activation import ActivationStore
+from shardwise.containers.dtensor import is_mesh
+from shardwise.containers.torch_private import argument_leaves, backward_task, saved_tensors_hooks_on, transforming
 from shardwise.errors import LayoutError
 from shardwise.job.agree import together
 from shardwise.job.session import group_transport
-from shardwise.torch_internals import is_mesh
-from shardwise.torch_internals.autograd import backward_task, saved_tensors_hooks_on, transforming
-from shardwise.torch_internals.pytree import argument_leaves
 
 Forward = Callable[..., Any]
 

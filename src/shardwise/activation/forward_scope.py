@@ -12,10 +12,10 @@ from shardwise.activation.account import Account
 from shardwise.activation.digest import digest
 from shardwise.activation.saved import PackedTensor, StorageRegion, has_memory
 from shardwise.activation.sharded_activation import ActivationStore, ShardedActivation
-from shardwise.containers.container import is_sharded
-from shardwise.torch_internals import is_dtensor, replicated_along
-from shardwise.torch_internals.autograd import random_state
-from shardwise.torch_internals.memory import StorageWeakRef, local_of, storage_of, version_of, watched_storage
+from shardwise.containers.dtensor import is_dtensor, replicated_along
+from shardwise.containers.memory import StorageWeakRef, local_of, storage_of, version_of, watched_storage
+from shardwise.containers.sharded import is_sharded
+from shardwise.containers.torch_private import random_state
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.activation.sharded_activation import ShardedActivation
-from shardwise.torch_internals.memory import DTensorSpec, version_of, with_spec
+from shardwise.containers.memory import DTensorSpec, version_of, with_spec
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -15,9 +15,9 @@ import torch
 
 from shardwise.activation.account import Account
 from shardwise.activation.digest import difference
+from shardwise.containers.torch_private import after_backward, backward_task
 from shardwise.errors import ExchangeError
 from shardwise.exchange.transport import PeerBuffer, PostedMessages
-from shardwise.torch_internals.autograd import after_backward, backward_task
 from shardwise.transports import GroupTransport
 
 ALIGN = 64  # bytes: where parts begin

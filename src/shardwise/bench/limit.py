@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardwise.exchange.messages import across
+from shardwise.exchange.messages import across, view_of
 from shardwise.layout import Layout
 from shardwise.planning import Plan
 
@@ -41,7 +41,7 @@ def _views(
     for peer in sorted({int(owner) for owner in copies.source[copies.target == rank]}):
         source = _room(plan.source, peer, dtype)
         for theirs, ours in across(plan, (0, 0), (peer, rank), _strides(source), _strides(targets)):
-            yield ours.of(targets), theirs.of(source)
+            yield view_of(ours, targets), view_of(theirs, source)
 
 
 def _room(layout: Layout, owner: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardwise.bench.clock import Task
 from shardwise.bench.limit import strided_copies
+from shardwise.containers.torch_sharded import RemoteDevice
 from shardwise.layout import Layout, Mesh
 from shardwise.planning import Plan, plan
 from shardwise.state import empty
 from shardwise.tensor import ShardedTensor, reshard
-from shardwise.torch_internals import RemoteDevice
 from shardwise.transports import TransportChoice
 
 Shape = tuple[int, int]

@@ -17,6 +17,7 @@ import torch
 from shardwise.checkpoint.files import ByteRange, Files, OutputFile
 from shardwise.checkpoint.local_files import RECHECK_SECONDS
 from shardwise.errors import CheckpointError, LayoutError
+from shardwise.exchange import view_of
 from shardwise.exchange.buffers import copy_all
 from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
@@ -262,7 +263,7 @@ class Copies(NamedTuple):
 
     def into(self, tensors: Sequence[torch.Tensor], look: Look | None = None) -> Reading:
         """Into this memory."""
-        return Reading(self.entry, self.sources, [window.of(tensors) for window in self.targets], look)
+        return Reading(self.entry, self.sources, [view_of(window, tensors) for window in self.targets], look)
 
 
 class Match(NamedTuple):

@@ -15,11 +15,14 @@ from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.filling import Prepared, fill_each, fill_once
+from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
 from shardwise.checkpoint.values import refuse_modules
+from shardwise.containers.description import Descriptions, describe_all, is_tensor
+from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
 from shardwise.job.casts import Cast, TargetCasts
@@ -27,10 +30,9 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
-from shardwise.job.side import Descriptions, combine_descriptions, describe_all, is_tensor
+from shardwise.job.side import combine_descriptions
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
-from shardwise.torch_internals.memory import is_meta, local_of, storage_of, with_memory
 
 T = TypeVar("T")
 Read = Literal["each", "once"]
@@ -38,7 +40,7 @@ Read = Literal["each", "once"]
 
 def load(
     path: PathLike | Checkpoint,
-    into: dict[Any, Any],
+    into: dict[Any, Any] | torch.nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
     rename: Rename = None,
@@ -51,7 +53,11 @@ def load(
     max_bytes: int | None = None,
     progress: Progress = None,
 ) -> None:
-    """Fill the tensors of a state dict from a checkpoint, in place, for any shardings. Other values are replaced.
+    """Fill the tensors of a state dict or module from a checkpoint, in place, under any sharding; replace other values.
+
+    `into` may be a module: its parameters and persistent buffers are filled, those on the meta device are made. Other
+    buffers on the meta device are filled by the module's own code, or named in an error. For a model of transformers,
+    names and parts are converted as its `from_pretrained` does.
 
     Tensors on the meta device have no memory: they are replaced in the state dict, as torch's dcp.load does. Objects
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
@@ -76,6 +82,23 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
+    if isinstance(into, torch.nn.Module):
+        module = into
+        target, _ = callers.tell(lambda: (ModuleTarget.of(module, opened(), rename, remap), None))
+        load(
+            target.checkpoint,
+            target.state,
+            group=group,
+            rename=target.rename,
+            remap=target.remap,
+            cast=cast,
+            overflow=overflow,
+            strict=strict,
+            read=read,
+            max_bytes=max_bytes,
+            progress=progress,
+        )
+        return target.finish()
     # a rank that reads for all must read the same files as the others
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}

@@ -22,20 +22,13 @@ from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.values import encode, refuse_modules
-from shardwise.containers.container import is_sharded
+from shardwise.containers.description import Descriptions, describe_all, is_tensor, lists_chunks, memory_of
+from shardwise.containers.sharded import is_sharded
+from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import (
-    Descriptions,
-    check_local,
-    combine_descriptions,
-    describe_all,
-    is_tensor,
-    lists_chunks,
-    memory_of,
-    refuse_several_jobs,
-)
+from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
@@ -223,11 +216,11 @@ def _check(format: str) -> None:
 def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:
     """The boxes of a tensor that this rank writes: views of its memory."""
     memory = memory_of(flat.get(name))
-    check_local(f"{name!r} of the state dict", memory, tensor, me)
+    check_side("state dict", {name: memory}, {name: tensor}, me)
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, cut.of(memory))) for box, cut in places]
+    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, view_of(cut, memory))) for box, cut in places]
 
 
 @lru_cache(maxsize=4096)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class, unknown_class
+from shardwise.containers.torch_private import REBUILD_MODULE, TENSOR_MODULE
 from shardwise.quoting import brief
-from shardwise.torch_internals.serialization import REBUILD_MODULE, TENSOR_MODULE
 
 FACTORIES: dict[str | None, Callable[[], object] | None] = {  # of defaultdicts
     None: None,

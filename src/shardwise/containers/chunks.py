@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardwise.errors import LayoutError
+from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, local_shapes, places_of
 
@@ -135,7 +136,7 @@ def tensor_shard(index: MetadataIndex, shards: Tensors, layout: Layout, owner: i
     row, box, _ = known.all[index.index if index.index in numbers else numbers[0]]
     places = _places(layout, owner, tuple(shard.stride() for shard in shards))
     (cut,) = places.inside(ints([row]), Boxes.of([box], layout.ndim)).windows()
-    return cut.of([shard.detach() for shard in shards])
+    return view_of(cut, [shard.detach() for shard in shards])
 
 
 @lru_cache(maxsize=64)

@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.containers.dtensor import DTensorContainer, is_dtensor, is_mesh, on_mesh
+from shardwise.containers.memory import is_chunked, whole_shape
 from shardwise.containers.own_container import OwnContainer
-from shardwise.containers.sharded import ShardedTensor
+from shardwise.containers.sharded import ShardedTensor, is_sharded
+from shardwise.containers.torch_sharded import ShardedLike, SpecLike, TorchShardedContainer, is_spec, is_torch_sharded
 from shardwise.errors import LayoutError, RefusedValueError
 from shardwise.layout import Layout, parse
-from shardwise.torch_internals import (
-    DTensorContainer,
-    ShardedLike,
-    SpecLike,
-    TorchShardedContainer,
-    is_dtensor,
-    is_mesh,
-    is_spec,
-    is_torch_sharded,
-    on_mesh,
-)
-from shardwise.torch_internals.memory import is_chunked, whole_shape
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import Members, of_job
 
@@ -144,9 +135,10 @@ class Renumbered:
 
 def on_transport(container: Container, transport: GroupTransport | None) -> Container:
     """A container with the owners of a transport; without a transport, with the ranks of this process's job."""
-    if container.group is not None and transport is not None and container.group is transport.group:
+    group = container.group
+    if group is not None and transport is not None and group is transport.group:
         return container
-    if not of_job(container.group):
+    if group is not None and not of_job(group):
         raise RefusedValueError(
             f"{container.layout!r} belongs to a group whose owners are ranks of the group, and not of a job: "
             f"give that group as group="
@@ -156,13 +148,6 @@ def on_transport(container: Container, transport: GroupTransport | None) -> Cont
     renumbered = Renumbered(container, transport.members)
     renumbered.layout  # noqa: B018  # what it refuses is raised here, where all ranks learn of errors
     return renumbered
-
-
-def is_sharded(x: object) -> TypeGuard[torch.Tensor]:
-    """True for a sharded tensor of any kind."""
-    if type(x) is torch.Tensor:  # called several times for every tensor of a model
-        return False
-    return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)
 
 
 def container_of(x: object) -> Container:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,10 @@ from torch.autograd.graph import Node
 from shardwise import report
 from shardwise.containers import chunks
 from shardwise.containers.chunks import check_shards
+from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.operations import OF_SHARDS, OF_THE_WRAPPER, OWN, call_on_wrapper, name_of, refuse
 from shardwise.containers.own_container import OwnContainer
+from shardwise.containers.torch_sharded import is_torch_sharded
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -433,3 +435,10 @@ def _parameter(make: Callable[..., ShardedTensor], given: tuple[object, ...]) ->
     parameter = make(*given)
     parameter._is_param = True
     return parameter
+
+
+def is_sharded(x: object) -> TypeGuard[torch.Tensor]:
+    """True for a sharded tensor of any kind."""
+    if type(x) is torch.Tensor:  # called several times for every tensor of a model
+        return False
+    return isinstance(x, ShardedTensor) or is_dtensor(x) or is_torch_sharded(x)

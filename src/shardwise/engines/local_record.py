@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.containers.dtensor import is_dtensor
+from shardwise.containers.memory import storage_of
 from shardwise.engines.memory import Lost, Memory, Overwrite, Own, window_of
 from shardwise.engines.recorder import NeedsValuesError, Recorder
 from shardwise.engines.time_limit import time_limit
 from shardwise.errors import EngineError
 from shardwise.geometry import Box, StridedPair, strided_boxes
 from shardwise.layout import Layout
-from shardwise.torch_internals import is_dtensor
-from shardwise.torch_internals.memory import storage_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[[Weights], object]

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.checkpoint.callers import Callers
-from shardwise.containers.container import is_sharded, layout_of
+from shardwise.containers.container import layout_of
 from shardwise.containers.delivered import DeliveredTensor, Delivery
-from shardwise.containers.sharded import ShardedTensor
+from shardwise.containers.description import is_tensor
+from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.engines.explain import Explanation, RecordedName
 from shardwise.engines.local_record import (
     Loader,
@@ -30,7 +31,6 @@ from shardwise.engines.local_record import (
 from shardwise.engines.memory import Lost
 from shardwise.errors import EngineError
 from shardwise.geometry import Box
-from shardwise.job.side import is_tensor
 from shardwise.layout import Layout
 from shardwise.state.traverse import StateDict, flatten_state_dict
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engines.memory import Lost, Memory, Own, Stored, memory_shape, window_of
-from shardwise.errors import LayoutError
-from shardwise.geometry import StridedPair
-from shardwise.torch_internals.dispatch import (
+from shardwise.containers.dispatch import (
     OpOverload,
     TorchDispatchMode,
     is_view,
@@ -18,7 +15,10 @@ from shardwise.torch_internals.dispatch import (
     with_tensors,
     written_tensors,
 )
-from shardwise.torch_internals.memory import storage_of
+from shardwise.containers.memory import storage_of
+from shardwise.engines.memory import Lost, Memory, Own, Stored, memory_shape, window_of
+from shardwise.errors import LayoutError
+from shardwise.geometry import StridedPair
 
 aten = torch.ops.aten
 WRITES = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}

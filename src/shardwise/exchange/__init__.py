@@ -1,8 +1,20 @@
 """Exchange: runs plans over a transport."""
 
-from shardwise.exchange.agreement import Terms, in_words
+from shardwise.exchange.agreement import Proposal, in_words
 from shardwise.exchange.buffers import Staging, ViewCache
 from shardwise.exchange.exchange import Exchange, Move
+from shardwise.exchange.messages import view_of
 from shardwise.exchange.transport import PeerBuffer, PostedMessages, Transport
 
-__all__ = ["Exchange", "Move", "PeerBuffer", "PostedMessages", "Staging", "Terms", "ViewCache", "Transport", "in_words"]
+__all__ = [
+    "Exchange",
+    "Move",
+    "PeerBuffer",
+    "PostedMessages",
+    "Staging",
+    "Proposal",
+    "ViewCache",
+    "Transport",
+    "in_words",
+    "view_of",
+]

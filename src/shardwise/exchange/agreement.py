@@ -50,7 +50,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True)
-class Terms:
+class Proposal:
     """What one rank takes the exchange to be, by fields in the order in which differences are reported.
 
     What it does not know is `unknown`: the values of these fields do not count.
@@ -74,7 +74,7 @@ class Terms:
         words[1 : len(self.fields) + 1] = [_digest(value) for value in self.fields.values()]
         return words
 
-    def told(self) -> dict[str, Any]:
+    def explanation(self) -> dict[str, Any]:
         """All that is needed to explain a refusal."""
         known = isinstance(self.error, ShardwiseError | ValueError | TypeError)  # which say all in their words
         error = self.error and (str(self.error) if known else f"{type(self.error).__name__}: {self.error}")
@@ -120,9 +120,9 @@ def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> Shardwi
         values.pop(None, None)
         if len(values) > 1:
             shown = {t["digests"].get(name): t["fields"].get(name) for t in told}
-            found = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
+            answers = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
             return RefusedValueError(
-                f"the ranks disagree on the {name} of this {operation}: {found}. "
+                f"the ranks disagree on the {name} of this {operation}: {answers}. "
                 f"Every rank of the group must ask for the same"
             )
     return ExchangeError(
@@ -147,10 +147,10 @@ def in_words(numbers: Sequence[int]) -> str:
 
 
 def _grouped(values: Sequence[Any], owners: Sequence[int]) -> dict[Any, list[int]]:
-    found = defaultdict[Any, list[int]](list)
+    groups = defaultdict[Any, list[int]](list)
     for value, owner in zip(values, owners, strict=True):
-        found[value].append(owner)
-    return found
+        groups[value].append(owner)
+    return groups
 
 
 def _bits(names: frozenset[str], fields: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.exchange.messages import Message, Pair, Tensors
+from shardwise.exchange.messages import Message, Pair, Tensors, view_of
 
 PAGE = 2**21
 _libc = ctypes.CDLL(None)
@@ -21,10 +21,10 @@ _libc = ctypes.CDLL(None)
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor that is not filled."""
-    found = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if device.type == "cpu" and found.nbytes >= 2 * PAGE:
-        _ask_for_large_pages(found.data_ptr(), found.nbytes)
-    return found
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if device.type == "cpu" and tensor.nbytes >= 2 * PAGE:
+        _ask_for_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def bytes_at(address: int, size: int) -> npt.NDArray[np.uint8]:
@@ -75,11 +75,11 @@ class Staging:
             del buffer  # given back before the larger one is asked for
             with outside_inference():
                 buffer = self._buffers[device] = fresh([total], torch.uint8, device)
-        found, start = list[torch.Tensor](), 0
+        rooms, start = list[torch.Tensor](), 0
         for size in sizes:
-            found.append(buffer[start : start + size])
+            rooms.append(buffer[start : start + size])
             start += _up(size, align)
-        return found
+        return rooms
 
     @property
     def bytes(self) -> int:
@@ -128,7 +128,7 @@ class ViewCache:
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
         """Copy what stays with its owner, between tensors. `key` tells the turns apart."""
         if key not in self._local:
-            views = [(pair.here.of(source), pair.there.of(target)) for pair, source, target in pairs]
+            views = [(view_of(pair.here, source), view_of(pair.there, target)) for pair, source, target in pairs]
             self._local[key] = [there for _, there in views], [here for here, _ in views]
         copy_all(*self._local[key])
 
@@ -154,8 +154,8 @@ class ViewCache:
         if kept is None or kept[:2] != (message, where):  # which also keeps the parcel, and so its id, alive
             with outside_inference():
                 kept = self._made[at] = message, where, make()
-        found: T = kept[2]
-        return found
+        made: T = kept[2]
+        return made
 
     def copy_known(self, message: Message, where: Hashable, make: Callable[[], Sides]) -> None:
         """Copy between views that are made once: to ours, from theirs."""

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.exchange.agreement import WORDS, Terms, Verdict, judge, refusal, weigh
+from shardwise.exchange.agreement import WORDS, Proposal, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
-from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule
+from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule, view_of
 from shardwise.exchange.peer_reads import fetch
 from shardwise.exchange.reduce import Look, reduce
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
@@ -24,7 +24,7 @@ from shardwise.planning import Plan
 
 HEADER = 8 * WORDS
 INLINE, SLOTS = 2**14, 2**17  # the largest message beside a header, and the bytes of all slots of a rank
-MOST_AGREED = 2**14  # terms that a transport remembers
+MOST_AGREED = 2**14  # proposals that a transport remembers
 MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 
 
@@ -62,7 +62,7 @@ class Exchange:
     def __init__(
         self,
         transport: Transport,
-        terms: Terms,
+        proposal: Proposal,
         moves: Sequence[Move] = (),
         *,
         device: torch.device | None = None,
@@ -71,7 +71,7 @@ class Exchange:
         part_of: Exchange | None = None,
         direct: bool = True,
     ) -> None:
-        self.transport, self.terms, self.moves, self.fresh = transport, terms, moves, fresh
+        self.transport, self.proposal, self.moves, self.fresh = transport, proposal, moves, fresh
         self.views, self.direct = views or ViewCache(), direct
         if views is not None:
             transport.views.add(views)
@@ -80,11 +80,11 @@ class Exchange:
         self.targets: list[Tensors] = [move.target for move in moves]
         self.inline = inline_bytes(len(transport.owners))
         self.schedule = schedule(tuple((m.program, m.dtype) for m in moves), transport.me, self.inline)
-        self.header = terms.header()
+        self.header = proposal.header()
         # numbers count what the program starts, in the same order everywhere; parts of it start in their own time
         self.nested = part_of is not None
         self.number: int = next(transport.numbers) if part_of is None else part_of.number
-        # a message can only meet one of the same exchange of the same ranks, on the same terms (but for one in 2**31)
+        # a message can only meet one of the same exchange of the same ranks and proposal (but for one in 2**31)
         names = f"{transport.name} {self.number} {self.nested}".encode()
         self.tag = crc32(self.header[1:].tobytes(), crc32(names)) >> 1
         self.writing = False  # into the target's tensors: from when all have agreed
@@ -94,7 +94,7 @@ class Exchange:
     def start(self, *, alone: bool = False) -> Exchange:
         """Send the header to everybody, and with it the messages that fit.
 
-        `alone` says that no other exchange of this transport is under way. Then, where all have agreed on these terms
+        `alone` says that no other exchange of this transport is under way. Then, where all have agreed on this proposal
         before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
         """
         # other exchanges may have started since: a part of one must not come between their collective calls
@@ -116,14 +116,14 @@ class Exchange:
         """Carry it out. None once all is in its place; where some ranks lack knowledge, what all of them know."""
         first = self.schedule.rounds[0]
         waiting = self._ahead is None and first.bytes > 0  # for the others to agree, before it is posted
-        early = self.fresh and not waiting and self.terms.error is None
+        early = self.fresh and not waiting and self.proposal.error is None
         if early:
             with self._unbroken():
                 self._copy_local(first)
         with self._unbroken(but=ShardwiseError):
             slots = self._agreed()
         if slots is None:
-            return self.transport.all_gather(None if self.terms.unknown else dict(self.terms.fields))
+            return self.transport.all_gather(None if self.proposal.unknown else dict(self.proposal.fields))
         with self._unbroken():
             self.writing = True
             for move in self.moves:
@@ -166,40 +166,42 @@ class Exchange:
                     self.views.pack(message, self.views.room(message), self.sources)
                     room[:] = self.views.room(message).numpy()
         except Exception as error:  # not too late to tell the others
-            self.terms = replace(self.terms, error=error)
-            self.header = self.terms.header()
+            self.proposal = replace(self.proposal, error=error)
+            self.header = self.proposal.header()
         rows[:, :HEADER] = self.header.view(np.uint8)
         return rows, sizes
 
     def _agreed(self) -> Any:
         """The slots of the others, once all agree; None where ranks have to learn."""
         assert self._agreement is not None, "start first"
-        found = self._agreement()
-        verdict = self._verdict(found)
+        slots = self._agreement()
+        verdict = self._verdict(slots)
         if verdict is Verdict.GO:
             if not self.nested:
                 self._remember()
-            return found
+            return slots
         if self._ahead is not None:  # what was posted will not be met, but may not be reused either
             self.transport.abandon(self._ahead)
         if verdict is Verdict.REFUSE:
-            raise refusal(self.transport.all_gather(self.terms.told()), self.transport.owners) from self.terms.error
+            raise refusal(
+                self.transport.all_gather(self.proposal.explanation()), self.transport.owners
+            ) from self.proposal.error
         return None
 
     def _remember(self) -> None:
-        """All agree on these terms. (Not where some had to learn first: they will have to the next time, too.)"""
+        """All agree on this proposal. (Not where some had to learn first: they will have to the next time, too.)"""
         if len(self.transport.agreed) > MOST_AGREED:
             self.transport.agreed.clear()
         self.transport.agreed.add(self.header.tobytes())
 
-    def _verdict(self, found: Any) -> Verdict:
+    def _verdict(self, slots: Any) -> Verdict:
         if self._many:
-            return judge(found.cpu().numpy())
+            return judge(slots.cpu().numpy())
         mine = self.header.tobytes()
-        if not self.header[0] and all(row[:HEADER] == mine for row in found):
+        if not self.header[0] and all(row[:HEADER] == mine for row in slots):
             return Verdict.GO  # nobody failed or lacks anything, and all say the same
-        headers = np.frombuffer(b"".join(row[:HEADER] for row in found), np.int64)
-        return judge(weigh(headers.reshape(len(found), -1)).max(axis=0))
+        headers = np.frombuffer(b"".join(row[:HEADER] for row in slots), np.int64)
+        return judge(weigh(headers.reshape(len(slots), -1)).max(axis=0))
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
@@ -215,12 +217,12 @@ class Exchange:
                 room.numpy()[:] = np.frombuffer(buffer, np.uint8)
                 messages.append((message, room))
                 self.views.unpack(message, room, self.targets)
-        for at, found in posted.arrivals() if posted else ():
-            if isinstance(found, torch.Tensor):
-                messages.append((round_.receives[at], found))
-                self.views.unpack(round_.receives[at], found, self.targets)
-            elif found is not None:
-                fetch(round_.key, round_.receives[at], found, self.moves, self.transport.me, self.views)
+        for at, arrived in posted.arrivals() if posted else ():
+            if isinstance(arrived, torch.Tensor):
+                messages.append((round_.receives[at], arrived))
+                self.views.unpack(round_.receives[at], arrived, self.targets)
+            elif arrived is not None:
+                fetch(round_.key, round_.receives[at], arrived, self.moves, self.transport.me, self.views)
         self._reduce(round_, messages)
         if posted:
             posted.finish()
@@ -262,16 +264,16 @@ class Exchange:
 
         Not where it is terms, is cast on the way, or lies on a device that the transport cannot reach.
         """
-        found = list[torch.Tensor]()
+        tensors = list[torch.Tensor]()
         for part in message.parts:
-            if round_.key[0] == 0 and self.moves[part.move].plan.reducing:
+            if round_.key[0] == 0 and self.moves[part.move].program.reducing:
                 return []
-            found += source[part.move]
+            tensors += source[part.move]
         kind = self.device.type
         alike = all(
             t.dtype == part.dtype and t.device.type == kind for part in message.parts for t in source[part.move]
         )
-        return found if alike else []
+        return tensors if alike else []
 
     def _reduce(self, round_: Round, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""
@@ -281,8 +283,8 @@ class Exchange:
         arrived = {(part.move, p.peer): [part.elements(room)] for p, room in messages for part in p.parts}
         for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
             for target, terms in stage.reductions if stage else ():
-                cells = [cut.of(move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
-                reduce(target.of(move.target), cells, move.plan.source.op or "sum", move.look)
+                cells = [view_of(cut, move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
+                reduce(view_of(target, move.target), cells, move.plan.source.op or "sum", move.look)
 
     def _read(self, round_: Round) -> list[Tensors]:
         """The tensors that a turn sends from: later steps send what earlier ones brought."""

@@ -23,16 +23,25 @@ class Pair(NamedTuple):
     there: Window
 
 
+def view_of(window: Window, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of a window, as a view of one of these tensors."""
+    tensor, shape, strides, offset = window
+    whole = tensors[tensor]
+    return whole.as_strided(shape, strides, int(whole.storage_offset()) + offset)
+
+
 class PeerCells(NamedTuple):
     """What a message to or from `peer` has of one tensor: its cells one after the other, and where they lie here.
 
-    `whole` is set where they lie here one after the other too, so that no packing is needed.
+    `whole` is set where they lie here one after the other too, so that no packing is needed. `runs`: in how many
+    stretches of consecutive elements they lie here.
     """
 
     peer: int
     volume: int
     pairs: tuple[Pair, ...]
     whole: Window | None
+    runs: int
 
 
 class Term(NamedTuple):
@@ -65,13 +74,14 @@ class Program:
 
     stages: dict[tuple[int, int], Stage]
     fill: int | None
+    reducing: bool  # in the first step, terms are sent
 
 
 @lru_cache(maxsize=4096)
 def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[Strides, ...]) -> Program:
     """What `owner` does, with tensors of these strides. Kept by value: the same moves come back step after step."""
     if owner not in plan.source and owner not in plan.target:
-        return Program({}, None)
+        return Program({}, None, plan.reducing)
     part = plan.for_owner(owner)
     here = places_of(plan.source, owner, source)
     there = places_of(plan.target, owner, target)
@@ -82,7 +92,7 @@ def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[S
         step, round_ = int(some.step[0]), int(some.round[0])
         reducing = plan.reducing and step == 0
         stages[step, round_] = _stage(some, owner, here if step == 0 else there, there, reducing=reducing)
-    return Program(stages, part.fill)
+    return Program(stages, part.fill, plan.reducing)
 
 
 def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reducing: bool) -> Stage:
@@ -104,18 +114,18 @@ def _peer_cells(boxes: Boxes, peer: Ints, places: Places | None) -> tuple[PeerCe
     totals = np.add.reduceat(volumes, starts).tolist() if len(starts) else []
     peers = peer[starts].tolist()
     if places is None:
-        return tuple(PeerCells(one, total, (), None) for one, total in zip(peers, totals, strict=True))
+        return tuple(PeerCells(one, total, (), None, 0) for one, total in zip(peers, totals, strict=True))
     number, parts = places.within(boxes)
     packed = Places.packed(boxes)
     message = replace(packed, offset=running(volumes, peer)).inside(number, parts.boxes)
     pairs = list(map(Pair, parts.windows(), message.windows()))
     edges = [*np.searchsorted(number, starts).tolist(), len(pairs)]
-    found = list[PeerCells]()
-    for one, total, (first, last) in zip(peers, totals, pairwise(edges), strict=True):
-        here = pairs[first].here if last - first == 1 else None
-        whole = here if here is not None and here.contiguous else None
-        found.append(PeerCells(one, total, tuple(pairs[first:last]), whole))
-    return tuple(found)
+    runs = np.add.reduceat(parts.runs(), edges[:-1]).tolist() if len(starts) else []
+    cells = list[PeerCells]()
+    for one, total, several, (first, last) in zip(peers, totals, runs, pairwise(edges), strict=True):
+        whole = pairs[first].here if several == 1 else None
+        cells.append(PeerCells(one, total, tuple(pairs[first:last]), whole, several))
+    return tuple(cells)
 
 
 @lru_cache(maxsize=4096)
@@ -214,8 +224,8 @@ class Message:
         for part in self.parts:
             cells = [part.elements(buffer)]
             for here, there in part.cells.pairs:
-                ours.append(here.of(tensors[part.move]))
-                theirs.append(there.of(cells))
+                ours.append(view_of(here, tensors[part.move]))
+                theirs.append(view_of(there, cells))
         return ours, theirs
 
     @cached_property
@@ -224,15 +234,15 @@ class Message:
         pairs = self.parts[0].cells.pairs
         if len(self.parts) > 1 or len({pair.here.tensor for pair in pairs}) != 1:
             return 0, ints([])
-        found = np.empty(self.parts[0].cells.volume, dtype=np.int64)
+        elements = np.empty(self.parts[0].cells.volume, dtype=np.int64)
         for here, there in pairs:
-            found[there.elements()] = here.elements()
-        return pairs[0].here.tensor, found
+            elements[there.elements()] = here.elements()
+        return pairs[0].here.tensor, elements
 
     @cached_property
     def run(self) -> float:
         """How many bytes of it lie one after the other among our own tensors, on average."""
-        runs = sum(pair.here.runs for part in self.parts for pair in part.cells.pairs)
+        runs = sum(part.cells.runs for part in self.parts)
         return self.bytes / runs if runs else 0.0
 
     def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
@@ -241,7 +251,7 @@ class Message:
         whole = part.cells.whole
         if others or whole is None:
             return None
-        cells = whole.of(tensors[part.move])
+        cells = view_of(whole, tensors[part.move])
         if cells.dtype != part.dtype or cells.device != device:
             return None
         return cells.as_strided((cells.numel(),), (1,)).view(torch.uint8)  # dims of size 1 may have had any stride
@@ -300,11 +310,11 @@ def _round(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ..
 def _messages(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Message]:
     # by falling itemsize every part of a message starts at a multiple of its own
     order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
-    found = dict[int, list[MessagePart]]()
+    by_peer = dict[int, list[MessagePart]]()
     for number in order:
         program, dtype = programs[number]
         for cells in getattr(program.stages.get(key), side, ()):
-            parts = found.setdefault(cells.peer, [])
+            parts = by_peer.setdefault(cells.peer, [])
             start = parts[-1].stop if parts else 0
             parts.append(MessagePart(number, cells, dtype, start, start + cells.volume * dtype.itemsize))
-    return [Message(peer, parts[-1].stop, tuple(parts)) for peer, parts in found.items()]
+    return [Message(peer, parts[-1].stop, tuple(parts)) for peer, parts in by_peer.items()]

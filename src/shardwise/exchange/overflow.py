@@ -69,9 +69,9 @@ class Losses:
     def look(self, name: str, tensors: Iterable[torch.Tensor], becomes: torch.dtype) -> None:
         """Count what these values of a tensor lose by a cast."""
         for tensor in tensors:
-            found = loss(tensor, becomes)
-            if found.count:
-                self.add(Lost(name, tensor.dtype, becomes, found))
+            lost = loss(tensor, becomes)
+            if lost.count:
+                self.add(Lost(name, tensor.dtype, becomes, lost))
 
     def looking(self, name: str, dtype: torch.dtype, becomes: torch.dtype) -> Look | None:
         """What looks at the values of a tensor; None where there is nothing to look for."""
@@ -138,10 +138,10 @@ def loss(tensor: torch.Tensor, becomes: torch.dtype) -> Loss:
     """
     if not tensor.numel() or not may_overflow(tensor.dtype, becomes) or _within(tensor, _range(becomes)):
         return Loss()
-    found = Loss()
+    total = Loss()
     for at in blocks(tensor.shape):
-        found += _loss(tensor[at], becomes)
-    return found
+        total += _loss(tensor[at], becomes)
+    return total
 
 
 def _within(tensor: torch.Tensor, limits: Range) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.exchange.buffers import Sides, ViewCache
-from shardwise.exchange.messages import Message, MessagePart, Pair, across
+from shardwise.exchange.messages import Message, MessagePart, Pair, across, view_of
 from shardwise.exchange.transport import PeerTensors
 from shardwise.geometry import Ints, Window, ints
 
@@ -74,7 +74,7 @@ def _views(cells: Iterable[Cells], mapped: Sequence[torch.Tensor], moves: Sequen
     here, there = list[torch.Tensor](), list[torch.Tensor]()
     for first, part, pairs in cells:
         for theirs, ours in pairs:
-            here.append(ours.of(moves[part.move].target))
+            here.append(view_of(ours, moves[part.move].target))
             there.append(_typed(mapped[first + theirs.tensor], part.dtype, theirs))
     return here, there
 

@@ -1,8 +1,7 @@
 """Boxes of cells. All index arithmetic of the library lives here; nothing here knows that owners exist."""
 
-from shardwise.geometry.axis import Axis, Spans
-from shardwise.geometry.box import Box, row_major
-from shardwise.geometry.boxes import Boxes, cut, distinct, merge, positions, tiles, uncancelled
+from shardwise.geometry.axis import Axis, Spans, axes_of, block_numbers, block_shape, boxes_of_block, cross_grids, outer
+from shardwise.geometry.boxes import Box, Boxes, cut, distinct, merge, positions, row_major, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
 from shardwise.geometry.places import Places, Strides, Window
 from shardwise.geometry.ragged import (
@@ -34,6 +33,11 @@ __all__ = [
     "StridedPair",
     "Strides",
     "Window",
+    "axes_of",
+    "block_numbers",
+    "block_shape",
+    "boxes_of_block",
+    "cross_grids",
     "cut",
     "different",
     "distinct",
@@ -44,6 +48,7 @@ __all__ = [
     "join",
     "merge",
     "numbered",
+    "outer",
     "positions",
     "row_major",
     "run_of",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.geometry.boxes import Boxes, row_major
 from shardwise.geometry.ragged import Ints, heads, ints, running, spread, starts, totals
 
 
@@ -194,3 +197,75 @@ class Crossing(NamedTuple):
     hi: Ints
     mine: Ints
     theirs: Ints
+
+
+class CrossedGrids(NamedTuple):
+    """Where the boxes of two grids meet, in row-major order, with the block of the one and of the other grid."""
+
+    boxes: Boxes
+    mine: Ints
+    theirs: Ints
+
+
+def cross_grids(
+    axes: Sequence[Axis],
+    others: Sequence[Axis],
+    *,
+    parts: Sequence[int] | None = None,
+    only: Sequence[Ints] | None = None,
+) -> CrossedGrids:
+    """Two grids, axis by axis; of the first one block, by its part on every axis, or `only` these intervals.
+
+    >>> rows, columns = (Axis.of(Spans.whole(4).chunk(n))[0] for n in (2, 1))
+    >>> cross_grids([rows, columns], [columns, rows], parts=[1, 0]).boxes.lo.tolist()
+    [[2, 0], [2, 2]]
+    """
+    if parts is not None:
+        only = [axis.intervals(part) for axis, part in zip(axes, parts, strict=True)]
+    chosen: Sequence[Ints | None] = [None] * len(axes) if only is None else only
+    crossings = [a.cross(b, mine) for a, b, mine in zip(axes, others, chosen, strict=True)]
+    boxes = Boxes(outer([c.lo for c in crossings]), outer([c.hi for c in crossings]))
+    mine, theirs = [c.mine for c in crossings], [c.theirs for c in crossings]
+    return CrossedGrids(boxes, block_numbers(axes, mine), block_numbers(others, theirs))
+
+
+def block_numbers(axes: Sequence[Axis], intervals: Sequence[Ints]) -> Ints:
+    """The number of the block (a part on every axis) of every combination of these intervals, in row-major order."""
+    total = np.zeros(1, dtype=np.int64)
+    steps = row_major(tuple(axis.parts for axis in axes))
+    for axis, mine, step in zip(axes, intervals, steps, strict=True):
+        total = (total[:, None] + axis.part_of(mine) * step).reshape(-1)
+    return total
+
+
+def boxes_of_block(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[Boxes, Ints]:
+    """The boxes of one block, and the first cell of each in a buffer that holds the block without gaps."""
+    intervals = [axis.intervals(part) for axis, part in zip(axes, parts, strict=True)]
+    lo = [axis.cuts[mine] for axis, mine in zip(axes, intervals, strict=True)]
+    hi = [axis.cuts[mine + 1] for axis, mine in zip(axes, intervals, strict=True)]
+    return Boxes(outer(lo), outer(hi)), outer([starts(b - a)[:-1] for a, b in zip(lo, hi, strict=True)])
+
+
+def block_shape(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[int, ...]:
+    """How many cells a block has along every axis."""
+    return tuple(int(axis.lengths[part]) for axis, part in zip(axes, parts, strict=True))
+
+
+def axes_of(spans: Sequence[Spans], parts: Sequence[int]) -> tuple[list[Ints], list[Axis], list[Ints]]:
+    """For every dim: the length of each part, empty ones too; the axis; and which part each part of the axis was."""
+    lengths = [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
+    axes, kept = list[Axis](), list[Ints]()
+    for one in spans:
+        axis, numbers = Axis.of(one)
+        axes.append(axis)
+        kept.append(numbers)
+    return lengths, axes, kept
+
+
+def outer(columns: Sequence[Ints]) -> Ints:
+    """Every combination of one entry per column, as rows in row-major order."""
+    shape = [len(c) for c in columns]
+    rows = np.empty((len(columns), *shape), dtype=np.int64)
+    for axis, column in enumerate(columns):
+        rows[axis] = column.reshape([-1] + [1] * (len(columns) - 1 - axis))
+    return rows.reshape(len(columns), prod(shape)).T

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.geometry.box import Box
-from shardwise.geometry.boxes import Boxes, merge
+from shardwise.geometry.boxes import Box, Boxes, merge
 from shardwise.geometry.ragged import Bools, Ints, ints, spread, starts
 
 MOST_TILES = 8  # tiles that a box may be entered into, on average

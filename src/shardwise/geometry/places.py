@@ -5,31 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from operator import mul
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry.box import Box
-from shardwise.geometry.boxes import Boxes
+from shardwise.geometry.boxes import Box, Boxes
 from shardwise.geometry.join import join
 from shardwise.geometry.ragged import Ints, ints
 
 Strides = tuple[int, ...]
-
-
-class Strided(Protocol):
-    """What a torch tensor offers: a view of its elements by shape, strides and offset."""
-
-    def as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None) -> Any:
-        """Elements of the same memory."""
-
-    def storage_offset(self) -> Any:
-        """The number of its first element in its memory."""
-
-
-T = TypeVar("T", bound=Strided)
 
 
 @lru_cache(maxsize=4096)
@@ -44,12 +29,6 @@ class Window(NamedTuple):
     shape: tuple[int, ...]
     strides: Strides
     offset: int
-
-    def of(self, tensors: Sequence[T]) -> T:
-        """Its elements, as a view of one of these tensors."""
-        whole = tensors[self.tensor]
-        view: T = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
-        return view
 
     @property
     def reach(self) -> int:
@@ -66,17 +45,12 @@ class Window(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """True where the elements lie one after the other."""
-        return self.runs == 1
-
-    @property
-    def runs(self) -> int:
-        """How many stretches of elements that lie one after the other it has."""
         step = 1
-        for dim in reversed(range(len(self.shape))):
-            if self.shape[dim] != 1 and self.strides[dim] != step:
-                return prod(self.shape[: dim + 1])
-            step *= self.shape[dim]
-        return 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
 
 
 @dataclass(frozen=True)
@@ -87,6 +61,12 @@ class Places:
     tensor: Ints
     offset: Ints
     strides: Ints  # a row per box
+
+    @staticmethod
+    def empty(ndim: int) -> Places:
+        """None, of boxes with so many dims."""
+        nothing = np.zeros((0, ndim), np.int64)
+        return Places(Boxes(nothing, nothing), np.zeros(0, np.int64), np.zeros(0, np.int64), nothing)
 
     @staticmethod
     def packed(boxes: Boxes) -> Places:
@@ -140,6 +120,14 @@ class Places:
         strides = self.strides[rows]
         offset = self.offset[rows] + ((boxes.lo - self.boxes.lo[rows]) * strides).sum(axis=1)
         return Places(boxes, self.tensor[rows], ints(offset), strides)
+
+    def runs(self) -> Ints:
+        """How many stretches of consecutive elements each has."""
+        sizes = np.concatenate([np.ones_like(self.offset)[:, None], self.boxes.hi - self.boxes.lo], axis=1)
+        dense = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1] // sizes[:, 1:]  # the strides that leave no gap
+        broken = (sizes[:, 1:] != 1) & (self.strides != dense)
+        inner = np.argmax(np.insert(broken, 0, True, axis=1)[:, ::-1], axis=1)
+        return np.cumprod(sizes, axis=1)[np.arange(len(sizes)), sizes.shape[1] - 1 - inner]
 
     def windows(self) -> list[Window]:
         """As views to be taken."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwise.errors import LayoutError
-from shardwise.geometry.box import Box, row_major
+from shardwise.geometry.boxes import Box, row_major
 
 MOST_BOXES = 2**14  # boxes of one window: beyond that, a window is not worth taking apart
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueError
-from shardwise.exchange import Exchange, Terms
+from shardwise.exchange import Exchange, Proposal
 from shardwise.job.session import SerialQueue, group_transport
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
@@ -19,7 +19,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Made(Protocol):
+class Fingerprinted(Protocol):
     """What every rank makes on its own, and must be the same on all."""
 
     @property
@@ -27,12 +27,12 @@ class Made(Protocol):
         """Different for different contents."""
         ...
 
-    def listed(self) -> dict[str, object]:
+    def contents(self) -> dict[str, object]:
         """All that it depends on, by name."""
         ...
 
 
-M = TypeVar("M", bound=Made)
+M = TypeVar("M", bound=Fingerprinted)
 K = TypeVar("K")
 
 
@@ -53,7 +53,7 @@ def agree_on(
 
     (made, own), prints = tell_all(transport, operation, say, same)
     if len(set(prints.values())) > 1:  # find the difference, for the error
-        _, contents = tell_all(transport, operation, lambda: (None, made.listed()))
+        _, contents = tell_all(transport, operation, lambda: (None, made.contents()))
         with refusals(operation):
             _differ(contents)
     return made, own
@@ -106,7 +106,7 @@ def tell_all(
         message = pickle.dumps(kept_and_shared[1])
     except Exception as failure:  # raised after the other ranks know of it
         error = failure
-    exchange = Exchange(transport, Terms({"operation": operation, **(same or {})}, error=error)).start()
+    exchange = Exchange(transport, Proposal({"operation": operation, **(same or {})}, error=error)).start()
 
     def tell() -> list[bytes]:
         exchange.finish()

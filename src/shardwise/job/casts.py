@@ -14,7 +14,7 @@ from shardwise.errors import RefusedTypeError, RefusedValueError
 from shardwise.exchange.reduce import check as check_reduction
 from shardwise.job.names import matched
 from shardwise.layout import Layout
-from shardwise.planning import plan
+from shardwise.planning import reduces
 
 PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # cast into each other without being named
 NO_CODES = (*PLAIN, torch.bool, torch.int64)  # masks, counters and indices have no scales
@@ -62,7 +62,7 @@ def travels_as(source: Layout, target: Layout, dtype: torch.dtype, becomes: torc
     """The dtype of messages: cast before they travel where that is shorter, unless they are terms to be reduced."""
     check_dtype(becomes)
     check_cast(dtype, becomes)
-    if plan(source, target).reducing:
+    if source.op is not None and reduces(source, target):
         check_reduction(source.op or "", dtype)
         return dtype
     return becomes if becomes.itemsize < dtype.itemsize else dtype

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from shardwise.exchange import Exchange, Move, Terms, ViewCache
+from shardwise.exchange import Exchange, Move, Proposal, ViewCache
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import ModelPlan, TensorInfo
@@ -44,12 +44,20 @@ class Job:
         watched = () if overflow == "allow" else plan.overflowing
         self._reducing = [at for at in watched if plan.entries[at].plan.reducing]
         self._reading = [at for at in watched if at not in self._reducing]
-        self._counts, self.losses = overflow == "count", Losses()
-        self._queue = SerialQueue.of(transport)
+        self._counts = overflow == "count"
         self._moves = dict[int, Move]()  # of entries that are moved again and again
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
         self._writing = False  # into the target: from when all have agreed on the first bucket
+
+    @cached_property
+    def _queue(self) -> SerialQueue:
+        return SerialQueue.of(self.transport)
+
+    @cached_property
+    def losses(self) -> Losses:
+        """What casts lost, as far as it was looked for."""
+        return Losses()
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -80,20 +88,24 @@ class Job:
         """Of entry number `at`, between these local tensors of the whole source and target."""
         entry, me = self.plan.entries[at], self.transport.me
         ours, theirs = self.plan.sources[entry.link.source], self.plan.targets[entry.link.target]
-        look = partial(self.losses.look, self._shown(entry.link.target), becomes=theirs.dtype)
+        look = None
+        if at in self._reducing:
+            look = partial(self.losses.look, self._shown(entry.link.target), becomes=theirs.dtype)
         return Move.of(
             entry.plan,
             me,
             _subtensors(source, ours, entry.link.source_view, me),
             _subtensors(target, theirs, entry.link.target_view, me),
             entry.dtype,
-            look if at in self._reducing else None,
+            look,
         )
 
     def refuse_losses(self, memory: Callable[[str], Tensors]) -> None:
         """Refuse casts that lose values of this rank. What terms come to is known only later."""
+        if self._counts or not self._reading:
+            return
         losses = Losses()
-        for at in () if self._counts else self._reading:
+        for at in self._reading:
             link = self.plan.entries[at].link
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
             tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)
@@ -104,7 +116,7 @@ class Job:
         self,
         bucket: int,
         moves: Sequence[Move],
-        terms: Terms,
+        proposal: Proposal,
         *,
         fresh: bool,
         views: ViewCache | None = None,
@@ -115,7 +127,7 @@ class Job:
         device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
         direct = self._choice != "group"
         return Exchange(
-            self.transport, terms, moves, device=device, fresh=fresh, views=views, part_of=part_of, direct=direct
+            self.transport, proposal, moves, device=device, fresh=fresh, views=views, part_of=part_of, direct=direct
         )
 
     def conclude(self, moves: Sequence[Move], written: str, within: Exchange, *, verify: bool) -> None:
@@ -225,7 +237,7 @@ class Job:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         views = self._views_of(bucket, moves) if keep else None
-        exchange = self.exchange(bucket, moves, Terms(fields, error=error), fresh=fresh, views=views)
+        exchange = self.exchange(bucket, moves, Proposal(fields, error=error), fresh=fresh, views=views)
         exchange.start(alone=self._queue.idle)
         try:
             self._queue.run(exchange.finish)

@@ -158,6 +158,7 @@ class ModelPlan:
     def _buckets(self) -> Iterator[list[int]]:
         limit, room, bucket, before = self.max_bytes or BUCKET, 0, list[int](), None
         for at, entry in enumerate(self.entries):
+            room += before.plan.most_bytes if before else 0
             if before and (
                 room + entry.plan.most_bytes > limit
                 or before.device != entry.device
@@ -167,7 +168,7 @@ class ModelPlan:
                 yield bucket
                 room, bucket = 0, []
             bucket.append(at)
-            room, before = room + entry.plan.most_bytes, entry
+            before = entry
         if bucket:
             yield bucket
 
@@ -215,7 +216,9 @@ class ModelPlan:
     @cached_property
     def fingerprint(self) -> str:
         """Different for plans that differ in a name, shape, dtype, layout or limit."""
-        return blake2b(json.dumps(self._listed(lambda layout: layout.fingerprint)).encode(), digest_size=16).hexdigest()
+        return blake2b(
+            json.dumps(self._contents(lambda layout: layout.fingerprint)).encode(), digest_size=16
+        ).hexdigest()
 
     def explain(self) -> str:
         """A summary in words, with a line for every kind of move."""
@@ -266,11 +269,11 @@ class ModelPlan:
         note = f"from {link.source}" if link.source != link.target else ""
         return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
 
-    def listed(self) -> dict[str, object]:
+    def contents(self) -> dict[str, object]:
         """All that it depends on, by name."""
-        return self._listed(str)
+        return self._contents(str)
 
-    def _listed(self, shown: Callable[[Layout], str]) -> dict[str, object]:
+    def _contents(self, shown: Callable[[Layout], str]) -> dict[str, object]:
         def described(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
             return {
                 name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
@@ -287,7 +290,7 @@ class ModelPlan:
     def to_json(self) -> str:
         """The text of a plan file."""
         figures = {"bytes_moved": self.bytes_moved, "peak_bytes": self.peak_bytes}
-        return json.dumps({"shardwise_model_plan": 1, **self.listed(), **figures}, indent=1)
+        return json.dumps({"shardwise_model_plan": 1, **self.contents(), **figures}, indent=1)
 
     def check(self, text: str) -> None:
         """Raise a PlanError with the first difference if the text is not that of this plan's file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.containers.container import Container
+from shardwise.containers.dtensor import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import Transport, in_words
 from shardwise.layout import Layout
-from shardwise.torch_internals import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
@@ -218,10 +218,14 @@ def release_staging() -> int:
     return sum(transport.release() for transport in transports)
 
 
-def check_owners(transport: GroupTransport, side: str, layout: Layout) -> None:
-    """Refuse a layout with owners that are not callers."""
-    missing = transport.missing_owners(layout)
-    if missing:
+def check_owners(transport: GroupTransport, layouts: Mapping[str, Layout]) -> None:
+    """Refuse layouts with owners that are not callers. The first of them is reported, by its name here."""
+    known = set[int]()  # a model has thousands of tensors, but few different layouts
+    for side, layout in layouts.items():
+        missing = [] if id(layout) in known else [owner for owner in layout.owners() if owner not in transport.rows]
+        known.add(id(layout))
+        if not missing:
+            continue
         raise RefusedValueError(
             f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(transport.owners)}: "
             f"use a group that has all of them, or other owners"

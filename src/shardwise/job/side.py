@@ -1,4 +1,4 @@
-"""The tensors of a state dict: their memory on this rank, and their descriptions, which all ranks share."""
+"""The sides of a job: the memory of tensors on this rank, and what all ranks know of them together."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 
-from shardwise.containers.container import container_of, is_sharded, on_transport
 from shardwise.containers.delivered import DeliveredTensor
-from shardwise.containers.memory import check_memory
+from shardwise.containers.description import Descriptions, TensorDescription, memories_of, memory_of, stamp_of
+from shardwise.containers.memory import ExpectedMemory, check_local
 from shardwise.containers.own_container import OwnContainer
-from shardwise.containers.sharded import ShardedTensor
-from shardwise.errors import LayoutError
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
-from shardwise.layout import Layout, local_shapes
-from shardwise.torch_internals import is_dtensor
-from shardwise.torch_internals.memory import chunks_in, is_chunked, local_of, whole_shape
+from shardwise.layout import Layout, all_local_shapes, local_shapes
 from shardwise.transports import GroupTransport
-from shardwise.transports.members import job_rank
 
 Tensors = list[torch.Tensor]
 
@@ -87,7 +81,8 @@ class LiveSide:
 
     def lasting(self) -> dict[str, Tensors]:
         """All memory that is there before and after a run."""
-        return {name: self.memory(name) for name in self._names if name not in self._delivered}
+        names = [name for name in self._names if name not in self._delivered]
+        return dict(zip(names, memories_of(map(self.values.get, names)), strict=True))
 
     def device_of(self, name: str) -> torch.device:
         """Of the memory; the CPU where this rank has none."""
@@ -95,9 +90,8 @@ class LiveSide:
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def stamp(self) -> object:
-        """Addresses, and the inference mode, which decides what may be written."""
-        tensors = (t for name in self._names for t in memory_of(self.values.get(name), apart=False))
-        return [_place(tensor) for tensor in tensors], torch.is_inference_mode_enabled()
+        """By the places of all tensors."""
+        return stamp_of(map(self.values.get, self._names))
 
     def sent(self, entries: Sequence[int]) -> None:
         """They stay as they are."""
@@ -120,19 +114,12 @@ class LiveSide:
         self._buffers.clear()
         self._filled.clear()
         memories = self.lasting()
-        for name, memory in memories.items():
-            check_local(f"{name!r} of the {what}", memory, infos[name], me)
+        check_side(what, memories, infos, me)
         for name, one in self._delivered.items():
             absent = [other for other in one.delivery.names if other not in self._delivered]
             if absent:
                 raise ValueError(f"{name!r} of the {what} is handed over together with {absent[0]!r}: give both")
         return memories
-
-
-def _place(tensor: torch.Tensor) -> object:
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class FreshSide:
@@ -161,92 +148,13 @@ class FreshSide:
         """They stay here until they are looked up."""
 
 
-def memory_of(value: object, *, apart: bool = True) -> Tensors:
-    """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
-    if not isinstance(value, torch.Tensor) and not is_tensor(value):
-        return []
-    if lists_chunks(value):
-        tensors = [tensor for _, tensor in chunks_in(value)]
-    elif is_dtensor(value) or not is_sharded(value):
-        local, spec = local_of(value)
-        tensors = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
-    else:
-        tensors = list(container_of(value).disassemble(value))
-    return [tensor.detach() for tensor in tensors] if apart else tensors
-
-
-def check_local(what: str, tensors: Tensors, info: TensorInfo, me: int) -> None:
-    """Refuse memory that is not what the layout gives this rank."""
-    shapes, given = local_shapes(info.layout, me), [(tuple(t.shape), t.dtype) for t in tensors]
-    if not tensors and all(0 in shape for shape in shapes):
-        return
-    if given != [(shape, info.dtype) for shape in shapes]:
-        raise ValueError(f"{what} should have {list(shapes)} of {info.dtype} on this rank, but has {given}")
-    for one in tensors:
-        check_memory(one, what)
-        if one.is_conj() or one.is_neg():
-            raise ValueError(f"{what} is a conjugate or negative view: resolve_conj() and resolve_neg() make it plain")
-
-
-class TensorDescription(NamedTuple):
-    """A tensor as all ranks must know it. `layout` is None for a plain one: every rank with the state dict has it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None  # not known to a rank that has none of its shards
-    layout: Layout | None
-    device: str | None
-    delivered: bool = False
-
-
-Descriptions = Mapping[str, TensorDescription | None]
-
-
-def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """True for tensors that can be moved."""
-    return is_sharded(value) or (isinstance(value, torch.Tensor) and not value.is_nested) or is_chunked(value)
-
-
-def lists_chunks(value: object) -> TypeGuard[torch.Tensor]:
-    """True if a rank only knows its own chunks: torch's LocalShardsWrapper, and tensors without a process group."""
-    return is_chunked(value) and not (isinstance(value, ShardedTensor) and value.placed)
-
-
-def describe(value: torch.Tensor, transport: GroupTransport | None) -> TensorDescription | None:
-    """This rank's description of a tensor, with the owners of a transport; None if it holds nothing of it."""
-    if lists_chunks(value):
-        return _known_chunks(whole_shape(value), chunks_in(value), job_rank() if transport is None else transport.me)
-    if not is_sharded(value):
-        return TensorDescription(tuple(value.shape), value.dtype, None, value.device.type)
-    container = on_transport(container_of(value), transport)
-    tensors = container.disassemble(value)
-    device = tensors[0].device if tensors else container.device
-    kind, delivered = None if device is None else device.type, isinstance(value, DeliveredTensor)
-    return TensorDescription(container.layout.shape, value.dtype, container.layout, kind, delivered)
-
-
-def _known_chunks(
-    shape: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], torch.Tensor]], me: int
-) -> TensorDescription | None:
-    if not chunks:
-        return None
-    pieces = [(me, lo, tuple(map(add, lo, tensor.shape))) for lo, tensor in chunks]
-    first = chunks[0][1]
-    return TensorDescription(shape, first.dtype, Layout.boxes(shape, pieces, overlap="replicas"), first.device.type)
-
-
-def describe_all(flat: Mapping[str, object], transport: GroupTransport | None) -> Descriptions:
-    """This rank's descriptions of the tensors of a flat state dict; None for one of which it holds nothing.
-
-    Owners are those of the transport; without one, ranks of this process's job.
-    """
-    descriptions = dict[str, TensorDescription | None]()
-    for name, value in flat.items():
-        if value is None or is_tensor(value):
-            try:
-                descriptions[name] = None if value is None else describe(value, transport)
-            except LayoutError as error:
-                raise LayoutError(f"{name!r}: {error}") from error
-    return descriptions
+def check_side(what: str, memories: Mapping[str, Tensors], infos: Mapping[str, TensorInfo], me: int) -> None:
+    """Refuse memory, by the name of its tensor, that is not what the layouts give this rank."""
+    shapes = all_local_shapes([infos[name].layout for name in memories], me)
+    check_local(
+        ExpectedMemory(f"{name!r} of the {what}", memory, expected, infos[name].dtype)
+        for (name, memory), expected in zip(memories.items(), shapes, strict=True)
+    )
 
 
 def refuse_several_jobs(by_rank: Mapping[int, Descriptions | None], transport: GroupTransport | None) -> None:
@@ -314,7 +222,8 @@ def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | 
         )
     if plain:
         raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
-    layout = _joined(tuple({one.layout: None for _, one in given})) or same("layout")
+    layouts = tuple({id(one.layout): one.layout for _, one in given if one.layout is not None}.values())  # usually one
+    layout = layouts[0] if len(layouts) == 1 else _joined(tuple(dict.fromkeys(layouts))) or same("layout")
     return TensorInfo(shape, dtype, layout, device, delivered=any(one.delivered for _, one in given))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import LayoutError
+from shardwise.exchange import view_of
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, places_of
 
@@ -58,6 +59,33 @@ class Subtensor:
         """The dims in another order."""
         return Subtensor(self.region, tuple(self.order[dim] for dim in order))
 
+    def part(self, inner: Subtensor) -> Subtensor:
+        """A part of this part.
+
+        >>> Subtensor.whole((6, 4)).narrow(0, 2, 3).part(Subtensor.whole((3, 4)).select(0, 1)).region
+        Box(lo=(3, 0), hi=(4, 4))
+        """
+        lo, hi = list(self.region.lo), list(self.region.hi)
+        for dim, start, stop in zip(self.order, inner.region.lo, inner.region.hi, strict=True):
+            lo[dim], hi[dim] = self.region.lo[dim] + start, self.region.lo[dim] + stop
+        return Subtensor(Box(tuple(lo), tuple(hi)), tuple(self.order[dim] for dim in inner.order))
+
+    def common(self, other: Subtensor) -> tuple[Subtensor, Subtensor] | None:
+        """The cells of both parts of a tensor: as a part of this one, and as a part of the other one.
+
+        >>> rows, columns = Subtensor.whole((6, 4)).narrow(0, 2, 4), Subtensor.whole((6, 4)).select(1, 3)
+        >>> [part.region for part in rows.common(columns)]
+        [Box(lo=(0, 3), hi=(4, 4)), Box(lo=(2,), hi=(6,))]
+        """
+        shared = self.region & other.region
+        boxes = [] if shared is None else [box for box in (self.box(shared), other.box(shared)) if box is not None]
+        kept = [dim for dim in other.order if dim in self.order]
+        parts = [
+            Subtensor(box, tuple(view.order.index(dim) for dim in kept))
+            for box, view in zip(boxes, (self, other), strict=False)
+        ]
+        return (parts[0], parts[1]) if parts else None
+
     def is_whole(self, shape: Sequence[int]) -> bool:
         """True where it changes nothing."""
         return self == Subtensor.whole(shape)
@@ -66,10 +94,10 @@ class Subtensor:
         """What is seen of boxes in memory, in the coordinates of the part."""
         if self._sees_all(places.boxes):
             return places
-        _, found = places.within(Boxes.of([self.region], places.boxes.ndim))
+        _, inside = places.within(Boxes.of([self.region], places.boxes.ndim))
         start, order = ints(self.region.lo), list(self.order)
-        boxes = Boxes(*((corner - start)[:, order] for corner in found.boxes))
-        return Places(boxes, found.tensor, found.offset, found.strides[:, order])
+        boxes = Boxes(*((corner - start)[:, order] for corner in inside.boxes))
+        return Places(boxes, inside.tensor, inside.offset, inside.strides[:, order])
 
     def _sees_all(self, boxes: Boxes) -> bool:
         """True where nothing of these is outside, and coordinates stay what they are."""
@@ -100,11 +128,13 @@ def _whole(shape: tuple[int, ...]) -> Subtensor:
     return Subtensor(Box((0,) * len(shape), shape), tuple(range(len(shape))))
 
 
-@lru_cache(maxsize=4096)
 def subtensor_layout(layout: Layout, view: Subtensor) -> Layout:
     """Where the cells of the part live; each piece that is seen is a buffer of its own."""
-    if view.is_whole(layout.shape):
-        return layout
+    return layout if view.is_whole(layout.shape) else _part_layout(layout, view)
+
+
+@lru_cache(maxsize=4096)
+def _part_layout(layout: Layout, view: Subtensor) -> Layout:
     if layout.op is not None:
         raise LayoutError(f"a part of {layout!r} cannot be taken while it is partial: reduce it first")
     pieces = list[tuple[int, Sequence[int], Sequence[int]]]()
@@ -121,4 +151,4 @@ def subtensor_views(tensors: Sequence[torch.Tensor], layout: Layout, view: Subte
     if view.is_whole(layout.shape):
         return list(tensors)
     places = places_of(layout, owner, [tensor.stride() for tensor in tensors])
-    return [cut.of(tensors) for cut in view.of_places(places).windows()]
+    return [view_of(cut, tensors) for cut in view.of_places(places).windows()]

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-from shardwise.job.side import describe, is_tensor, memory_of
+from shardwise.containers.description import describe, is_tensor, memory_of
 from shardwise.transports import GroupTransport
 
 Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange import Exchange, Move, Terms, Transport
+from shardwise.exchange import Exchange, Move, Proposal, Transport, view_of
 from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Loss, Lost
 from shardwise.exchange.reduce import blocks
@@ -46,31 +46,31 @@ def sums(
     key: str = STABLE,
 ) -> torch.Tensor:
     """Over the cells of boxes, as they lie in our tensors of a layout; as if they were cast to `dtype`."""
-    found = torch.zeros(LANES, dtype=torch.int64, device=local[0].device if local else None)
+    totals = torch.zeros(LANES, dtype=torch.int64, device=local[0].device if local else None)
     if not boxes.count:
-        return found.cpu()
+        return totals.cpu()
     _, places = places_of(layout, me, [t.stride() for t in local]).once(boxes)
     for cut, lo in zip(places.windows(), places.boxes.lo.tolist(), strict=True):
-        cells = cut.of(local)
+        cells = view_of(cut, local)
         for at in blocks(cells.shape):
             some = cells[at]
             corner = [a + s.start for a, s in zip(lo, at, strict=False)] + lo[len(at) :]
-            found += block_sums(some if dtype is None else some.to(dtype), corner, key)
-    return found.cpu()
+            totals += block_sums(some if dtype is None else some.to(dtype), corner, key)
+    return totals.cpu()
 
 
 def block_sums(cells: torch.Tensor, lo: list[int], key: str = STABLE) -> torch.Tensor:
     """The sums of one block of cells that begins at `lo`."""
     words = _words(cells)
-    found = list[torch.Tensor]()
+    sums_of_lanes = list[torch.Tensor]()
     for lane in range(LANES):
         rest = words
         for axis in range(words.ndim - 1, -1, -1):
             start = lo[axis] if axis < len(lo) else 0
             seed = number(f"axis {axis - len(lo)} lane {lane}{key}")
             rest = (rest * _weights(seed, start, words.shape[axis], words.device)).sum(dim=-1)
-        found.append(rest)
-    return torch.stack(found)
+        sums_of_lanes.append(rest)
+    return torch.stack(sums_of_lanes)
 
 
 def _words(cells: torch.Tensor) -> torch.Tensor:
@@ -146,12 +146,12 @@ def _comparable(transport: Transport, moves: Sequence[Move], within: Exchange) -
     partials = [
         PartialTensor(moves[at].plan.source, moves[at].source, moves[at].dtype, within.device) for at in reducing
     ]
-    found = list(moves)
+    compared = list(moves)
     for at, values in zip(reducing, reduced_values(transport, partials, within), strict=True):
         move = moves[at]
         made = plan(spread(move.plan.source), move.plan.target)
-        found[at] = move._replace(plan=made, source=values)
-    return found
+        compared[at] = move._replace(plan=made, source=values)
+    return compared
 
 
 def reduced_values(transport: Transport, partials: Sequence[PartialTensor], within: Exchange) -> list[Tensors]:
@@ -164,7 +164,7 @@ def reduced_values(transport: Transport, partials: Sequence[PartialTensor], with
         made = plan(layout, spread(layout), itemsize=dtype.itemsize)
         memory = [fresh(shape, dtype, device) for shape in local_shapes(made.target, transport.me)]
         moves.append(Move.of(made, transport.me, tensors, memory, dtype))
-    terms = Terms({"operation": "reduction of partial tensors"})
+    terms = Proposal({"operation": "reduction of partial tensors"})
     Exchange(transport, terms, moves, device=within.device, part_of=within).start().finish()
     return [move.target for move in moves]
 
@@ -177,8 +177,8 @@ def _key(transport: Transport, number: int) -> str:
 
 def worst_of_all(transport: Transport, lost: Sequence[Lost], number: int) -> list[Lost]:
     """The largest losses of any rank, the same on all: ranks may have counted the same values."""
-    found = [(one.loss.count, *_bits(one.loss.largest)) for one in lost]
-    most = transport.all_reduce(torch.tensor(found, dtype=torch.int64), "max", number, in_order=False)().tolist()
+    counts = [(one.loss.count, *_bits(one.loss.largest)) for one in lost]
+    most = transport.all_reduce(torch.tensor(counts, dtype=torch.int64), "max", number, in_order=False)().tolist()
     worst = [replace(one, loss=Loss(count, _number(bits))) for one, (count, bits) in zip(lost, most, strict=True)]
     return [one for one in worst if one.loss.count]
 
@@ -195,14 +195,14 @@ def _number(bits: int) -> float:
 
 def _both(move: Move, me: int, dtype: torch.dtype, key: str) -> torch.Tensor:
     """The sums of this rank: of what it sent, and of what it got."""
-    found, source, target = torch.zeros(2, LANES, dtype=torch.int64), move.plan.source, move.plan.target
+    both, source, target = torch.zeros(2, LANES, dtype=torch.int64), move.plan.source, move.plan.target
     if me in source or me in target:
         copies = move.plan.for_owner(me).copies
         first, sent, got = copies.step == 0, copies.source == me, copies.target == me
-        found[0] += sums(copies.boxes.take(sent & first), source, me, move.source, dtype, key=key)
-        found[0] += sums(copies.boxes.take(sent & ~first), target, me, move.target, key=key)
-        found[1] += sums(copies.boxes.take(got), target, me, move.target, key=key)
-    return found
+        both[0] += sums(copies.boxes.take(sent & first), source, me, move.source, dtype, key=key)
+        both[0] += sums(copies.boxes.take(sent & ~first), target, me, move.target, key=key)
+        both[1] += sums(copies.boxes.take(got), target, me, move.target, key=key)
+    return both
 
 
 def spread(layout: Layout) -> Layout:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from shardwise.geometry import Bools, Box, Boxes, Ints, ints, spread, starts
+from shardwise.geometry import Bools, Box, Boxes, Ints, Places, Strides, ints, spread, starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,10 @@ class Form(Protocol):
     """A representation of a layout: a grid, or a listing of pieces."""
 
     @property
+    def terms(self) -> int:
+        """How many contributions make one cell."""
+
+    @property
     def owners(self) -> Ints:
         """All owners, rising, those with nothing included."""
 
@@ -142,6 +146,9 @@ class Form(Protocol):
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """What an owner holds, without empty boxes."""
+
+    def places(self, owner: int, strides: Sequence[Strides]) -> Places:
+        """What an owner holds, in buffers of these strides."""
 
     def buffers(self, owner: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of an owner's buffers."""

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import product
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Axis, Box, Boxes, Ints, Spans, different, ints, row_major, totals
+from shardwise.geometry import (
+    Axis,
+    Boxes,
+    Ints,
+    Places,
+    Spans,
+    Strides,
+    axes_of,
+    block_numbers,
+    block_shape,
+    boxes_of_block,
+    different,
+    outer,
+    row_major,
+)
 from shardwise.layout.form import Cells, Holders, Piece, joined_bytes, rename
 
 
@@ -37,18 +49,17 @@ class Grid:
     def build(spans: Sequence[Spans], table: Ints) -> Grid:
         """From the spans of every dimension and owners by part; parts without cells become idle owners."""
         parts = table.shape[:-2]
-        lengths = [totals(s.stop - s.start, s.part, n) for s, n in zip(spans, parts, strict=True)]
-        pairs = [Axis.of(s) for s in spans]
+        lengths, axes, kept = axes_of(spans, parts)
         empty = reduce(np.logical_or.outer, [n == 0 for n in lengths], np.zeros((), dtype=np.bool_))
         where = np.nonzero(np.broadcast_to(empty[..., None, None], table.shape))
         shapes = [n[i] for n, i in zip(lengths, where[:-2], strict=True)]
         idle = _idle(table[where], np.stack(shapes, axis=1) if shapes else np.zeros((0, 0), dtype=np.int64))
         if idle.owners.size == table.size:
-            return Grid.empty([axis.size for axis, _ in pairs], idle)
-        for axis, (_, kept) in enumerate(pairs):
-            if len(kept) < parts[axis] or (np.diff(kept) < 0).any():  # else the table stays a view of its mesh
-                table = table.take(kept, axis=axis)
-        return Grid(tuple(axis for axis, _ in pairs), _replicas_rising(table), idle)
+            return Grid.empty([axis.size for axis in axes], idle)
+        for axis, numbers in enumerate(kept):
+            if len(numbers) < parts[axis] or (np.diff(numbers) < 0).any():  # else the table stays a view of its mesh
+                table = table.take(numbers, axis=axis)
+        return Grid(tuple(axes), _replicas_rising(table), idle)
 
     @staticmethod
     def empty(shape: Sequence[int], idle: Idle) -> Grid:
@@ -71,11 +82,16 @@ class Grid:
             axes.append(Axis(edges, np.arange(len(cuts))))
             block = block * len(cuts) + number
         parts = [axis.parts for axis in axes]
-        count = np.bincount(block) if boxes.count >= int(np.prod(parts)) else ints([])
+        count = np.bincount(block) if boxes.count >= int(np.prod(parts)) else np.zeros(0, np.int64)
         if len(count) != int(np.prod(parts)) or (count != count[0]).any():
             return None
         table = owners[np.lexsort((owners, block))].reshape(*parts, 1, -1)
         return Grid(tuple(axes), table, _idle(idle.owners, idle.shapes))
+
+    @property
+    def terms(self) -> int:
+        """How many contributions make one cell."""
+        return self.table.shape[-2]
 
     @cached_property
     def owners(self) -> Ints:
@@ -95,15 +111,7 @@ class Grid:
         mine = [np.arange(len(a.part)) for a in self.axes]
         lo = outer([a.cuts[i] for a, i in zip(self.axes, mine, strict=True)])
         hi = outer([a.cuts[i + 1] for a, i in zip(self.axes, mine, strict=True)])
-        return Cells(Boxes(lo, hi), self.block(mine))
-
-    def block(self, intervals: Sequence[Ints]) -> Ints:
-        """The block of every combination of these intervals, in row-major order."""
-        total = np.zeros(1, dtype=np.int64)
-        steps = row_major(self.table.shape[:-2])
-        for axis, mine, step in zip(self.axes, intervals, steps, strict=True):
-            total = (total[:, None] + axis.part_of(mine) * step).reshape(-1)
-        return total
+        return Cells(Boxes(lo, hi), block_numbers(self.axes, mine))
 
     def blocks(self, owner: int) -> Ints:
         """The block of an owner, if it has one."""
@@ -120,16 +128,18 @@ class Grid:
         if parts is None:
             return ()
         strides = row_major(self.buffers(owner)[0])
-        sides = [_sides(axis, part) for axis, part in zip(self.axes, parts, strict=True)]
-        return tuple(
-            Piece(
-                Box(tuple(s[0] for s in side), tuple(s[1] for s in side)),
-                0,
-                sum(s[2] * step for s, step in zip(side, strides, strict=True)),
-                strides,
-            )
-            for side in product(*sides)
-        )
+        boxes, corners = boxes_of_block(self.axes, parts)
+        offsets = (corners * np.array(strides, np.int64)).sum(axis=1).tolist()
+        return tuple(Piece(boxes.box(row), 0, offset, strides) for row, offset in enumerate(offsets))
+
+    def places(self, owner: int, strides: Sequence[Strides]) -> Places:
+        """The boxes of an owner's block, in a buffer of these strides."""
+        parts = self.parts(owner)
+        if parts is None:
+            return Places.empty(len(self.axes))
+        boxes, corners = boxes_of_block(self.axes, parts)
+        rows = np.repeat(np.array(strides[:1], np.int64), len(corners), axis=0)
+        return Places(boxes, np.zeros(len(corners), np.int64), (corners * rows).sum(axis=1), rows)
 
     def buffers(self, owner: int) -> tuple[tuple[int, ...], ...]:
         """The shape of an owner's one buffer."""
@@ -137,7 +147,7 @@ class Grid:
         if parts is None:
             row = int(np.searchsorted(self.idle.owners, owner))
             return (tuple(self.idle.shapes[row].tolist()),)
-        return (tuple(int(axis.lengths[part]) for axis, part in zip(self.axes, parts, strict=True)),)
+        return (block_shape(self.axes, parts),)
 
     def largest(self) -> int:
         """The product of the longest parts."""
@@ -151,26 +161,7 @@ class Grid:
     def digest(self) -> bytes:
         """Axes, owners and idle owners: normalised, so that equal meaning is equal bytes."""
         arrays = [x for axis in self.axes for x in (axis.cuts, axis.part)]
-        return joined_bytes(b"grid", [*arrays, ints(self.table.shape), self.table, *self.idle])
-
-
-def outer(columns: Sequence[Ints]) -> Ints:
-    """Every combination of one entry per column, as rows in row-major order."""
-    shape = [len(c) for c in columns]
-    rows = np.empty((len(columns), *shape), dtype=np.int64)
-    for axis, column in enumerate(columns):
-        rows[axis] = column.reshape([-1] + [1] * (len(columns) - 1 - axis))
-    return rows.reshape(len(columns), prod(shape)).T
-
-
-def _sides(axis: Axis, part: int) -> list[tuple[int, int, int]]:
-    """The intervals of a part, with the place of each inside it."""
-    sides, offset = list[tuple[int, int, int]](), 0
-    for i in axis.intervals(part).tolist():
-        lo, hi = int(axis.cuts[i]), int(axis.cuts[i + 1])
-        sides.append((lo, hi, offset))
-        offset += hi - lo
-    return sides
+        return joined_bytes(b"grid", [*arrays, np.array(self.table.shape), self.table, *self.idle])
 
 
 def _replicas_rising(table: Ints) -> Ints:
@@ -179,4 +170,4 @@ def _replicas_rising(table: Ints) -> Ints:
 
 def _idle(owners: Ints, shapes: Ints) -> Idle:
     order = np.argsort(owners)
-    return Idle(ints(owners[order]), ints(shapes[order]))
+    return Idle(owners[order], shapes[order])

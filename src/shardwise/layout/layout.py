@@ -49,6 +49,8 @@ class Layout:
     """
 
     shape: tuple[int, ...]
+    ndim: int
+    terms: int  # how many contributions make one cell: 1 unless the layout is partial
     op: str | None  # how the terms of a partial layout are reduced
     form: Form
 
@@ -56,7 +58,7 @@ class Layout:
         self, shape: tuple[int, ...], form: Form, spell: Callable[[], Spelling], op: str | None = None
     ) -> None:
         """For the constructors below; use those. The spelling is made on first use: it can be long."""
-        self.__dict__.update(shape=shape, form=form, op=op, _spell=spell)
+        self.__dict__.update(shape=shape, ndim=len(shape), form=form, terms=form.terms, op=op, _spell=spell)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Layout is frozen: {name!r} cannot be set")
@@ -202,16 +204,6 @@ class Layout:
         )
 
     # --- questions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def ndim(self) -> int:
-        """How many dims."""
-        return len(self.shape)
-
-    @property
-    def terms(self) -> int:
-        """How many contributions make one cell: 1 unless the layout is partial."""
-        return self.form.holders.terms
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
         """What an owner holds and where it lies in its buffers; nothing for an owner that has only empty buffers."""

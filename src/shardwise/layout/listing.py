@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,6 +14,8 @@ from shardwise.geometry import (
     Box,
     Boxes,
     Ints,
+    Places,
+    Strides,
     cut,
     different,
     distinct,
@@ -65,6 +68,7 @@ class Listing:
     strides: Ints
     storage: Buffers
     overlapping: bool = False
+    terms = 1  # only grids are partial
 
     @staticmethod
     def of_boxes(shape: tuple[int, ...], boxes: Boxes, owners: Ints, *, overlapping: bool = False) -> Listing:
@@ -173,6 +177,17 @@ class Listing:
             for i in range(first, last)
         )
 
+    def places(self, owner: int, strides: Sequence[Strides]) -> Places:
+        """The same, in buffers of these strides."""
+        pieces, shapes, ndim = self.pieces(owner), self.buffers(owner), len(self.shape)
+        lying = [_lying(p.offset, p.strides, shapes[p.buffer], strides[p.buffer]) for p in pieces]
+        return Places(
+            Boxes.of([p.box for p in pieces], ndim),
+            ints([p.buffer for p in pieces]),
+            ints([offset for offset, _ in lying]),
+            ints([steps for _, steps in lying]).reshape(len(pieces), ndim),
+        )
+
     def buffers(self, owner: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of an owner's buffers."""
         return tuple(tuple(self.storage.shape[b].tolist()) for b in self.storage.rows(owner))
@@ -250,3 +265,15 @@ def _cut_by(
         parts.extend((part, members) for part in atom.minus(shared))
         rest = [part for r in rest for part in r.minus(shared)]
     return parts, rest
+
+
+def _lying(offset: int, strides: Strides, shape: tuple[int, ...], real: Strides) -> tuple[int, Strides]:
+    """The first element and the strides of a piece in a buffer that need not be contiguous.
+
+    Buffers of boxes have the dims of the layout, so the piece is a block of the buffer; flat ranges have one dim, in
+    which the piece is strided.
+    """
+    if len(shape) == len(strides):
+        corner = np.unravel_index(offset, shape) if shape else ()
+        return sum(int(at) * step for at, step in zip(corner, real, strict=True)), real
+    return offset * real[0], tuple(stride * real[0] for stride in strides)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-import numpy as np
-
-from shardwise.geometry import Box, Boxes, Places, Strides, ints
+from shardwise.geometry import Box, Places, Strides
 from shardwise.layout.layout import Layout
 
 
@@ -22,30 +20,15 @@ def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
     return tuple(layout.local_shapes(owner)) if owner in layout else ()
 
 
+def all_local_shapes(layouts: Iterable[Layout], owner: int) -> list[tuple[tuple[int, ...], ...]]:
+    """The same for each of these layouts."""
+    return [local_shapes(layout, owner) for layout in layouts]
+
+
 def places_of(layout: Layout, owner: int, strides: Sequence[Strides]) -> Places:
     """The pieces of an owner, in buffers of the layout's local shapes that have these strides. None for other owners.
 
     >>> places_of(Layout.chunk((8, 6), 0, 4), 1, [(6, 1)]).windows()
     [Window(tensor=0, shape=(2, 6), strides=(6, 1), offset=0)]
     """
-    pieces = layout.pieces(owner) if owner in layout else ()
-    shapes = layout.local_shapes(owner) if owner in layout else ()
-    lying = [_lying(p.offset, p.strides, shapes[p.buffer], strides[p.buffer]) for p in pieces]
-    return Places(
-        Boxes.of([p.box for p in pieces], layout.ndim),
-        ints([p.buffer for p in pieces]),
-        ints([offset for offset, _ in lying]),
-        ints([steps for _, steps in lying]).reshape(len(pieces), layout.ndim),
-    )
-
-
-def _lying(offset: int, strides: Strides, shape: tuple[int, ...], real: Strides) -> tuple[int, Strides]:
-    """The first element and the strides of a piece in a buffer that need not be contiguous.
-
-    Buffers of boxes have the dims of the layout, so the piece is a block of the buffer; flat ranges have one dim, in
-    which the piece is strided.
-    """
-    if len(shape) == len(strides):
-        corner = np.unravel_index(offset, shape) if shape else ()
-        return sum(int(at) * step for at, step in zip(corner, real, strict=True)), real
-    return offset * real[0], tuple(stride * real[0] for stride in strides)
+    return layout.form.places(owner, strides) if owner in layout else Places.empty(layout.ndim)

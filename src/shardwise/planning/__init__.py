@@ -2,7 +2,7 @@
 
 from shardwise.planning.copies import Copies, Copy
 from shardwise.planning.explain import columns, count, size
-from shardwise.planning.plan import Part, Plan, plan
+from shardwise.planning.plan import Part, Plan, plan, reduces
 from shardwise.planning.redistribute import Redistribution, redistributed
 from shardwise.planning.traffic import Traffic
 
@@ -17,5 +17,6 @@ __all__ = [
     "count",
     "plan",
     "redistributed",
+    "reduces",
     "size",
 ]

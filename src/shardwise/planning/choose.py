@@ -120,7 +120,7 @@ def serve(
     what does not concern that owner, once everybody's place is known.
     """
     if not len(row) or holders.most == 1:
-        once = len(row) == boxes.count and bool((need.region[1:] > need.region[:-1]).all())  # nothing to pick out
+        once = len(row) == len(boxes.lo) and bool((need.region[1:] > need.region[:-1]).all())  # nothing to pick out
         picked = boxes if once else boxes.take(need.region)
         return Copies.of(picked, holders.owners[holders.edges[row]], need.target, step=step)
     order = np.argsort(row, kind="stable")

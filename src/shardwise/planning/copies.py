@@ -51,7 +51,7 @@ class Copies(Sequence[Copy]):
     @staticmethod
     def of(boxes: Boxes, source: Ints, target: Ints, *, term: Ints | int = 0, step: int = 0) -> Copies:
         """Copies of one step, not yet in rounds."""
-        zeros = np.zeros(boxes.count, dtype=np.int64)
+        zeros = np.zeros(len(source), dtype=np.int64)
         return Copies(boxes, source, target, zeros + term, zeros + step, zeros)
 
     @staticmethod
@@ -110,7 +110,7 @@ class Copies(Sequence[Copy]):
         return self.source != self.target
 
     def __len__(self) -> int:
-        return self.boxes.count
+        return len(self.source)
 
     @overload
     def __getitem__(self, at: int) -> Copy: ...

@@ -175,15 +175,15 @@ class Plan:
         order = np.lexsort((owner, region))
         return Need(region[order], owner[order])
 
-    @property
+    @cached_property
     def carrying(self) -> bool:
         """True where terms stay terms: neither side is partial, or both are in the same way."""
         return (self.source.op, self.source.terms) == (self.target.op, self.target.terms)
 
-    @property
+    @cached_property
     def reducing(self) -> bool:
         """True where copies of step 0 are terms that are reduced on arrival."""
-        return self.source.terms > 1 and not self.carrying
+        return reduces(self.source, self.target)
 
     def _fill(self, owner: int) -> int | None:
         """What a term of a partial target starts with when it gets no cells: the others hold the whole value."""
@@ -375,6 +375,11 @@ def plan(
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
     where = None if hosts is None else Hosts.of(hosts, np.union1d(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
+
+
+def reduces(source: Layout, target: Layout) -> bool:
+    """True where a move reduces the terms of a partial source: the target is not partial in the same way."""
+    return source.terms > 1 and (source.op, source.terms) != (target.op, target.terms)
 
 
 def _layout(given: Layout | str, side: str) -> Layout:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Axis, Boxes, Ints, heads, ints, join, positions
-from shardwise.layout import Cells, Grid, Layout, outer
+from shardwise.geometry import Axis, Boxes, Ints, cross_grids, heads, ints, join, positions
+from shardwise.layout import Cells, Grid, Layout
 
 
 class Regions(NamedTuple):
@@ -43,7 +43,7 @@ def _count_crossed(axis: Axis, lo: Ints, hi: Ints) -> Ints:
 def all_regions(source: Layout, target: Layout) -> Regions:
     """Every region."""
     if isinstance(source.form, Grid) and isinstance(target.form, Grid):
-        return _crossed(source.form, target.form, [None] * source.ndim)
+        return Regions(*cross_grids(source.form.axes, target.form.axes))
     here, there = source.form.cells, target.form.cells
     return _sorted(source, _joined(here, there))
 
@@ -73,27 +73,19 @@ def _sorted(source: Layout, regions: Regions, unique: bool = False) -> Regions:
     return regions.take(order[heads(key[order])] if unique else order)
 
 
-def _crossed(source: Grid, target: Grid, only: list[Ints | None]) -> Regions:
-    """Two grids, axis by axis; `only` these intervals of the source."""
-    axes = [a.cross(b, mine) for a, b, mine in zip(source.axes, target.axes, only, strict=True)]
-    boxes = Boxes(outer([c.lo for c in axes]), outer([c.hi for c in axes]))
-    return Regions(boxes, source.block([c.mine for c in axes]), target.block([c.theirs for c in axes]))
-
-
 def _grid_owner(source: Grid, target: Grid, owner: int) -> list[Regions]:
     regions = list[Regions]()
     sends, receives = source.parts(owner), target.parts(owner)
     if sends is not None:
-        regions.append(_crossed(source, target, [a.intervals(p) for a, p in zip(source.axes, sends, strict=True)]))
-    if receives is not None:
+        regions.append(Regions(*cross_grids(source.axes, target.axes, parts=sends)))
+    if receives is not None and source.table.shape[-1] > 1:
         mine = [a.intervals(p) for a, p in zip(target.axes, receives, strict=True)]
-        if source.table.shape[-1] > 1:
-            needed = [b.cross(a, m).theirs for a, b, m in zip(source.axes, target.axes, mine, strict=True)]
-            blocks = [a.meets(np.unique(n)) for a, n in zip(source.axes, needed, strict=True)]
-            regions.append(_crossed(source, target, list(blocks)))
-        else:
-            boxes, there, here = _crossed(target, source, list(mine))
-            regions.append(Regions(boxes, here, there))
+        needed = [b.cross(a, m).theirs for a, b, m in zip(source.axes, target.axes, mine, strict=True)]
+        blocks = [a.meets(np.unique(n)) for a, n in zip(source.axes, needed, strict=True)]
+        regions.append(Regions(*cross_grids(source.axes, target.axes, only=blocks)))
+    elif receives is not None:
+        boxes, there, here = cross_grids(target.axes, source.axes, parts=receives)
+        regions.append(Regions(boxes, here, there))
     return regions
 
 

@@ -8,8 +8,8 @@ from typing import TypedDict
 
 import numpy as np
 
-from shardwise.geometry import Boxes, Ints, ints, merge, positions
-from shardwise.layout import Grid, Layout, outer
+from shardwise.geometry import Boxes, Ints, ints, merge, outer, positions
+from shardwise.layout import Grid, Layout
 from shardwise.notation import write_ranges
 from shardwise.report.groups import Groups
 

@@ -13,6 +13,15 @@ import torch
 import torch.distributed as dist
 
 import shardwise.containers.sharded as plain
+from shardwise.containers.torch_sharded import (
+    MetadataLike,
+    ShardedLike,
+    ShardLike,
+    SpecLike,
+    device_of,
+    in_order,
+    torchs_sharded,
+)
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
@@ -38,19 +47,10 @@ from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTa
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import gather, result_of, start_call
-from shardwise.torch_internals import (
-    MetadataLike,
-    ShardedLike,
-    ShardLike,
-    SpecLike,
-    device_of,
-    in_order,
-    torchs_sharded,
-)
 from shardwise.transports.members import of_job, owner_here
 
 if TYPE_CHECKING:
-    from shardwise.torch_internals.torch_sharded import TorchShardedTensor
+    from shardwise.containers.torch_sharded import TorchShardedTensor
 
 
 class ShardedTensorBase(plain.ShardedTensor, metaclass=TorchNamedTensor):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise.containers.sharded as plain
+from shardwise.containers.torch_sharded import PropertiesLike, ShardLike, SpecLike, is_torch_sharded
 from shardwise.job.agree import together
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.api import ShardedTensor
@@ -19,7 +20,6 @@ from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTa
 from shardwise.sharded_tensor.utils import _raise_if_mismatch
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import result_of, start_call
-from shardwise.torch_internals import PropertiesLike, ShardLike, SpecLike, is_torch_sharded
 from shardwise.transports.members import owner_here
 
 Factory = TypeVar("Factory", bound=Callable[..., ShardedTensor])

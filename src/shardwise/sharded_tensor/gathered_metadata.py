@@ -8,6 +8,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from shardwise.containers.torch_sharded import MetadataLike, ShardLike
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.sharding_spec import (
     _infer_sharding_spec_from_shards_metadata,
@@ -21,7 +22,6 @@ from shardwise.sharded_tensor.utils import (
     build_global_metadata,
     build_metadata_from_local_shards,
 )
-from shardwise.torch_internals import MetadataLike, ShardLike
 from shardwise.transports.members import owner_here
 
 Dim = int | None  # None: to be computed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from functools import lru_cache
 
-from shardwise.torch_internals import PACKAGE, TensorMetaclass
+from shardwise.containers.torch_sharded import PACKAGE, TensorMetaclass
 
 OURS = "shardwise.sharded_tensor"
 

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeGuard, TypeVar
 
 import torch
 
+from shardwise.containers.torch_sharded import (
+    MetadataLike,
+    PropertiesLike,
+    RemoteDevice,
+    ShardMetadataLike,
+    torchs_metadata,
+)
 from shardwise.sharded_tensor.instances import TorchNamed
-from shardwise.torch_internals import MetadataLike, PropertiesLike, RemoteDevice, ShardMetadataLike, torchs_metadata
 
 if TYPE_CHECKING:
-    from shardwise.torch_internals.torch_sharded import TorchMetadata
+    from shardwise.containers.torch_sharded import TorchMetadata
 
 Ours = TypeVar("Ours")
 FORMATS = {

@@ -9,10 +9,10 @@ from typing import TypeVar, cast
 
 import torch
 
+from shardwise.containers.torch_sharded import SpecLike, is_spec
 from shardwise.sharded_tensor.api import ShardedTensor
 from shardwise.sharded_tensor.factories import shard_parameter
 from shardwise.sharded_tensor.sharding_spec import Group, ShardingSpec
-from shardwise.torch_internals import SpecLike, is_spec
 
 T = TypeVar("T")
 

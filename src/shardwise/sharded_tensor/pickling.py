@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from shardwise.containers.dtensor import default_group
+from shardwise.containers.torch_sharded import SpecLike, torchs_loading
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.spec_container import Group, SpecContainer, Tensors
-from shardwise.torch_internals import SpecLike, default_group, torchs_loading
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor

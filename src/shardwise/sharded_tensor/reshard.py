@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.containers.torch_sharded import RemoteDevice, SpecLike, owner_of
 from shardwise.sharded_tensor.metadata import Shard, ShardMetadata, TensorProperties, remote_device
 from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget, inside
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import result_of, start_call
-from shardwise.torch_internals import RemoteDevice, SpecLike, owner_of
 from shardwise.transports.members import owner_here, owners_of
 
 Local = torch.Tensor | Sequence[torch.Tensor] | None

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.containers.torch_sharded import RemoteDevice, ShardMetadataLike
 from shardwise.geometry import Box, Boxes, gaps, ints, join
 from shardwise.sharded_tensor.instances import TorchNamed
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, remote_device
-from shardwise.torch_internals import RemoteDevice, ShardMetadataLike
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
-from shardwise.torch_internals import (
+from shardwise.containers.torch_sharded import (
     MetadataLike,
     RemoteDevice,
     ShardMetadataLike,
@@ -23,6 +21,8 @@ from shardwise.torch_internals import (
     owner_of,
     shards_of,
 )
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.transports.members import owner_here
 
 if TYPE_CHECKING:

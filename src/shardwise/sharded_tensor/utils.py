@@ -10,11 +10,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from shardwise.containers.torch_sharded import RemoteDevice, ShardLike, owner_of, worker_rank
 from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, same_device
 from shardwise.sharded_tensor.sharding_spec import Group, check_tensor, validate_non_overlapping_shards_metadata
-from shardwise.torch_internals import RemoteDevice, ShardLike, owner_of, worker_rank
 from shardwise.transports.members import owners_of
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwise.containers.container import container_of, is_sharded
-from shardwise.containers.sharded import ShardedTensor
+from shardwise.containers.container import container_of
+from shardwise.containers.sharded import ShardedTensor, is_sharded
+from shardwise.containers.torch_sharded import is_torch_sharded
 from shardwise.geometry import Box
 from shardwise.job.agree import together_or_alone
 from shardwise.layout import Layout
@@ -18,7 +19,6 @@ from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetada
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.sharded_tensor.spec_container import SpecContainer
 from shardwise.state.traverse import OBJ_PATH, StateDict, dotted, set_element, traverse_state_dict
-from shardwise.torch_internals import is_torch_sharded
 from shardwise.transports.members import has_default_group, owner_here
 
 

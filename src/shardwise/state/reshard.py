@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.containers.container import Container
+from shardwise.containers.description import Descriptions, describe_all, is_tensor, memory_of
+from shardwise.containers.memory import storage_of
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
@@ -17,16 +19,7 @@ from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Link
 from shardwise.job.session import accepts_wire, check_owners, group_transport
-from shardwise.job.side import (
-    Descriptions,
-    FreshSide,
-    LiveSide,
-    combine_descriptions,
-    describe_all,
-    is_tensor,
-    memory_of,
-    refuse_several_jobs,
-)
+from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.subtensor import Subtensor
 from shardwise.state.targets import Targets, containers_for
 from shardwise.state.traverse import (
@@ -36,7 +29,6 @@ from shardwise.state.traverse import (
     flatten_state_dict,
     unflatten_state_dict,
 )
-from shardwise.torch_internals.memory import storage_of
 from shardwise.transports import GroupTransport, TransportChoice
 
 OPERATION = "reshard_state_dict"
@@ -135,10 +127,10 @@ def _plan(
     hosts: HostsOption,
 ) -> ModelPlan:
     targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(containers)
+    check_owners(transport, {f"{name!r}, as it is,": sources[name].layout for name in containers})
+    check_owners(transport, {f"{name!r}, as it is to be,": one.layout for name, one in containers.items()})
     for name, container in containers.items():
         source = sources[name]
-        check_owners(transport, f"{name!r}, as it is,", source.layout)
-        check_owners(transport, f"{name!r}, as it is to be,", container.layout)
         request = casts.request(name, source.dtype) or CastRequest(source.dtype, named=False)
         named |= {name} if request.named else set()
         becomes = request.dtype

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
+from shardwise.containers.description import Descriptions, describe_all, tensors_in
 from shardwise.containers.memory import check_written, shared
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
@@ -20,16 +21,7 @@ from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
-from shardwise.job.side import (
-    Descriptions,
-    FreshSide,
-    LiveSide,
-    Tensors,
-    combine_descriptions,
-    describe_all,
-    is_tensor,
-    refuse_several_jobs,
-)
+from shardwise.job.side import FreshSide, LiveSide, Tensors, combine_descriptions, refuse_several_jobs
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -153,7 +145,7 @@ def _check_apart(plan: ModelPlan, targets: Mapping[str, Tensors], sources: Mappi
 def _tensors(state_dict: StateDict) -> dict[str, torch.Tensor | None]:
     """The tensors of a state dict by name; None for a tensor of which this rank holds nothing."""
     flat, paths = flatten_state_dict(state_dict)
-    tensors = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
+    tensors = tensors_in(flat)
     several = next((dotted(paths[name]) for name in tensors if dotted(paths[name]) != name), None)
     if several is not None:  # the order of the dicts would decide which of them has the name
         raise ValueError(f"two leaves of a state dict are both called {several!r}: give one of them another key")
@@ -184,13 +176,12 @@ def _plan(
     hosts: HostsOption,
 ) -> ModelPlan:
     for side, tensors in zip(("source", "target"), known, strict=True):
-        for name, tensor in tensors.items():
-            check_owners(transport, f"{name!r} of the {side},", tensor.layout)
+        check_owners(transport, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     planned = links(*shapes, rename=rename, remap=remap, strict=strict)
     cast.check_used(targets)
     pairs = ((link.source, link.target) for link in planned)
     changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
-    check_changes(changes, lambda change: cast.check(change, sources, targets))
+    check_changes(changes, partial(cast.check, sources=sources, targets=targets))
     return ModelPlan.of(planned, sources, targets, max_bytes=max_bytes, hosts=hosts)

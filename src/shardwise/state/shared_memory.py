@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.containers.container import Target, target_container
+from shardwise.containers.description import is_tensor, memory_of
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.buffers import fresh
-from shardwise.job.side import is_tensor, memory_of
 from shardwise.layout import Layout, local_shapes, parse
 from shardwise.transports.members import owner_here
 

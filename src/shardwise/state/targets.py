@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.containers.container import Container, is_sharded, on_transport, target_container
+from shardwise.containers.container import Container, on_transport, target_container
+from shardwise.containers.description import is_tensor
+from shardwise.containers.dtensor import is_mesh, is_placement
+from shardwise.containers.memory import is_chunked
+from shardwise.containers.sharded import is_sharded
 from shardwise.job.names import matched, missing
 from shardwise.job.plan import TensorInfo
-from shardwise.job.side import PlainContainer, is_tensor
+from shardwise.job.side import PlainContainer
 from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
 from shardwise.state.traverse import StateDict
-from shardwise.torch_internals import is_mesh, is_placement
-from shardwise.torch_internals.memory import is_chunked
 from shardwise.transports import GroupTransport
 
 Targets = StateDict | Sequence[tuple[str, object]] | Callable[[str], object]

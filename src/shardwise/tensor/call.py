@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.containers.container import Container, container_of, is_sharded, on_transport
+from shardwise.containers.container import Container, container_of, on_transport
 from shardwise.containers.memory import check_memory, check_written, shared
+from shardwise.containers.sharded import is_sharded
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
-from shardwise.exchange import Exchange, Move, Terms
+from shardwise.exchange import Exchange, Move, Proposal
 from shardwise.exchange.buffers import fresh
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.casts import ONLY_PLAIN, PLAIN, check_cast, check_dtype
@@ -28,6 +29,7 @@ from shardwise.transports import GroupTransport, TransportChoice
 def output(
     out: Any,
     target: Container,
+    shapes: Shapes,
     transport: GroupTransport,
     dtype: torch.dtype,
     *,
@@ -35,8 +37,8 @@ def output(
     source: list[torch.Tensor],
     followed: bool,
 ) -> list[torch.Tensor]:
-    """This rank's local tensors of the target, to be written."""
-    me, shapes = transport.me, local_shapes(target.layout, transport.me)
+    """This rank's local tensors of the target, of these shapes, to be written."""
+    me = transport.me
     if out is None:
         return [fresh(shape, dtype, device) for shape in shapes]
     if followed:
@@ -189,10 +191,10 @@ class Source:
         facts = (layout and layout.shape, self.dtype, layout, device, self.gradient)
         return {name: fact for name, fact in zip(FACTS, facts, strict=True) if fact is not None}
 
-    def local(self, facts: Facts, me: int) -> list[torch.Tensor]:
+    def local(self, facts: Facts, me: int, expected: Shapes) -> list[torch.Tensor]:
         """This rank's local tensors, which must be those of the layout."""
         tensors = [] if self.container is None else self.container.local(self.tensors)
-        expected, shapes = local_shapes(facts.source, me), tuple(tuple(t.shape) for t in tensors)
+        shapes = tuple(tuple(t.shape) for t in tensors)
         if not tensors and all(0 in shape for shape in expected):
             return [torch.empty(shape, dtype=facts.dtype, device=facts.device) for shape in expected]
         if shapes != expected:
@@ -206,13 +208,24 @@ class Source:
         return [t.resolve_conj().resolve_neg() for t in tensors]
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class PlannedCall(NamedTuple):
+    """The plan of a call, and the shapes of this rank's local tensors on both sides."""
+
+    plan: ModelPlan
+    source: Shapes
+    target: Shapes
+
+
 class Plans:
     """The plans of calls on a transport, kept by what they are of: the same moves come back step after step."""
 
     def __init__(self, transport: GroupTransport) -> None:
-        self._transport, self._plans = transport, dict[object, ModelPlan]()
+        self._transport, self._plans = transport, dict[object, PlannedCall]()
 
-    def of(self, facts: Facts, target: Layout, options: Options) -> ModelPlan:
+    def of(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
         """Checked and planned when it comes for the first time."""
         key = facts, target, tuple((type(value), str(value)) for value in options.fields().values())
         plan = self._plans.get(key)
@@ -222,15 +235,15 @@ class Plans:
             plan = self._plans[key] = self._plan(facts, target, options)
         return plan
 
-    def _plan(self, facts: Facts, target: Layout, options: Options) -> ModelPlan:
+    def _plan(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
         self._transport.check_choice(options.transport)
         check_overflow(options.overflow)
         check_dtype(options.dtype)
-        for side, layout in ("source", facts.source), ("target", target):
-            check_owners(self._transport, f"the {side}", layout)
+        check_owners(self._transport, {"the source": facts.source, "the target": target})
         ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
         theirs = TensorInfo(target.shape, options.dtype or facts.dtype, target, facts.device)
-        return single(ours, theirs, options.max_bytes, options.hosts)
+        plan, me = single(ours, theirs, options.max_bytes, options.hosts), self._transport.me
+        return PlannedCall(plan, local_shapes(facts.source, me), local_shapes(target, me))
 
 
 class Call:
@@ -256,6 +269,7 @@ class Call:
         self.transport, self.source, self.options, self.operation = transport, source, options, operation
         self._target, self._out = target, out
         self._exchange: Exchange | None = None
+        self._queue = SerialQueue.of(transport)
 
     @property
     def plan(self) -> Plan:
@@ -267,16 +281,16 @@ class Call:
         known = self.source.facts()
         self._exchange = self._prepared(known, frozenset(FACTS).difference(known))
         with self._noting():
-            self._exchange.start(alone=alone and SerialQueue.of(self.transport).idle)
+            self._exchange.start(alone=alone and self._queue.idle)
         return self
 
     def run(self) -> Call:
         """Carry it out and wait for it."""
-        return SerialQueue.of(self.transport).run(self._finish)
+        return self._queue.run(self._finish)
 
     def submit(self) -> Future[Call]:
         """Carry it out beside the caller, after the calls that were submitted before."""
-        return SerialQueue.of(self.transport).submit(self._finish)
+        return self._queue.submit(self._finish)
 
     def _finish(self) -> Call:
         assert self._exchange is not None, "start first"
@@ -316,27 +330,29 @@ class Call:
                 raise self.source.error
             if unknown:
                 lacking = {name: facts.get(name, "unknown") for name in FACTS}
-                return Exchange(self.transport, self._terms(lacking, "unknown", unknown | {"target"}))
+                return Exchange(self.transport, self._proposal(lacking, "unknown", unknown | {"target"}))
             self._prepare(Facts(**facts))
-            terms = self._terms(facts, self.plan.target, unknown)
-            return self.job.exchange(0, [self.move], terms, fresh=self._out is None, part_of=part_of)
+            proposal = self._proposal(facts, self.plan.target, unknown)
+            return self.job.exchange(0, [self.move], proposal, fresh=self._out is None, part_of=part_of)
         except Exception as error:
-            return Exchange(self.transport, Terms({"operation": self.operation}, error=error), part_of=part_of)
+            return Exchange(self.transport, Proposal({"operation": self.operation}, error=error), part_of=part_of)
 
     def _prepare(self, facts: Facts) -> None:
         """Plan it, and check it as far as one rank can; there is memory for the result then."""
         options, transport, target = self.options, self.transport, self._target(facts.shape)
-        becomes = options.dtype or facts.dtype
-        plan = transport.resource(Plans, lambda: Plans(transport)).of(facts, target.layout, options)
-        self.job = Job(transport, plan, self.operation, options.transport, overflow=options.overflow, shown=str)
-        source = self.source.local(facts, transport.me)
+        layout, device, becomes = target.layout, target.device, options.dtype or facts.dtype
+        planned = transport.resource(Plans, lambda: Plans(transport)).of(facts, layout, options)
+        self.job = Job(transport, planned.plan, self.operation, options.transport, overflow=options.overflow, shown=str)
+        source = self.source.local(facts, transport.me, planned.source)
         self.job.refuse_losses(lambda _: source)
         self.followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
-        device = target.device or (source[0].device if source else torch.device(facts.device))
-        memory = output(self._out, target, transport, becomes, source=source, device=device, followed=self.followed)
+        device = device or (source[0].device if source else torch.device(facts.device))
+        memory = output(
+            self._out, target, planned.target, transport, becomes, source=source, device=device, followed=self.followed
+        )
         self.move = self.job.move(0, source, memory)
         self.facts, self.target, self.dtype = facts, target, becomes
 
-    def _terms(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Terms:
+    def _proposal(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Proposal:
         fields = {"operation": self.operation, **{name: facts[name] for name in FACTS}, "target": target}
-        return Terms(fields | self.options.fields(), unknown)
+        return Proposal(fields | self.options.fields(), unknown)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.containers.container import Sharded
-from shardwise.exchange import Exchange, Terms
+from shardwise.exchange import Exchange, Proposal
 from shardwise.job.session import SerialQueue, transport_for
 from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread, sums
 from shardwise.layout import Layout
@@ -36,14 +36,14 @@ def fingerprint(x: Sharded | None, *, group: dist.ProcessGroup | None = None) ->
     source = source.on(transport)
     known = source.facts()
     fields = {name: known.get(name, "unknown") for name in FIELDS}
-    terms = Terms({"operation": "fingerprint", **fields}, frozenset(FIELDS).difference(known), source.error)
-    exchange = Exchange(transport, terms).start()
+    proposal = Proposal({"operation": "fingerprint", **fields}, frozenset(FIELDS).difference(known), source.error)
+    exchange = Exchange(transport, proposal).start()
     return SerialQueue.of(transport).run(lambda: _fingerprint(transport, source, exchange))
 
 
 def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) -> str:
     answers = exchange.finish()
-    fields = exchange.terms.fields if answers is None else next(known for known in answers if known is not None)
+    fields = exchange.proposal.fields if answers is None else next(known for known in answers if known is not None)
     dtype, layout = fields["dtype"], fields["source"]
     local: Tensors = (
         [t.resolve_conj().resolve_neg() for t in source.container.local(source.tensors)] if source.container else []

@@ -1,9 +1,10 @@
-"""reshard: any sharded tensor to any other sharding."""
+"""reshard: any sharded tensor to any other sharding. Backward is the same walk with the layouts turned round."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -12,16 +13,15 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.containers.container import Container, Sharded, Target, is_sharded, on_transport, target_container
+from shardwise.containers.container import Container, Sharded, Target, on_transport, target_container
 from shardwise.containers.own_container import OwnContainer
-from shardwise.containers.sharded import ShardedTensor
+from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import ExchangeError
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
 from shardwise.job.plan import SINGLE, HostsOption
 from shardwise.job.session import accepts_wire, group_transport, transport_for
 from shardwise.layout import Layout
 from shardwise.tensor.call import Call, Options, Source, check_whole
-from shardwise.tensor.gradient import with_autograd
 from shardwise.transports import TransportChoice
 
 Output = Sharded | Sequence[torch.Tensor] | None
@@ -213,3 +213,46 @@ def gather(
         losses.look(SINGLE, [whole], out.dtype)
         refuse_loss(losses.listed())
     return out if fits else out.copy_(whole)
+
+
+def with_autograd(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The finished call's tensors as autograd sees them.
+
+    A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
+    """
+    outputs = call.target.from_local(call.move.target)
+    if not call.followed:
+        return outputs, None
+    inputs = call.source.tensors or (call.source.stand_in,)
+    with torch.enable_grad():  # as it was when the call was made, wherever it is waited for
+        if inputs == (None,):
+            inputs = (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
+        results = Reshard.apply(call, outputs, *inputs)  # type: ignore[no-untyped-call]
+    return (list(results), None) if outputs else ([], results[0])
+
+
+class Reshard(torch.autograd.Function):
+    """Ties tensors that an exchange has filled to those that it read."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Nothing is left to do."""
+        ctx.source, ctx.target, ctx.holds = call.source.container, call.target, bool(outputs)
+        ctx.transport, ctx.facts, ctx.options = call.transport, call.facts, call.options
+        return tuple(outputs) or (torch.empty(0),)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the target, moved to where those of the source belong."""
+        dtype, mine = ctx.facts.dtype, grads if ctx.holds else ()
+        becomes = ctx.options.dtype or dtype
+        given = Source.by(ctx.target.gradient_of(mine), mine, becomes)
+        source = ctx.source or OwnContainer(ctx.facts.source)
+        # gradients that overflow are inf, as torch's own are: those who scale losses look for it
+        options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
+        # a rank that holds nothing of the source cannot know what arrives at the others
+        arrived = given.container if all(owner in source.layout for owner in ctx.transport.owners) else None
+        operation = "backward of a reshard"
+        call = Call(ctx.transport, given, lambda _: source.gradient(arrived), options, operation=operation)
+        moved, _ = with_autograd(call.start().run())
+        return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

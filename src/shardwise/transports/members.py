@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -72,7 +72,7 @@ class Members:
         numbers = {job: at for at, job in enumerate(dict.fromkeys(one.job for one in members))}
         return Members(tuple(range(len(members))), ranks, tuple(numbers[one.job] for one in members))
 
-    @property
+    @cached_property
     def joined(self) -> bool:
         """True if owners are ranks in the group, and not in a job."""
         return self.ranks is not None

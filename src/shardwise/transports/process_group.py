@@ -14,14 +14,12 @@ import torch.distributed as dist
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import PeerBuffer, in_words
 from shardwise.exchange.transport import PostedRound, ReduceOp
-from shardwise.layout import Layout
-from shardwise.transports import collectives
+from shardwise.transports import endpoint
 from shardwise.transports.guarded_group import GuardedGroup
 from shardwise.transports.members import GroupMember, Members, registered_ranks, remember
 from shardwise.transports.torch_groups import asynchronous, post_as_batch
 
 TransportChoice = Literal["auto", "group", "shared"]  # shared memory if possible, never, or required
-MAX_LAYOUTS = 4096  # of the cache of `missing_owners`
 T = TypeVar("T")
 
 
@@ -36,7 +34,6 @@ class GroupTransport(GuardedGroup):
         self.members = Members(everybody if owners is None else tuple(owners))  # until the rendezvous
         super().__init__(group, everybody if owners is None else _ranks_of(group, owners), self.members.owners)
         self._abandoned = list[PostedRound]()
-        self._missing_owners = dict[Layout, tuple[int, ...]]()
 
     def rendezvous(self) -> None:
         """Everybody on the transport calls, before anything else: find out whether the group is of one job."""
@@ -58,14 +55,6 @@ class GroupTransport(GuardedGroup):
 
     def _why_not_shared(self) -> str:
         return "this system has no shared memory for it"
-
-    def missing_owners(self, layout: Layout) -> tuple[int, ...]:
-        """The owners of a layout that are not on this transport."""
-        if layout not in self._missing_owners:
-            if len(self._missing_owners) > MAX_LAYOUTS:
-                self._missing_owners.clear()
-            self._missing_owners[layout] = tuple(owner for owner in layout.owners() if owner not in self.rows)
-        return self._missing_owners[layout]
 
     def message_device(self, device: torch.device) -> torch.device:
         """The device itself, if the group has a backend that moves its memory; otherwise that of small messages."""
@@ -93,7 +82,7 @@ class GroupTransport(GuardedGroup):
         if in_order and self._whole_group:
             wait = self._collective_all_to_all(ours)
         else:
-            wait = collectives.all_to_all(self, ours, self.collective_tag("all_to_all", number))
+            wait = endpoint.all_to_all(self, ours, self.collective_tag("all_to_all", number))
         return lambda: [memoryview(row) for row in wait().cpu().numpy()]
 
     def _collective_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -108,7 +97,7 @@ class GroupTransport(GuardedGroup):
         """One all-reduce of the whole group, if possible; otherwise messages."""
         result = numbers.to(self._small_device, copy=True)
         if not self._whole_group or not in_order:
-            return partial(collectives.all_reduce, self, result, op, self.collective_tag("all_reduce", number))
+            return partial(endpoint.all_reduce, self, result, op, self.collective_tag("all_reduce", number))
         with self.guard("starting to agree"):
             options = asynchronous(dist.AllreduceOptions())
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
@@ -129,7 +118,7 @@ class GroupTransport(GuardedGroup):
 
     def all_gather(self, value: T) -> list[T]:
         """By messages, because other ranks may make other collective calls meanwhile."""
-        return collectives.all_gather(self, value, self.collective_tag("all_gather"), self._small_device)
+        return endpoint.all_gather(self, value, self.collective_tag("all_gather"), self._small_device)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from shardwise.exchange import in_words
 from shardwise.exchange.transport import PeerTensors, PostedRound, Receive, Send
 from shardwise.geometry import Ints
-from shardwise.transports import message_location, process_memory
-from shardwise.transports.collectives import wait_for
-from shardwise.transports.failure_notices import CauseError
+from shardwise.transports import local_peers, message_location
+from shardwise.transports.endpoint import wait_for
+from shardwise.transports.guarded_group import CauseError
 from shardwise.transports.local_peers import LocalPeers
 from shardwise.transports.message_location import LocatedTensors, MessageLocation
 from shardwise.transports.process_group import GroupMessages, GroupTransport
@@ -275,7 +275,7 @@ class SharedMemoryTransport(GroupTransport):
     def read_memory(self, peer: int, here: Ints, there: Ints, sizes: Ints) -> None:
         """Copy ranges of bytes from addresses of a peer to addresses of this process."""
         with self.guard(f"reading from the memory of rank {peer}"):
-            process_memory.read(self.local_peers.processes[peer], here, there, sizes)
+            local_peers.read(self.local_peers.processes[peer], here, there, sizes)
 
     def open_message(self, one: Receive, packet: Packet, tag: int) -> torch.Tensor | PeerTensors:
         """The bytes of a message of this host, or the tensors to read it from, by its location."""

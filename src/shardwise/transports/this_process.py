@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from threading import Lock
 
-from shardwise.transports.peer_segments import PeerSegments
-from shardwise.transports.segments import SharedTensors
+from shardwise.transports.segments import PeerSegments, SharedTensors
 from shardwise.transports.unix_packets import PacketSocket
 
 

@@ -21,11 +21,11 @@ from shardwise.checkpoint.files import ByteRange, Files, inside
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, ArchiveTemplates, read_archives, tensor_reader
 from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, FunctionStub, NameStub, RecordStub, sizes
+from shardwise.containers.torch_private import OLD_SHARD_MODULE
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, get_element
-from shardwise.torch_internals.serialization import OLD_SHARD_MODULE
 
 METADATA, TIED = ".metadata", "shardwise_tied"
 ABSENT = object()

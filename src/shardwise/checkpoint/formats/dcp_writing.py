@@ -31,9 +31,9 @@ from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
 from shardwise.checkpoint.formats.torch_save import TensorRecord, torch_save_bytes, write_archive
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types, check_overlaps
 from shardwise.checkpoint.values import CARRIED, encode
+from shardwise.containers.torch_private import storage_info
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
-from shardwise.torch_internals.serialization import storage_info
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import metadata as torch_metadata

@@ -29,11 +29,11 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, c
 from shardwise.checkpoint.opaque import Opaque, OpaqueError, UnknownObject, is_unknown_class, opaque_in
 from shardwise.checkpoint.pickles import count_tensors, refuse, without_stubs
 from shardwise.checkpoint.unpickle_stubs import TensorStub
-from shardwise.containers.container import is_sharded
+from shardwise.containers.sharded import is_sharded
+from shardwise.containers.torch_private import rebuild_tensor, rebuild_typed_tensor
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
 from shardwise.state.traverse import OBJ_PATH, flatten_state_dict, unflatten_state_dict
-from shardwise.torch_internals.serialization import rebuild_tensor, rebuild_typed_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

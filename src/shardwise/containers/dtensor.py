@@ -1,4 +1,9 @@
-"""DTensor as a container: its layout, its local tensor, and the DTensor made again from a local tensor."""
+"""DTensor as a container: its mesh and layout, its local tensor, and the DTensor made again from a local tensor.
+
+torch numbers shards in two ways. Collectives (distribute_tensor's scatter, full_tensor's gather) go by the rank in
+the process group of a mesh axis, which torch sorts; offsets and local splits go by the coordinate in the mesh. Where
+the ranks of a mesh do not rise, the two differ, and the data is where the collectives put it: see decision 18.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeGuard, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise.layout.mesh as ours
-from shardwise.layout import Layout
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
-from shardwise.torch_internals.group_order import check_sizes, in_group_order, rises, unsorted_axes
-from shardwise.torch_internals.meshes import is_mesh, mesh_ranks, mesh_with_ranks, our_mesh, sorted_line
 
 Tensors = Sequence[torch.Tensor]
+NestedRanks = list["NestedRanks"] | list[int]  # of a mesh: lists of lists, one level for each axis
+Ranks = npt.NDArray[np.integer]
 ShardOrder = Any  # torch's ShardOrder, which older versions do not have: the mesh dims that split each tensor dim
 TORCHS = (Shard, _StridedShard, Replicate, Partial)  # placements that need no reading
 
@@ -173,3 +182,128 @@ def replicated_along(x: DTensor, mesh: DeviceMesh) -> bool:
     """True where the ranks along a mesh's first dim have the same local tensor: a dim of the DTensor's mesh."""
     ranks = sorted_line(mesh, 0)
     return any(p.is_replicate() and sorted_line(x.device_mesh, axis) == ranks for axis, p in enumerate(x.placements))
+
+
+# --- device meshes ---------------------------------------------------------------------------------------------------
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    return group
+
+
+def home_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """The process group of a mesh, and its ranks; a mesh of several axes uses the default group."""
+    one = mesh.ndim == 1 and mesh.get_coordinate() is not None
+    return mesh.get_group() if one else default_group(), mesh_ranks(mesh)
+
+
+def is_mesh(x: object) -> TypeGuard[DeviceMesh]:
+    """True for a DeviceMesh."""
+    return isinstance(x, DeviceMesh)
+
+
+def is_placement(x: object) -> TypeGuard[Placement]:
+    """True for one of torch's placements."""
+    return isinstance(x, Placement)
+
+
+@lru_cache(maxsize=256)
+def our_mesh(mesh: DeviceMesh) -> Mesh:
+    """A device mesh as ours."""
+    return mesh_with_ranks(mesh, mesh.mesh.tolist())
+
+
+def mesh_with_ranks(mesh: DeviceMesh, ranks: NestedRanks) -> Mesh:
+    """A mesh of the same axes with these ranks."""
+    try:
+        return Mesh.of(tuple(mesh.mesh.shape), mesh.mesh_dim_names, ranks=ranks)
+    except LayoutError:  # torch allows any string as a name
+        return Mesh.of(tuple(mesh.mesh.shape), ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh, rising."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+@lru_cache(maxsize=256)
+def sorted_line(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
+    """The ranks that differ from this one only along an axis, rising."""
+    return tuple(sorted(line(mesh, axis)))
+
+
+# --- the order of ranks in a mesh ------------------------------------------------------------------------------------
+
+
+def in_group_order(mesh: DeviceMesh, placements: Sequence[Placement], unsorted: tuple[int, ...]) -> NestedRanks:
+    """The ranks of a mesh in the places that collectives give them, as nested lists."""
+    ranks = mesh.mesh.numpy()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | _StridedShard) and axis not in unsorted:
+            _check_lines(mesh, ranks, placements, axis)
+            ranks = np.sort(ranks, axis=axis)
+    return ranks.tolist()
+
+
+@lru_cache(maxsize=256)
+def rises(mesh: DeviceMesh) -> bool:
+    """True where ranks rise along every axis: group order and coordinates are the same."""
+    return all((np.diff(mesh.mesh.numpy(), axis=axis) > 0).all() for axis in range(mesh.ndim))
+
+
+def unsorted_axes(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Axes whose process groups keep the order of the mesh: made by `new_group(sort_ranks=False)`, for `from_group`.
+
+    Equal meshes may have different groups, so this is never kept by value.
+    """
+    inside = mesh.get_coordinate() is not None
+    return tuple(axis for axis in range(mesh.ndim) if inside and _keeps_order(mesh, axis))
+
+
+def _keeps_order(mesh: DeviceMesh, axis: int) -> bool:
+    group = dist.get_process_group_ranks(mesh.get_group(axis))
+    return group != sorted(group) and group == line(mesh, axis)
+
+
+def line(mesh: DeviceMesh, axis: int) -> list[int]:
+    """The ranks that differ from this one only along an axis, in the order of the mesh; none outside the mesh."""
+    here = mesh.get_coordinate()
+    if here is None:
+        return []
+    along: tuple[int | slice, ...] = (*here[:axis], slice(None), *here[axis + 1 :])
+    ranks: list[int] = mesh.mesh[along].tolist()
+    return ranks
+
+
+def _check_lines(mesh: DeviceMesh, ranks: Ranks, placements: Sequence[Placement], axis: int) -> None:
+    """Refuse a mesh on which distribute_tensor loses shards: lines along an axis whose ranks are not ordered alike.
+
+    Lines may differ along an axis that is scattered before; but not for partial and strided placements, which torch
+    gathers in another order.
+    """
+    order = ranks.argsort(axis=axis)
+    for other, placement in enumerate(placements):
+        before = other < axis and {type(placement), type(placements[axis])} <= {Shard, Replicate}
+        if other != axis and not before and (order != order.take([0], axis=other)).any():
+            raise LayoutError(
+                f"mesh {mesh.mesh.tolist()} cannot hold {list(placements)}: its lines along axis {axis} order their "
+                f"ranks differently, and torch's distribute_tensor loses shards there: use a mesh whose ranks rise, "
+                f"such as {np.sort(ranks, axis=None).reshape(ranks.shape).tolist()}"
+            )
+
+
+def check_sizes(
+    container: DTensorContainer, rank: int, by_group: tuple[int, ...], by_coordinate: tuple[int, ...]
+) -> None:
+    """Refuse uneven shards that torch cuts to the sizes of others."""
+    if by_group != by_coordinate:
+        raise LayoutError(
+            f"mesh {container.mesh.mesh.tolist()} cannot hold shape {container.shape} as "
+            f"{list(container.placements)}: its ranks do not rise, so rank {rank} has a shard of shape {by_group} for "
+            f"torch's collectives, but of {by_coordinate} by its coordinate, and distribute_tensor loses data: use a "
+            f"mesh whose ranks rise, or dims that divide evenly"
+        )

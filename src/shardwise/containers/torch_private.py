@@ -1,0 +1,81 @@
+"""Private names of torch that are not about sharded tensors: autograd's state, nested arguments, names in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
+from torch._utils import _rebuild_tensor_v3 as rebuild_typed_tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+__all__ = [
+    "OLD_SHARD_MODULE",
+    "REBUILD_MODULE",
+    "TENSOR_MODULE",
+    "after_backward",
+    "argument_leaves",
+    "backward_task",
+    "random_state",
+    "rebuild_tensor",
+    "rebuild_typed_tensor",
+    "saved_tensors_hooks_on",
+    "storage_info",
+    "transforming",
+]
+
+# modules whose functions and classes are named in files
+REBUILD_MODULE, TENSOR_MODULE = "torch._utils", "torch._tensor"
+OLD_SHARD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # of DCP metadata up to torch 2.2
+
+
+Pack = Callable[[torch.Tensor], object]
+
+
+def storage_info(file: str, start: int, size: int) -> StorageInfo:
+    """The bytes of a file, as DCP metadata describe them."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import
+
+    return _StorageInfo(file, start, size)
+
+
+def saved_tensors_hooks_on() -> Pack | None:
+    """The innermost hook that packs saved tensors, if there is any."""
+    hooks: tuple[Pack, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks else None
+
+
+def backward_task() -> int | None:
+    """The number of the backward pass that this thread is in."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def random_state(device: str) -> torch.Tensor:
+    """That of the generator from which random numbers on this kind of device are drawn."""
+    state: torch.Tensor = torch.get_rng_state() if device == "cpu" else torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def transforming() -> bool:
+    """True inside torch.func's transforms, whose tensors have no memory of their own."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward pass that this thread is in has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def argument_leaves(args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The leaves of a call's arguments, and where each is.
+
+    >>> list(argument_leaves([5, [6]], {"mask": 7}))
+    [('[0]', 5), ('[1][0]', 6), ("['mask']", 7)]
+    """
+    for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
+        yield keystr(path[1:]), leaf
