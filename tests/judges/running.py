@@ -34,7 +34,7 @@ def _plain(step) -> dict[int, float]:
     return {token: one.logprob for token, one in sorted(step.items())}
 
 
-def in_process(work: Callable[[], T], timeout: float = 180) -> T:
+def in_process(work: Callable[[], T], timeout: float = 400) -> T:
     """The result of a function in a forked process. An error there is an error here."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)

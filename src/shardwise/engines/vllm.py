@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from shardwise.engines.local_record import Loader
 from shardwise.engines.record import Like, Recorded
 from shardwise.engines.record import record as record_loader
 from shardwise.errors import EngineError
@@ -31,11 +32,10 @@ def record(
     recorded. `like`, `group` and `timeout`: as for `engines.record`; `group` is all ranks of the engine by default.
     """
     _check_version()
-    _restore_loadable(model)
-    try:
-        return record_loader(model.load_weights, like, module=model, group=group, timeout=timeout)  # type: ignore[arg-type]
-    finally:
-        _put_back(model)
+    with _loadable(model):
+        recorded = record_loader(cast(Loader, model.load_weights), like, module=model, group=group, timeout=timeout)
+    _put_back(model)
+    return recorded
 
 
 @contextmanager
@@ -44,33 +44,53 @@ def reload(model: torch.nn.Module, recorded: Recorded, config: Any = None) -> It
 
     No request may run meanwhile, and cached keys and values are of the old weights: pause the engine and reset its
     caches. `config`: the engine's VllmConfig, `worker.vllm_config`; by default vLLM's current one. Memory for a second
-    copy of the weights is needed. If the block raises, the engine keeps the weights that it had.
+    copy of the weights is needed. If the block raises, the engine keeps the weights that it had. All ranks of an engine
+    call, and their blocks must end alike; an error of `Resharder.run` is the same on all of them.
     """
     from vllm.config import get_current_vllm_config, set_current_vllm_config
 
     _check_version()
-    if recorded.explanation.problems:
-        raise EngineError(
-            f"reload needs a recording without problems, and this one has: {recorded.explanation.problems[0]}"
-        )
+    _check_complete(recorded)
     config = config or get_current_vllm_config()
     with set_current_vllm_config(config), torch.no_grad():
-        _restore_loadable(model)
         try:
-            _allocate(model)
-            recorded.resolve()
+            with _loadable(model):
+                _allocate(model)
+                recorded.resolve()
+                yield
+            with _noted("the engine has new weights in some layers and old ones in others: restart it"):
+                _process(model, config.model_config)
+        finally:
+            recorded.release()
+
+
+def _check_complete(recorded: Recorded) -> None:
+    """Refuse a recording that leaves parameters without values: they would be lost."""
+    if recorded.explanation.problems:
+        raise EngineError(f"reload takes a recording without gaps and overlaps: {recorded.explanation.problems[0]}")
+
+
+@contextmanager
+def _loadable(model: torch.nn.Module) -> Iterator[None]:
+    """Parameters as loaders want them, without memory. If the block raises, those of the engine are put back."""
+    _refuse_unfinished(model)
+    try:
+        with _noted("the reload was not finished: the engine has the weights from before it"):
+            _restore_loadable(model)
             yield
-        except BaseException as error:
-            _put_back(model)
-            error.add_note("the reload was not finished: the engine has the weights from before it")
-            raise
-        try:
-            _process(model, config.model_config)
-        except BaseException as error:
-            error.add_note(
-                "the engine has new weights in some layers and old ones in others: sync again, or restart it"
-            )
-            raise
+    except BaseException:
+        _put_back(model)
+        raise
+
+
+@contextmanager
+def _noted(state: str) -> Iterator[None]:
+    """Add to an error in which state the engine is."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(state)
+        raise
 
 
 def _check_version() -> None:
@@ -96,7 +116,6 @@ def _restore_loadable(model: torch.nn.Module) -> None:
     """Parameters as they were before the first load, on the meta device, with their own loaders."""
     from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
-    _refuse_unfinished(model)
     ties = _ties(model)
     initialize_layerwise_reload(model)
     for (layer, name), (first, as_named) in ties.items():  # vLLM restores each layer alone
@@ -190,6 +209,7 @@ def _put_back(model: torch.nn.Module) -> None:
 
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        _place_kernel_tensors(layer, info)
-        info.reset()
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            info.reset()
     vars(model)["_do_torchao_reload"] = getattr(model, "_original_do_torchao_reload", False)
