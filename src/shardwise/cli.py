@@ -123,7 +123,7 @@ Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 
 Casts = Annotated[
     list[str] | None,
     typer.Option(
-        help="'*.norm.*=float32', '*_scale=keep', and bfloat16 for all other floats. Quantised codes need a full name."
+        help="'*.norm.*=float32', '*_scale=keep', and bfloat16 for all other floats. Quantized codes need a full name."
     ),
 ]
 AllowOverflow = Annotated[
@@ -299,7 +299,7 @@ def verify(
 
 
 def _right(opened: Checkpoint, made: Checkpoint, casts: Sequence[object]) -> str:
-    """The verdict on cells that were read back. Quantised codes that were cast by name are not called right."""
+    """The verdict on cells that were read back. Quantized codes that were cast by name are not called right."""
     from shardwise.job.casts import PLAIN
 
     named = [rule[0] for rule in casts if isinstance(rule, tuple) and rule[0] in made]

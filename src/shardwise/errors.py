@@ -90,7 +90,7 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 
 class RefusedCastError(CheckpointError, ValueError):
-    """A cast that needs an explicit option: of quantised codes, or beyond the range of a dtype."""
+    """A cast that needs an explicit option: of quantized codes, or beyond the range of a dtype."""
 
 
 def _window(text: str, position: int, width: int = 76) -> tuple[str, str]:

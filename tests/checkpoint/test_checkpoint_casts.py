@@ -1,4 +1,4 @@
-"""Casts of checkpoints: quantised codes are never taken for numbers, and no value is lost, unless that is asked for."""
+"""Casts of checkpoints: quantized codes are never taken for numbers, and no value is lost, unless that is asked for."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def _here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def quantised():
+def quantized():
     """The codes and the scale of a weight, beside plain tensors."""
     weight = torch.linspace(-0.02, 0.02, 64).reshape(8, 8)
     scale = weight.abs().max() / 448
@@ -47,8 +47,8 @@ def zeros(dtype, *shape):
 # --- load ------------------------------------------------------------------------------------------------------------
 
 CODES = {
-    "float8 with a scale": ({"w": zeros(F8, 4), "w_scale_inv": torch.ones(1)}, BF16, ["'w_scale_inv'", "quantised"]),
-    "int8 with SCB": ({"w": zeros(torch.int8, 4), "SCB": torch.ones(1)}, F16, ["'SCB'", "quantised"]),
+    "float8 with a scale": ({"w": zeros(F8, 4), "w_scale_inv": torch.ones(1)}, BF16, ["'w_scale_inv'", "quantized"]),
+    "int8 with SCB": ({"w": zeros(torch.int8, 4), "SCB": torch.ones(1)}, F16, ["'SCB'", "quantized"]),
     "float8 alone": ({"w": zeros(F8, 4)}, torch.float32, ["without being named"]),
     "to int8": ({"w": torch.rand(4)}, torch.int8, ["without being named"]),
     "to float8": ({"w": torch.rand(4)}, F8, ["without being named"]),
@@ -75,25 +75,25 @@ def test_what_is_no_plain_float_is_loaded_by_name_alone(kind):
     same(into["w"], stored["w"].to(becomes))
 
 
-def test_codes_are_loaded_into_codes_with_or_without_their_scales(quantised):
+def test_codes_are_loaded_into_codes_with_or_without_their_scales(quantized):
     into = {"w": zeros(F8, 8, 8)}
     checkpoint.load("m.pt", into, cast=False)
-    same(into["w"], quantised["w"])
+    same(into["w"], quantized["w"])
     into = {"w": zeros(F8, 8, 8), "w_scale_inv": torch.zeros(1, 1), "norm": zeros(BF16, 8)}
     checkpoint.load("m.pt", into)
-    same(into["w_scale_inv"], quantised["w_scale_inv"])
-    same(into["norm"], quantised["norm"].to(BF16))
+    same(into["w_scale_inv"], quantized["w_scale_inv"])
+    same(into["norm"], quantized["norm"].to(BF16))
 
 
-def test_a_scale_of_codes_keeps_its_dtype_unless_it_is_named(quantised):
+def test_a_scale_of_codes_keeps_its_dtype_unless_it_is_named(quantized):
     into = {"w": zeros(F8, 8, 8), "w_scale_inv": zeros(BF16, 1, 1)}
     with pytest.raises(RefusedCastError, match="a scale of 'w'"):
         checkpoint.load("m.pt", into)
     checkpoint.load("m.pt", into, cast=[("w_scale_inv", BF16)])
-    same(into["w_scale_inv"], quantised["w_scale_inv"].to(BF16))
+    same(into["w_scale_inv"], quantized["w_scale_inv"].to(BF16))
 
 
-def test_rules_of_a_load_say_what_the_target_is(quantised):
+def test_rules_of_a_load_say_what_the_target_is(quantized):
     into = {"norm": zeros(F16, 8)}
     for cast, words in (
         ([("norm", BF16)], "cast= makes 'norm' torch.bfloat16, but the target is torch.float16"),
@@ -117,7 +117,7 @@ def test_names_with_brackets_can_be_named():
 
 
 @READS
-def test_all_ranks_hear_of_codes_and_of_values_that_are_lost(tmp_path, quantised, large, read):
+def test_all_ranks_hear_of_codes_and_of_values_that_are_lost(tmp_path, quantized, large, read):
     def run(rank):
         found = []
         for path, into, options in (
@@ -204,7 +204,7 @@ def test_values_are_looked_at_in_every_part(tmp_path):
 
 
 @pytest.mark.parametrize("cast", [BF16, [("*", BF16)], [("w*", BF16)], [("norm", torch.float32), BF16]])
-def test_codes_are_not_converted_without_their_name(quantised, cast):
+def test_codes_are_not_converted_without_their_name(quantized, cast):
     with pytest.raises(RefusedCastError, match=r"'w' is torch.float8_e4m3fn.*'w_scale_inv' stands beside it"):
         checkpoint.convert("m.pt", "out.pt", cast=cast)
     assert not os.path.exists("out.pt")
@@ -212,7 +212,7 @@ def test_codes_are_not_converted_without_their_name(quantised, cast):
         checkpoint.verify("m.pt", "m.pt", cast=cast)
 
 
-def test_codes_that_stay_keep_their_scales(quantised):
+def test_codes_that_stay_keep_their_scales(quantized):
     with pytest.raises(RefusedCastError, match=r"'w_scale_inv' is torch.float32.*a scale of 'w'"):
         checkpoint.convert("m.pt", "out.pt", cast=[("w", None), BF16])
     made = checkpoint.convert("m.pt", "out.pt", cast=[("w*", None), BF16])
@@ -228,13 +228,13 @@ def test_integers_are_left_alone_by_a_dtype_and_refused_by_a_pattern():
         checkpoint.convert("m.pt", "again.pt", cast=[("*", BF16)])
 
 
-def test_codes_cast_by_name_are_those_of_torch(quantised):
+def test_codes_cast_by_name_are_those_of_torch(quantized):
     made = checkpoint.convert("m.pt", "out.pt", cast=[("w", BF16)])
-    same(made["w"].read(), quantised["w"].to(BF16))
+    same(made["w"].read(), quantized["w"].to(BF16))
     assert checkpoint.verify("m.pt", "out.pt", cast=[("w", BF16)]) == []
 
 
-def test_new_names_are_those_that_rules_name(quantised):
+def test_new_names_are_those_that_rules_name(quantized):
     with pytest.raises(RefusedCastError, match=r"'w' is torch.float8_e4m3fn, but 'v' is to be torch.bfloat16"):
         checkpoint.convert("m.pt", "out.pt", rename={"w": "v"}, cast=BF16)
     made = checkpoint.convert("m.pt", "out.pt", rename={"w": "v"}, cast=[("v", BF16)])
@@ -274,7 +274,7 @@ def shell(monkeypatch, capsys):
     return run
 
 
-def test_codes_and_losses_from_the_shell(shell, quantised, large):
+def test_codes_and_losses_from_the_shell(shell, quantized, large):
     code, text = shell("convert", "m.pt", "out.pt", "--cast", "bfloat16", "--no-bar")
     assert code == 2
     assert "'w_scale_inv' stands beside it" in text

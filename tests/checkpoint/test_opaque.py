@@ -484,9 +484,9 @@ def test_nested_classes_that_the_user_called_safe_are_rebuilt(tmp_path):
     same(found.weight, numbers(2))
 
 
-def test_tensors_beside_a_quantised_one_are_read_and_it_is_never_dropped_by_default(tmp_path):
-    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    found = checkpoint.open(write(tmp_path / "s.pt", {"q": quantised}))
+def test_tensors_beside_a_quantized_one_are_read_and_it_is_never_dropped_by_default(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    found = checkpoint.open(write(tmp_path / "s.pt", {"q": quantized}))
     same(found["w"].read(), numbers(4, 2))
     assert found.objects["q"].name.endswith("_rebuild_qtensor")
     with pytest.raises(sw.CheckpointError, match="its tensors would be lost"):

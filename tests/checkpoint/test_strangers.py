@@ -240,7 +240,7 @@ def test_numbers_of_any_length_are_values_and_are_shown():
 
 
 @pytest.mark.parametrize("dtype", ["qint8", "quint8", "quint4x2", "qint32", "uint4", "int1"])
-def test_quantised_and_sub_byte_tensors_are_refused_by_name_and_the_others_are_read(dtype):
+def test_quantized_and_sub_byte_tensors_are_refused_by_name_and_the_others_are_read(dtype):
     kind = b"ctorch\nByteStorage\n"
     strange = tensor([2], [1], count=8, dtype=kind).replace(b"_v2", b"_v3")[:-2] + b"ctorch\n%b\ntR" % dtype.encode()
     path = archive(named(strange, tensor([2], [1], count=2, key=b"1")), **{"0": bytes(8), "1": bytes(8)})

@@ -165,7 +165,7 @@ def test_lists_of_shards_are_checked(api):
 
 @BOTH
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 0, 1)])
-def test_chunks_are_recognised_in_any_order(api, ranks):
+def test_chunks_are_recognized_in_any_order(api, ranks):
     spec = api.ChunkShardingSpec(1, placements(*ranks))
     shards = spec.build_metadata(torch.Size([3, 7]), TensorProperties()).shards_metadata
     found = api.infer([shards[1], shards[2], shards[0]])

@@ -119,10 +119,10 @@ def test_a_buffer_of_many_tensors_is_given_back_once_the_last_of_them_was_sent(r
 # --- dims in another order -------------------------------------------------------------------------------------------
 
 ORDERS = {
-    (0, 0): "'w': (0, 0) is not an order of the 2 dims of the target",
+    (0, 0): "'w': (0, 0) is not a permutation of the 2 dims of the target",
     (0, 5): "there is no dim 5",
-    (1,): "'w': (1,) is not an order",
-    (0, 1, 0): "'w': (0, 1, 0) is not an order",
+    (1,): "'w': (1,) is not a permutation",
+    (0, 1, 0): "'w': (0, 1, 0) is not a permutation",
     "10": "there is no dim '1'",
     1: "(by Transposed(name='w', order=1))",
 }

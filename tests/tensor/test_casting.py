@@ -160,7 +160,7 @@ def test_the_scales_of_codes_are_known_by_the_names_of(kind):
     assert scales_of(codes, tensors) == scales
     assert [codes_of(name, tensors) for name in scales] == [codes] * len(scales)
     assert [codes_of(name, tensors) for name in PLAIN_NEIGHBOURS] == [None] * len(PLAIN_NEIGHBOURS)
-    with pytest.raises(RefusedValueError, match="quantised codes") as refused:
+    with pytest.raises(RefusedValueError, match="quantized codes") as refused:
         check_change(Change(codes, "w", dtypes[codes], torch.bfloat16), tensors, named=False)
     assert all(repr(name) in str(refused.value) for name in scales[:4])
     assert "cast=[('w', torch.bfloat16)]" in str(refused.value)
@@ -170,7 +170,7 @@ def test_the_scales_of_codes_are_known_by_the_names_of(kind):
 def test_scales_of_codes_are_cast_by_name_alone():
     tensors = typed({"w": F8, "w_scale_inv": F32})
     change = Change("w_scale_inv", "w_scale_inv", F32, torch.bfloat16)
-    with pytest.raises(RefusedValueError, match="a scale of 'w', whose values are quantised codes"):
+    with pytest.raises(RefusedValueError, match="a scale of 'w', whose values are quantized codes"):
         check_change(change, tensors, named=False)
     check_change(change, tensors, named=True)
 

@@ -91,7 +91,7 @@ def convert(
     default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split them.
     `select`: patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point
     tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a
-    pattern only casts between float64, float32, float16 and bfloat16: to cast quantised codes, their scales, integers
+    pattern only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers
     or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range
     for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing are
     refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes objects

@@ -64,7 +64,7 @@ def load(
 
     `path`: a path or URL, as for `open`, or an open checkpoint. `rename`, `remap`: as in `Resharder`, from the names of
     the checkpoint. `cast`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
-    those of quantised codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all
+    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all
     casts. `overflow="refuse"`: raise if a value is out of range for its target; "allow" casts it. `strict=False`: keep
     the values that the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint
     has one of them; if it has several that differ, they are refused. `read="each"`: every rank reads what it needs;

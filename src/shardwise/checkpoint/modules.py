@@ -11,7 +11,14 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.transformers_names import conversion, is_pretrained, tie
 from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
-from shardwise.containers.modules import buffers_of, hollow, lost_attributes, lost_buffers, owners, put_buffers
+from shardwise.containers.modules import (
+    buffers_of,
+    copy_without_parameters,
+    meta_attributes,
+    put_buffers,
+    unsaved_meta_buffers,
+    with_parents,
+)
 from shardwise.errors import CheckpointError
 from shardwise.job.names import Names, Rename, renamed
 from shardwise.job.remap import Remap
@@ -46,20 +53,23 @@ class ModuleTarget:
 
     def finish(self) -> None:
         """Give the module what it does not have yet: tensors that were on the meta device, and other values."""
-        held = self.module.state_dict(keep_vars=True)
+        self._check_filled()
+        before = self.module.state_dict(keep_vars=True)
+        fresh = {name: value for name, value in self.state.items() if is_meta(before[name])}
+        _put(self.module, _parameters(fresh, before), assign=True)
+        own = {storage_of(local_of(t)[0]) for t in (*self.module.parameters(), *self.module.buffers())}
+        others = {name: value for name, value in self.state.items() if name not in fresh and not _is_in(value, own)}
+        _put(self.module, others, assign=False)
+        for module, buffers in self.buffers:
+            put_buffers(module, buffers)
+
+    def _check_filled(self) -> None:
         empty = [name for name, value in self.state.items() if is_meta(value)]
         if empty:
             raise CheckpointError(
                 f"{self.checkpoint.path} has no values for {_listed(empty)}, which the module has on the meta device, "
                 f"without values of its own: give it memory (to_empty) and values first, or load another checkpoint"
             )
-        fresh = {name: value for name, value in self.state.items() if is_meta(held[name])}
-        _put(self.module, _parameters(fresh, held), assign=True)
-        own = {storage_of(local_of(t)[0]) for t in (*self.module.parameters(), *self.module.buffers())}
-        others = {name: value for name, value in self.state.items() if name not in fresh and not _is_in(value, own)}
-        _put(self.module, others, assign=False)
-        for module, buffers in self.buffers:
-            put_buffers(module, buffers)
 
 
 def _is_in(value: object, memory: set[int]) -> bool:
@@ -75,15 +85,16 @@ def _put(module: torch.nn.Module, values: Mapping[str, Any], *, assign: bool) ->
         )
 
 
-def _parameters(values: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters instead of those on the meta device: tied ones stay one, and keep what was noted on them."""
+def _parameters(values: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters instead of those on the meta device: tied ones stay one, and attributes are kept."""
     made = dict[int, torch.Tensor]()
     for name, value in values.items():
-        old = held[name]
+        old = before[name]
         if isinstance(old, torch.nn.Parameter) and id(old) not in made:
             made[id(old)] = torch.nn.Parameter(value, requires_grad=old.requires_grad)
-            vars(made[id(old)]).update({key: note for key, note in vars(old).items() if key not in vars(made[id(old)])})
-    return {name: made.get(id(held[name]), value) for name, value in values.items()}
+            attributes = vars(made[id(old)])
+            attributes |= {**vars(old), **attributes}
+    return {name: made.get(id(before[name]), value) for name, value in values.items()}
 
 
 def _converted(
@@ -103,23 +114,23 @@ def _converted(
 
 def _rebuilt(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Buffers]]:
     """Non-persistent buffers on the meta device, filled by the module's own code; refused where it does not."""
-    found, left = list[tuple[torch.nn.Module, Buffers]](), list[str]()
-    for name, one, around in owners(module):
-        lost = lost_buffers(one)
-        buffers = _refilled(one, lost, _own_code(one, around)) if lost else {}
-        found += [(one, buffers)] if buffers else []
-        left += [f"{name}.{buffer}".lstrip(".") for buffer in (*lost, *lost_attributes(one)) if buffer not in buffers]
-    if left:
+    rebuilt, empty = list[tuple[torch.nn.Module, Buffers]](), list[str]()
+    for name, one, around in with_parents(module):
+        missing = unsaved_meta_buffers(one)
+        buffers = _refilled(one, missing, _own_code(one, around)) if missing else {}
+        rebuilt += [(one, buffers)] if buffers else []
+        empty += [f"{name}.{other}".lstrip(".") for other in (*missing, *meta_attributes(one)) if other not in buffers]
+    if empty:
         raise CheckpointError(
-            f"{_listed(left)} of the module are on the meta device and in no checkpoint (persistent=False), and no "
-            f"method of the module fills them ({', '.join(OWN_CODE)}; _init_weights of transformers): make them "
+            f"{_listed(empty)} of the module are on the meta device and in no checkpoint (persistent=False), and no "
+            f"method of the module fills them ({', '.join(OWN_CODE)}; _init_weights of transformers): create them "
             f"outside torch.device('meta'), or fill them before load"
         )
-    return found
+    return rebuilt
 
 
 def _own_code(module: torch.nn.Module, around: Iterable[torch.nn.Module]) -> list[Callable[[torch.nn.Module], object]]:
-    """What may fill the buffers of a module: a method of its own, or of a model around it."""
+    """Methods that may fill the buffers of a module: its own, or those of a model around it."""
     own = [_caller(method) for method in OWN_CODE if callable(getattr(module, method, None))]
     models = [getattr(one, "_init_weights", None) for one in (module, *around)]
     return [*own, *(method for method in models if callable(method))]
@@ -130,10 +141,10 @@ def _caller(method: str) -> Callable[[torch.nn.Module], object]:
 
 
 def _refilled(
-    module: torch.nn.Module, names: list[str], ways: Iterable[Callable[[torch.nn.Module], object]]
+    module: torch.nn.Module, names: list[str], methods: Iterable[Callable[[torch.nn.Module], object]]
 ) -> Buffers:
-    """The buffers that a way fills: all of their cells, alike whatever was in memory before."""
-    for fill in ways:
+    """The buffers, filled by the first method that gives the same cells whatever was in memory before."""
+    for fill in methods:
         zeros, ones = (_filled_once(module, names, fill, byte) for byte in (0x00, 0xFF))
         filled = {name: made for name, made in zeros.items() if name in ones and _same_bits(made, ones[name])}
         if filled.keys() == set(names):
@@ -145,7 +156,7 @@ def _filled_once(
     module: torch.nn.Module, names: list[str], fill: Callable[[torch.nn.Module], object], byte: int
 ) -> Buffers:
     """In a copy of the module without parameters, so that nothing else can change. Empty where its code fails."""
-    copied = hollow(module)
+    copied = copy_without_parameters(module)
     for name in names:
         fresh = with_memory(buffers_of(module)[name])  # type: ignore[arg-type]  # it is on the meta device
         fresh.view(-1).view(torch.uint8).fill_(byte)

@@ -398,7 +398,7 @@ def _opaque(value: UnknownObject, where: object, resolve: Resolve) -> Opaque:
 
 
 def count_tensors(value: object) -> int:
-    """How many tensors an object is made of, at any depth. Quantised ones are made of storages."""
+    """How many tensors an object is made of, at any depth. Quantized ones are made of storages."""
     inside = each_once(value, lambda one: _inner(one) if isinstance(one, (*OBJECTS, *CONTAINERS)) else ())
     return sum(isinstance(one, TensorStub | StorageStub) for one in inside)
 

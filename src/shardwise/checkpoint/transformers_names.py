@@ -52,25 +52,31 @@ def conversion(model: Any, stored: Shapes, wanted: Shapes) -> Conversion:
     core, mapping = import_module(CORE), import_module(MAPPING)
     found = mapping.get_model_conversion_mapping(_unsharded(model), hf_quantizer=getattr(model, "hf_quantizer", None))
     renamings = [one for one in found if isinstance(one, core.WeightRenaming)]
-    converters = {
-        pattern: one for one in found if isinstance(one, core.WeightConverter) for pattern in one.source_patterns
-    }
-    once = list(dict.fromkeys(converters.values()))
+    converters = [one for one in found if isinstance(one, core.WeightConverter)]
+    names, groups = _renamed(model, stored, wanted, renamings, list(dict.fromkeys(converters)))
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    rules = list[Remap]()
+    for target, parts in groups.items():
+        chain = Chain(by_pattern[next(iter(parts))], target, parts, stored, wanted, model.config)
+        rules += chain.rules
+        names |= chain.names
+    return Conversion(names, rules)
+
+
+def _renamed(
+    model: Any, stored: Shapes, wanted: Shapes, renamings: list[Any], converters: list[Any]
+) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
+    """The new names of all tensors; and, by target and pattern, the names that a converter takes."""
+    core = import_module(CORE)
     names, groups = dict[str, str](), dict[str, dict[str, list[str]]]()
     for name in sorted(stored, key=core.dot_natural_key):  # some of its rules depend on the order
-        target, pattern = core.rename_source_key(name, renamings, once, model.base_model_prefix, wanted)
+        target, pattern = core.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = name, None
         names[name] = target if target in wanted and pattern is None else name
         if target in wanted and pattern is not None:
             groups.setdefault(target, {}).setdefault(pattern, []).append(name)
-    rules = list[Remap]()
-    for target, parts in groups.items():
-        converter = converters[next(iter(parts))]
-        chain = Chain(converter, target, parts, stored, wanted, model.config)
-        rules += chain.rules
-        names |= chain.names
-    return Conversion(names, rules)
+    return names, groups
 
 
 def _unsharded(model: Any) -> Any:

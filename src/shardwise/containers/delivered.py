@@ -27,8 +27,8 @@ class Delivery:
 class DeliveredTensor(ShardedTensor):
     """A target without memory of its own.
 
-    Memory is allocated when it is about to be filled, handed over when all names of its delivery are filled, and then
-    released. So many of them need little memory at a time.
+    Memory is allocated just before it is filled, handed over once all names of the delivery are filled, and then
+    released. So a model with many such targets needs little memory at a time.
     """
 
     delivery: Delivery

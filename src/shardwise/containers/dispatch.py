@@ -1,4 +1,4 @@
-"""Operations of torch as they are dispatched: modes that see all of them, and what their schemas say."""
+"""torch's operations as they are dispatched: what their schemas say, and the tensors in their arguments."""
 
 from __future__ import annotations
 

@@ -11,42 +11,39 @@ from shardwise.containers.memory import is_meta
 
 
 def without_fsdp(kind: type) -> type:
-    """The class of a module before fully_shard made one of its own."""
+    """The class that a module had before fully_shard gave it a new one."""
     return next(one for one in kind.__mro__ if not issubclass(one, FSDPModule))
 
 
-def lost_buffers(module: torch.nn.Module) -> list[str]:
+def unsaved_meta_buffers(module: torch.nn.Module) -> list[str]:
     """The module's own buffers that are on the meta device and in no state dict."""
-    return [name for name, buffer in module._buffers.items() if is_meta(buffer) and _is_lost(module, name)]
+    unsaved = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if is_meta(buffer) and name in unsaved]
 
 
-def _is_lost(module: torch.nn.Module, name: str) -> bool:
-    return name in module._non_persistent_buffers_set
-
-
-def lost_attributes(module: torch.nn.Module) -> list[str]:
+def meta_attributes(module: torch.nn.Module) -> list[str]:
     """The module's own tensors on the meta device that are neither parameters nor buffers."""
     return [name for name, value in vars(module).items() if is_meta(value)]
 
 
 def put_buffers(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Replace buffers, without asking the module's own code."""
+    """Replace buffers without running the module's own code."""
     module._buffers.update(buffers)
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own buffers, whichever state dict they are in."""
+    """The module's own buffers, persistent or not."""
     return module._buffers
 
 
-def hollow(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a module and of all in it whose parameters have no memory: running its code changes nothing."""
+def copy_without_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy whose parameters have no memory: running its code changes nothing in the module itself."""
     made: torch.nn.Module = object.__new__(without_fsdp(type(module)))
     state = vars(made)
     state.update(vars(module))
     state["_parameters"] = {name: _without_memory(value) for name, value in module._parameters.items()}
     state["_buffers"] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    state["_modules"] = {name: one and hollow(one) for name, one in module._modules.items()}
+    state["_modules"] = {name: one and copy_without_parameters(one) for name, one in module._modules.items()}
     return made
 
 
@@ -56,8 +53,8 @@ def _without_memory(value: torch.nn.Parameter | None) -> torch.nn.Parameter | No
     return torch.nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
 
 
-def owners(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[torch.nn.Module]]]:
-    """Every module in a module with its name, and the modules around it, the nearest first."""
+def with_parents(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[torch.nn.Module]]]:
+    """Every module in a module, with its name and the modules around it, the nearest first."""
     named = dict(module.named_modules())
     for name, one in named.items():
         steps = name.split(".") if name else []

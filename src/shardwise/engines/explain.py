@@ -1,4 +1,4 @@
-"""What a recording found, by name: direct, through the engine's own loader, or not used; and why."""
+"""How each name gets into the engine: direct, through the engine's own loader, or not at all; and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shardwise.geometry import Box
 from shardwise.quoting import in_line
 
-SHOWN = 4  # boxes of a rank
+SHOWN = 4  # boxes of a rank in a line
 
 Way = Literal["direct", "loader", "unused"]
 
@@ -29,7 +29,7 @@ class RecordedName:
     reason: str = ""
 
     def bytes(self, ranks: int) -> int:
-        """That all ranks receive."""
+        """The bytes of this name that all ranks together receive."""
         if self.way == "loader":
             return prod(self.shape) * self.dtype.itemsize * ranks
         return sum(box.volume for boxes in self.boxes.values() for box in boxes) * self.dtype.itemsize
@@ -74,12 +74,12 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """That all ranks of the engine receive."""
+        """The bytes that all ranks of the engine together receive."""
         return sum(one.bytes(len(self.ranks)) for one in self.names)
 
     @property
     def bytes_whole(self) -> int:
-        """That they would receive if every rank got every tensor whole, as loaders want it."""
+        """The bytes that they would receive if every rank got every tensor whole, as loaders expect it."""
         return sum(prod(one.shape) * one.dtype.itemsize for one in self.names) * len(self.ranks)
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.memory import storage_of
-from shardwise.engines.memory import Lost, Memory, Overwrite, Own, window_of
+from shardwise.engines.memory import FromCheckpoint, FromLoader, Memory, Origin, Overwrite, Untraceable, window_of
 from shardwise.engines.recorder import NeedsValuesError, Recorder
 from shardwise.engines.time_limit import time_limit
 from shardwise.errors import EngineError
@@ -26,7 +26,7 @@ Parameters = Mapping[str, torch.Tensor]
 
 
 class TensorShape(NamedTuple):
-    """What a loader has to know of a tensor of the checkpoint."""
+    """The shape and dtype of a tensor of the checkpoint: all that a recording needs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Destination(NamedTuple):
     strides: tuple[int, ...]
 
     def view(self, parameters: Parameters) -> torch.Tensor:
-        """Of the parameter as it is now."""
+        """These cells of the parameter, where it is now."""
         whole = parameters[self.parameter].detach()
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
@@ -67,19 +67,23 @@ class LocalRecord:
     boxes: dict[str, list[FilledBox]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the parameters that a name goes to
     constants: list[Constant] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)  # names that only the loader itself can load
+    untraceable: list[Untraceable] = field(default_factory=list)  # names that only the loader itself can load
     overwrites: list[tuple[str, Overwrite]] = field(default_factory=list)  # by parameter
     unfilled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # cells of parameters that get nothing
+
+    def views(self, name: str, parameters: Parameters) -> list[torch.Tensor]:
+        """The cells of parameters that a name goes to, box by box."""
+        return [one.destination.view(parameters) for one in self.boxes.get(name, ())]
 
 
 def record_here(
     load: Loader, shapes: Mapping[str, TensorShape], module: torch.nn.Module | None, seconds: float
 ) -> tuple[LocalRecord, Parameters]:
-    """Run the loader without values. Names whose values it looks at are left out, and it is run again.
+    """Run the loader on tensors without values. Where it looks at values, run it again without these names.
 
-    Also returns the parameters by name. Tensors that the loader fills and that the module does not have are numbered.
+    Also returns the parameters by name. Tensors that the loader fills, but the module does not have, get numbers.
     """
-    needed = dict[str, Lost]()
+    needed = dict[str, Untraceable]()
     with time_limit(seconds, f"the loader did not finish within {seconds:g} s while it was recorded"):
         while True:
             given = {name: one for name, one in shapes.items() if name not in needed}
@@ -88,11 +92,16 @@ def record_here(
                     recorder = _run(load, given, parameters.values())
                     return _summary(recorder, shapes, list(needed.values()), parameters, parameters_of(module))
             except NeedsValuesError as error:
-                patterns = {_pattern(name) for name in error.names if name not in needed}
-                if not patterns:
-                    raise EngineError(f"the loader cannot be recorded: {error}") from error
-                kinds = [name for name in given if _pattern(name) in patterns]
-                needed |= dict.fromkeys(kinds, Lost(tuple(kinds), str(error)))
+                needed |= _alike(error, given)
+
+
+def _alike(error: NeedsValuesError, names: Iterable[str]) -> dict[str, Untraceable]:
+    """The names whose values a loader needs: those of the error, and the same ones of other layers."""
+    patterns = set(map(_pattern, error.names))
+    alike = tuple(name for name in names if _pattern(name) in patterns)
+    if not alike:
+        raise EngineError(f"the loader cannot be recorded: {error}") from error
+    return dict.fromkeys(alike, Untraceable(alike, str(error)))
 
 
 def _pattern(name: str) -> str:
@@ -115,21 +124,23 @@ def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[t
     except (NeedsValuesError, EngineError):
         raise
     except Exception as error:
-        if (
-            recorder.needs_values is None and current and re.search("meta|unallocated", str(error))
-        ):  # by tolist(), numpy()
-            recorder.needs_values = NeedsValuesError([current], "the loader looks at its values")
-        if recorder.needs_values is None:
-            where = f" at {current!r} of shape {list(shapes[current].shape)}" if current else ""
-            raise EngineError(f"the loader failed{where}: {type(error).__name__}: {error}") from error
+        raise recorder.needs_values or _failure(error, current, shapes) from error
     if recorder.needs_values is not None:
         raise recorder.needs_values
     return recorder
 
 
+def _failure(error: Exception, current: str, shapes: Mapping[str, TensorShape]) -> Exception:
+    """What the error of a loader means, which it raised at the current name."""
+    if current and re.search("meta|unallocated", str(error)):  # by tolist(), numpy()
+        return NeedsValuesError([current], "the loader looks at its values")
+    where = f" at {current!r} of shape {list(shapes[current].shape)}" if current else ""
+    return EngineError(f"the loader failed{where}: {type(error).__name__}: {error}")
+
+
 @contextmanager
 def _restored(module: torch.nn.Module | None) -> Iterator[dict[str, torch.Tensor]]:
-    """The parameters and buffers of a module, which are put back if the loader replaces them."""
+    """The parameters and buffers of a module. They are put back at the end, in case the loader replaced them."""
     modules = [] if module is None else list(module.modules())
     tables = [table for one in modules for table in (one._parameters, one._buffers)]
     before = [dict(table) for table in tables]
@@ -158,26 +169,37 @@ def parameters_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 def _summary(
     recorder: Recorder,
     shapes: Mapping[str, TensorShape],
-    lost: list[Lost],
+    untraceable: list[Untraceable],
     before: Parameters,
     after: Parameters,
 ) -> tuple[LocalRecord, Parameters]:
     """`before` and `after` the loader ran: it may give parameters other memory, but not another shape."""
+    _check_shapes(before, after)
+    record, known = LocalRecord(untraceable=list(untraceable)), set(map(storage_of, after.values()))
+    others = [memory.tensor for memory in recorder.engine_memories() if storage_of(memory.tensor) not in known]
+    numbered = {f"tensor {number}": tensor for number, tensor in enumerate(others)}
+    parameters = {**before, **numbered}
+    for name, tensor in _untied({**after, **numbered}):
+        memory = recorder.memories.get(storage_of(tensor))
+        if memory is not None:
+            _add(record, memory, Parameter(name, tensor, parameters[name].stride()), shapes)
+    record.unfilled = {} if untraceable else _unfilled(recorder, after)  # names that were left out may fill them
+    return record, parameters
+
+
+def _check_shapes(before: Parameters, after: Parameters) -> None:
     for name, tensor in after.items():
         if name not in before or tensor.shape != before[name].shape:
             raise EngineError(f"the loader replaces parameter {name!r} by one of shape {list(tensor.shape)}")
-    record, done = LocalRecord(lost=list(lost)), set[tuple[object, ...]]()
-    known = set(map(storage_of, after.values()))
-    others = [memory.tensor for memory in recorder.engine_memories() if storage_of(memory.tensor) not in known]
-    numbered = {f"tensor {number}": tensor for number, tensor in enumerate(others)}
-    for name, tensor in {**after, **numbered}.items():
-        memory = recorder.memories.get(storage_of(tensor))
+
+
+def _untied(tensors: Parameters) -> Iterable[tuple[str, torch.Tensor]]:
+    """Each view of memory once, by its first name."""
+    first = dict[tuple[object, ...], tuple[str, torch.Tensor]]()
+    for name, tensor in tensors.items():
         view = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-        if memory is not None and view not in done:  # tied parameters are one
-            done.add(view)
-            _add(record, memory, Parameter(name, tensor, {**before, **numbered}[name].stride()), shapes)
-    record.unfilled = {} if lost else _unfilled(recorder, after)  # names that were left out may fill them
-    return record, {**before, **numbered}
+        first.setdefault(view, (name, tensor))
+    return first.values()
 
 
 class Parameter(NamedTuple):
@@ -187,45 +209,56 @@ class Parameter(NamedTuple):
     tensor: torch.Tensor
     strides: tuple[int, ...]
 
-    def destination(self, pair: StridedPair) -> Destination:
-        """Cells of it: the other memory of a window."""
-        sizes, strides = tuple(step.size for step in pair.steps), tuple(step.there for step in pair.steps)
-        return Destination(self.name, pair.there, sizes, strides)
+    def constant(self, pair: StridedPair, values: torch.Tensor) -> Constant:
+        """Cells of it (`there`) that hold flat values (`here`)."""
+        sizes = tuple(step.size for step in pair.steps)
+        own = values.as_strided(sizes, [step.here for step in pair.steps], pair.here)
+        destination = Destination(self.name, pair.there, sizes, tuple(step.there for step in pair.steps))
+        return Constant(destination, own if values.numel() == 1 else own.clone())
+
+    def filled_boxes(self, pair: StridedPair, shape: tuple[int, ...]) -> Iterator[FilledBox]:
+        """Cells of it (`there`) that hold those of a tensor of the checkpoint (`here`), of that shape."""
+        for box, offset, strides in strided_boxes(pair, shape):
+            yield FilledBox(box, Destination(self.name, offset, box.shape, strides))
 
 
 def _add(record: LocalRecord, memory: Memory, parameter: Parameter, shapes: Mapping[str, TensorShape]) -> None:
     """Note what the cells of a parameter hold."""
-    for pair, origin in memory.read(window_of(parameter.tensor, 0, parameter.strides)):
-        if origin is memory.initial:
+    for pair, found in memory.read(window_of(parameter.tensor, 0, parameter.strides)):
+        if found is memory.initial:
             continue
-        if isinstance(origin, Lost):
-            record.lost.append(origin)
-        elif isinstance(origin, Own):
-            values = origin.values.as_strided([s.size for s in pair.steps], [s.here for s in pair.steps], pair.here)
-            own = values if origin.values.numel() == 1 else values.clone()
-            record.constants.append(Constant(parameter.destination(pair), own))
-        elif origin.rounded not in (None, memory.dtype):
-            record.lost.append(Lost((origin.name,), f"it is rounded to {origin.rounded}, but kept as {memory.dtype}"))
-        elif record.dtypes.setdefault(origin.name, memory.dtype) != memory.dtype:
-            record.lost.append(Lost((origin.name,), "it goes to parameters of different dtypes"))
+        origin = _checked(record, found, memory.dtype)
+        if isinstance(origin, FromCheckpoint):
+            record.boxes.setdefault(origin.name, []).extend(parameter.filled_boxes(pair, shapes[origin.name].shape))
+        elif isinstance(origin, FromLoader):
+            record.constants.append(parameter.constant(pair, origin.values))
         else:
-            for box, offset, strides in strided_boxes(pair, shapes[origin.name].shape):
-                place = Destination(parameter.name, offset, box.shape, strides)
-                record.boxes.setdefault(origin.name, []).append(FilledBox(box, place))
+            record.untraceable.append(origin)
     record.overwrites += [(parameter.name, one) for one in memory.overwrites]
 
 
-def _unfilled(recorder: Recorder, parameters: Parameters) -> dict[str, tuple[Box, ...]]:
+def _checked(record: LocalRecord, origin: Origin, dtype: torch.dtype) -> Origin:
+    """The origin of values that a parameter keeps; untraceable where no single cast to one dtype gives them."""
+    if not isinstance(origin, FromCheckpoint):
+        return origin
+    if origin.rounded not in (None, dtype):
+        return Untraceable(origin.names, f"it is rounded to {origin.rounded}, but kept as {dtype}")
+    if record.dtypes.setdefault(origin.name, dtype) != dtype:
+        return Untraceable(origin.names, "it goes to parameters of different dtypes")
+    return origin
+
+
+def _unfilled(recorder: Recorder, tensors: Parameters) -> dict[str, tuple[Box, ...]]:
     """The cells of parameters (not of buffers) that nothing fills."""
-    unfilled = dict[str, tuple[Box, ...]]()
-    for name, parameter in parameters.items():
-        memory = recorder.memories.get(storage_of(parameter))
-        if not isinstance(parameter, torch.nn.Parameter) or parameter.numel() == 0:
-            continue
-        boxes = [(0, piece.cells.box.lo, piece.cells.box.hi) for piece in memory.pieces()] if memory else []
-        if memory is None or not boxes:
-            unfilled[name] = (Box((0,) * parameter.dim(), tuple(parameter.shape)),)
-        elif parameter.numel() == prod(memory.shape):  # otherwise its memory has other tensors, too
-            gaps = Layout.boxes(memory.shape, boxes, overlap="replicas").diagnosis.gaps
-            unfilled |= {name: gaps} if gaps else {}
-    return unfilled
+    parameters = {name: one for name, one in tensors.items() if isinstance(one, torch.nn.Parameter) and one.numel()}
+    gaps = {name: _gaps(one, recorder.memories.get(storage_of(one))) for name, one in parameters.items()}
+    return {name: boxes for name, boxes in gaps.items() if boxes}
+
+
+def _gaps(parameter: torch.Tensor, memory: Memory | None) -> tuple[Box, ...]:
+    if memory is None or not memory.written:
+        return (Box((0,) * parameter.dim(), tuple(parameter.shape)),)
+    if parameter.numel() != prod(memory.shape):  # its memory has other tensors, too
+        return ()
+    boxes = [(0, write.box.lo, write.box.hi) for write in memory.writes()]
+    return Layout.boxes(memory.shape, boxes, overlap="replicas").diagnosis.gaps

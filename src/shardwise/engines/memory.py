@@ -1,10 +1,10 @@
-"""What recorded memory holds: cells of the checkpoint, values of the loader itself, and what cannot be followed."""
+"""What recorded memory holds: cells of the checkpoint, values of the loader itself, and what cannot be traced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -13,58 +13,73 @@ from shardwise.job.casts import PLAIN
 
 
 @dataclass(frozen=True)
-class Stored:
+class FromCheckpoint:
     """Cells of a tensor of the checkpoint. `rounded`: the dtype that they were rounded to on the way."""
 
     name: str
     dtype: torch.dtype
     rounded: torch.dtype | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the checkpoint that they may come from."""
+        return (self.name,)
+
     def cast(self, dtype: torch.dtype) -> Origin:
-        """After a cast. Values that are rounded twice are lost: no single cast gives the same."""
+        """After a cast. Values that are rounded twice are untraceable: no single cast gives the same."""
         now = self.rounded or self.dtype
         if now == dtype:
             return self
         if now not in PLAIN or dtype not in PLAIN:
-            return Lost((self.name,), f"it is cast from {now} to {dtype}")
+            return Untraceable(self.names, f"it is cast from {now} to {dtype}")
         if torch.promote_types(now, dtype) == dtype:
             return self
         if self.rounded is not None:
-            return Lost((self.name,), f"it is rounded to {now}, and then to {dtype}")
+            return Untraceable(self.names, f"it is rounded to {now}, and then to {dtype}")
         return replace(self, rounded=dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
-    """Elements of a tensor that the loader has without the checkpoint: constants, padding. `values` is flat."""
+class FromLoader:
+    """Values that the loader has without the checkpoint: constants, padding. `values` is flat."""
 
+    names: ClassVar[tuple[str, ...]] = ()
     values: torch.Tensor
 
     def cast(self, dtype: torch.dtype) -> Origin:
-        """The elements in the other dtype."""
-        return self if self.values.dtype == dtype else Own(self.values.to(dtype))
+        """The values in the other dtype."""
+        return self if self.values.dtype == dtype else FromLoader(self.values.to(dtype))
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Values that cannot be followed: the names of the checkpoint that they may come from, and the reason."""
+class Untraceable:
+    """Values that cannot be traced: the names of the checkpoint that they may come from, and the reason."""
 
     names: tuple[str, ...]
     reason: str
 
     def cast(self, dtype: torch.dtype) -> Origin:
-        """They stay lost."""
+        """They stay untraceable."""
         return self
 
 
-Origin = Stored | Own | Lost
+Origin = FromCheckpoint | FromLoader | Untraceable
 
 
-class Piece(NamedTuple):
-    """A box of some memory, and where its values lie in the memory of their origin."""
+class Write(NamedTuple):
+    """A box of some memory, where its values lie in the memory of their origin, and the origin."""
 
     cells: StridedBox
     origin: Origin
+
+    @property
+    def box(self) -> Box:
+        """That is written."""
+        return self.cells.box
+
+    def inside(self, part: Box) -> Write:
+        """The cells of a box inside it."""
+        return Write(self.cells.inside(part), self.origin)
 
 
 class Overwrite(NamedTuple):
@@ -79,7 +94,7 @@ class Overwrite(NamedTuple):
 class Memory:
     """The storage of a tensor that is recorded, as a row-major tensor of `shape`, and what its cells hold.
 
-    Cells without a piece hold `initial`.
+    Cells that were not written hold `initial`.
     """
 
     shape: tuple[int, ...]
@@ -87,76 +102,79 @@ class Memory:
     tensor: torch.Tensor = field(repr=False)  # while it lives, no other memory has its number
     initial: Origin = field(repr=False)
     overwrites: list[Overwrite] = field(default_factory=list)
-    _written: list[Piece] = field(default_factory=list, repr=False)
+    _writes: list[Write] = field(default_factory=list, repr=False)
     _disjoint: bool = True
 
-    def __bool__(self) -> bool:
+    @property
+    def written(self) -> bool:
         """True once something was written."""
-        return bool(self._written)
+        return bool(self._writes)
 
     def write(self, pair: StridedPair, origin: Origin) -> None:
         """The cells of a window (`here`) come from an origin (`there`)."""
-        self._written += [Piece(cells, origin) for cells in strided_boxes(pair, self.shape)]
-        self._disjoint = len(self._written) < 2
+        self._writes += [Write(cells, origin) for cells in strided_boxes(pair, self.shape)]
+        self._disjoint = len(self._writes) < 2
 
-    def lose(self, window: StridedPair, origin: Lost) -> None:
-        """The cells of a window cannot be followed from here on."""
+    def write_untraceable(self, window: StridedPair, origin: Untraceable) -> None:
+        """The cells of a window cannot be traced from here on."""
         self.write(StridedPair(window.here, 0, tuple(step._replace(there=0) for step in window.steps)), origin)
 
-    def pieces(self) -> list[Piece]:
-        """What the cells hold that were written. Later writes win."""
+    def writes(self) -> list[Write]:
+        """What the written cells hold, in disjoint boxes. Later writes win."""
         if not self._disjoint:
-            self._written = list(self._last_written())
+            self._writes = list(self._last_writes())
             self._disjoint = True
-        return self._written
+        return self._writes
 
-    def _last_written(self) -> Iterator[Piece]:
-        """Overlaps are looked for once, over all writes: parameters of experts have very many."""
-        boxes = Boxes.of([piece.cells.box for piece in self._written], len(self.shape))
-        first, second = join(boxes, boxes)
-        later: dict[int, list[int]] = {}
-        for one, other in zip(first.tolist(), second.tolist(), strict=True):
+    def _last_writes(self) -> Iterator[Write]:
+        later = self._later_writes()
+        for number, write in enumerate(self._writes):
+            parts = [write.box]
+            for other in later.get(number, ()):
+                self._note_overwrite(write, other)
+                parts = [rest for part in parts for rest in part.minus(other.box)]
+            yield from map(write.inside, parts)
+
+    def _later_writes(self) -> dict[int, list[Write]]:
+        """By the number of a write: later ones that overlap it. One join finds all: parameters of experts have many."""
+        boxes = Boxes.of([write.box for write in self._writes], len(self.shape))
+        later: dict[int, list[Write]] = {}
+        for one, other in sorted(zip(*(numbers.tolist() for numbers in join(boxes, boxes)), strict=True)):
             if one < other:
-                later.setdefault(one, []).append(other)
-        for number, piece in enumerate(self._written):
-            parts = [piece.cells.box]
-            for other in sorted(later.get(number, ())):
-                self._note_overwrite(piece, self._written[other])
-                parts = [rest for part in parts for rest in part.minus(self._written[other].cells.box)]
-            yield from (piece._replace(cells=piece.cells.inside(part)) for part in parts)
+                later.setdefault(one, []).append(self._writes[other])
+        return later
 
-    def _note_overwrite(self, piece: Piece, other: Piece) -> None:
-        before, after = piece.origin, other.origin
-        shared = piece.cells.box & other.cells.box
-        if isinstance(before, Stored) and isinstance(after, Stored) and shared and before.name != after.name:
-            self.overwrites.append(Overwrite(before.name, after.name, shared))
+    def _note_overwrite(self, write: Write, other: Write) -> None:
+        before, after, shared = write.origin, other.origin, write.box & other.box
+        if isinstance(before, FromCheckpoint) and isinstance(after, FromCheckpoint) and before.name != after.name:
+            self.overwrites += [Overwrite(before.name, after.name, shared)] if shared else []
 
     def read(self, pair: StridedPair) -> Iterator[tuple[StridedPair, Origin]]:
         """What the cells of a window (`here`) hold: the memory of the origin beside the other memory of the window."""
         for window in strided_boxes(pair, self.shape):
-            left = [window.box]
-            for piece in self.pieces():
-                if piece.cells.box == window.box:  # mostly: a short way
-                    yield piece.cells.paired(window), piece.origin
-                    left = []
-                    break
-                shared = piece.cells.box & window.box
-                if shared is not None:
-                    yield piece.cells.inside(shared).paired(window.inside(shared)), piece.origin
-                    left = [part for box in left for part in box.minus(shared)]
-            for box in left:
-                start = sum(a * stride for a, stride in zip(box.lo, row_major(self.shape), strict=True))
-                yield StridedBox(box, start, row_major(self.shape)).paired(window.inside(box)), self.initial
+            for cells, origin in self._content(window.box):
+                yield cells.paired(window.inside(cells.box)), origin
+
+    def _content(self, box: Box) -> Iterator[Write]:
+        """What a box holds: parts of writes, and between them what was there before."""
+        left = [box]
+        for write in self.writes():
+            if write.box == box:  # the usual case, kept fast
+                yield write
+                return
+            shared = write.box & box
+            if shared is not None:
+                yield write.inside(shared)
+                left = [rest for part in left for rest in part.minus(shared)]
+        yield from map(self._before_writes().inside, left)
+
+    def _before_writes(self) -> Write:
+        whole = Box((0,) * len(self.shape), self.shape)
+        return Write(StridedBox(whole, 0, row_major(self.shape)), self.initial)
 
     def names(self) -> list[str]:
         """The names of the checkpoint whose values may be in it."""
-        names = dict[str, None]()
-        for piece in self.pieces():
-            if isinstance(piece.origin, Stored):
-                names[piece.origin.name] = None
-            elif isinstance(piece.origin, Lost):
-                names |= dict.fromkeys(piece.origin.names)
-        return list(names)
+        return list(dict.fromkeys(name for write in self.writes() for name in write.origin.names))
 
 
 def memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:

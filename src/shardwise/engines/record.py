@@ -28,7 +28,7 @@ from shardwise.engines.local_record import (
     parameters_of,
     record_here,
 )
-from shardwise.engines.memory import Lost
+from shardwise.engines.memory import Untraceable
 from shardwise.errors import EngineError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
@@ -40,11 +40,12 @@ SHOWN = 5  # names or boxes in a message
 
 
 class RankRecord(NamedTuple):
-    """What all ranks have to know of the recording on one of them."""
+    """What one rank tells all others of its recording."""
 
+    digest: str  # of the names, shapes and dtypes of the checkpoint
     boxes: dict[str, tuple[Box, ...]]
     dtypes: dict[str, torch.dtype]
-    lost: list[Lost]
+    untraceable: list[Untraceable]
     problems: list[str]
 
 
@@ -67,8 +68,8 @@ class Recorded(dict[str, ShardedTensor]):
         self.explanation = explanation
         self._local, self._module, self._parameters = local, module, parameters
         self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in parameters.items()}
-        held = {name: len(local.boxes.get(name, ())) for name in targets}
-        self._spare = {name: target.shards[held[name] :] for name, target in targets.items()}  # for unneeded cells
+        used = {name: len(local.boxes.get(name, ())) for name in targets}
+        self._spare = {name: target.shards[used[name] :] for name, target in targets.items()}  # for unneeded cells
 
     def __setitem__(self, name: str, value: ShardedTensor) -> None:
         """Refused: the engine would not see another tensor."""
@@ -86,8 +87,7 @@ class Recorded(dict[str, ShardedTensor]):
                 destination.view(current).copy_(values)
         for name, target in self.items():
             if not isinstance(target, DeliveredTensor):
-                views = [one.destination.view(current) for one in self._local.boxes.get(name, ())]
-                target.set_shards([*views, *self._spare[name]])
+                target.set_shards([*self._local.views(name, current), *self._spare[name]])
 
     def release(self) -> None:
         """Hold the engine's memory no longer. `resolve` looks it up again."""
@@ -148,29 +148,19 @@ def record(
     owner = module if module is not None else getattr(load, "__self__", None)
     engine = owner if isinstance(owner, torch.nn.Module) else None
 
-    def say() -> tuple[tuple[Shapes, LocalRecord, Parameters], tuple[str, RankRecord]]:
+    def say() -> tuple[tuple[Shapes, LocalRecord, Parameters], RankRecord]:
         shapes = shapes_of(like)
         local, parameters = record_here(load, shapes, engine, timeout)
-        return (shapes, local, parameters), (_digest(shapes), _shared(local, callers.me))
+        return (shapes, local, parameters), _shared(shapes, local, callers.me)
 
-    (shapes, local, parameters), told = callers.tell(say)
-    if len({digest for digest, _ in told.values()}) > 1:
+    (shapes, local, parameters), by_rank = callers.tell(say)
+    if len({one.digest for one in by_rank.values()}) > 1:
         raise EngineError("record: `like` differs between the ranks: give all of them the same checkpoint")
-    by_rank = {rank: one for rank, (_, one) in told.items()}
     explanation = _explained(shapes, by_rank)
     if explanation.problems and strict:
         raise _incomplete(explanation.problems)
-    deliveries = {name: Delivery(one.names, load) for one in _lost(by_rank) for name in one.names}
-    device = next((tensor.device for tensor in parameters.values()), None)
-
-    def target(one: RecordedName) -> ShardedTensor:
-        if one.way == "loader":
-            layout = Layout.replicated(one.shape, callers.owners)
-            return DeliveredTensor(deliveries[one.name], layout, one.dtype, device=device, group=group)
-        views = [box.destination.view(parameters) for box in local.boxes.get(one.name, ())]
-        return _direct_target(one, views, callers.me, group)
-
-    targets = {one.name: target(one) for one in explanation.names if one.way != "unused"}
+    deliveries = {name: Delivery(one.names, load) for one in _through_loader(by_rank) for name in one.names}
+    targets = _targets(explanation, deliveries, local, parameters, callers)
     recorded = Recorded(targets, local, engine, parameters, explanation)
     if not any(tensor.is_meta for tensor in parameters.values()):
         recorded.resolve()
@@ -192,63 +182,86 @@ def explain(recorded: Recorded) -> Explanation:
     return recorded.explanation
 
 
-def _direct_target(
-    one: RecordedName, views: list[torch.Tensor], me: int, group: dist.ProcessGroup | None
-) -> ShardedTensor:
+def _targets(
+    explanation: Explanation,
+    deliveries: Mapping[str, Delivery],
+    local: LocalRecord,
+    parameters: Parameters,
+    callers: Callers,
+) -> dict[str, ShardedTensor]:
+    """A target for each name that the engine uses."""
+    device = next((tensor.device for tensor in parameters.values()), None)
+    targets = dict[str, ShardedTensor]()
+    for one in explanation.names:
+        if one.way == "loader":
+            layout, delivery = Layout.replicated(one.shape, callers.owners), deliveries[one.name]
+            targets[one.name] = DeliveredTensor(delivery, layout, one.dtype, device=device, group=callers.group)
+        elif one.way == "direct":
+            targets[one.name] = _direct_target(one, local.views(one.name, parameters), callers)
+    return targets
+
+
+def _direct_target(one: RecordedName, views: list[torch.Tensor], callers: Callers) -> ShardedTensor:
     """A ShardedTensor of this rank's views. Cells that no rank needs get memory of their own on one rank."""
     layout, spare = _layout(one.shape, tuple((rank, tuple(boxes)) for rank, boxes in one.boxes.items()))
-    unneeded = spare if me == next(iter(one.boxes)) else ()
+    unneeded = spare if callers.me == next(iter(one.boxes)) else ()
     views += [torch.empty(box.shape, dtype=one.dtype, device=views[0].device) for box in unneeded]
-    return ShardedTensor(views, layout, group)
+    return ShardedTensor(views, layout, callers.group)
 
 
 @lru_cache(maxsize=1024)
 def _layout(shape: tuple[int, ...], by_rank: tuple[tuple[int, tuple[Box, ...]], ...]) -> tuple[Layout, tuple[Box, ...]]:
-    """Of boxes of all ranks; and the boxes that none of them has, which the first one gets as well."""
+    """The layout of the boxes of all ranks; and the boxes that none of them has, which the first one gets as well."""
     pieces = [(rank, box.lo, box.hi) for rank, boxes in by_rank for box in boxes]
     layout = Layout.boxes(shape, pieces, overlap="replicas")
     gaps = layout.diagnosis.gaps
     if not gaps:
-        return _plainly(layout), ()
+        return _simplest(layout), ()
     return Layout.boxes(shape, [*pieces, *((by_rank[0][0], gap.lo, gap.hi) for gap in gaps)], overlap="replicas"), gaps
 
 
-def _plainly(layout: Layout) -> Layout:
-    """The same layout under its usual name, if it has one."""
+def _simplest(layout: Layout) -> Layout:
+    """The same layout in its shortest notation."""
     replicated = Layout.replicated(layout.shape, layout.owners())
     return replicated if replicated == layout else layout.shortest()
 
 
 def _explained(shapes: Shapes, by_rank: Mapping[int, RankRecord]) -> Explanation:
     """The same on all ranks."""
-    reasons = {name: one.reason for one in _lost(by_rank) for name in one.names}
-    names = list[RecordedName]()
-    for name, (shape, dtype) in shapes.items():
-        boxes = {rank: one.boxes[name] for rank, one in by_rank.items() if name in one.boxes}
-        if name in reasons:
-            names.append(RecordedName(name, shape, dtype, "loader", reason=reasons[name]))
-        elif boxes:
-            becomes = by_rank[next(iter(boxes))].dtypes[name]
-            names.append(RecordedName(name, shape, becomes, "direct", boxes))
-        else:
-            names.append(RecordedName(name, shape, dtype, "unused"))
+    reasons = {name: one.reason for one in _through_loader(by_rank) for name in one.names}
+    names = [_explained_name(name, shape, reasons.get(name), by_rank) for name, shape in shapes.items()]
     problems = dict.fromkeys(problem for one in by_rank.values() for problem in one.problems)
     return Explanation(tuple(names), tuple(by_rank), tuple(problems))
 
 
-def _lost(by_rank: Mapping[int, RankRecord]) -> list[Lost]:
+def _explained_name(
+    name: str, tensor: TensorShape, reason: str | None, by_rank: Mapping[int, RankRecord]
+) -> RecordedName:
+    if reason is not None:
+        return RecordedName(name, *tensor, "loader", reason=reason)
+    boxes = {rank: one.boxes[name] for rank, one in by_rank.items() if name in one.boxes}
+    if not boxes:
+        return RecordedName(name, *tensor, "unused")
+    becomes = by_rank[next(iter(boxes))].dtypes[name]
+    return RecordedName(name, tensor.shape, becomes, "direct", boxes)
+
+
+def _through_loader(by_rank: Mapping[int, RankRecord]) -> list[Untraceable]:
     """The names that only the loader can load, on any rank; those that it needs together are one."""
+    groups = dict[str, dict[str, str]]()  # of a name: all names of its group, with their reasons
+    for found in [*(found for one in by_rank.values() for found in one.untraceable), *_different_dtypes(by_rank)]:
+        group = {name: reason for one in found.names for name, reason in groups.get(one, {one: found.reason}).items()}
+        groups |= dict.fromkeys(group, group)
+    different = {id(group): group for group in groups.values()}.values()
+    return [Untraceable(tuple(group), next(iter(group.values()))) for group in different]
+
+
+def _different_dtypes(by_rank: Mapping[int, RankRecord]) -> list[Untraceable]:
     dtypes = defaultdict[str, set[torch.dtype]](set)
     for one in by_rank.values():
         for name, dtype in one.dtypes.items():
             dtypes[name].add(dtype)
-    several = [Lost((name,), "ranks keep it in different dtypes") for name, kinds in dtypes.items() if len(kinds) > 1]
-    groups = dict[str, dict[str, str]]()  # of a name: all names of its group, with their reasons
-    for lost in [*(lost for one in by_rank.values() for lost in one.lost), *several]:
-        group = {name: reason for one in lost.names for name, reason in groups.get(one, {one: lost.reason}).items()}
-        groups |= dict.fromkeys(group, group)
-    different = {id(group): group for group in groups.values()}.values()
-    return [Lost(tuple(group), next(iter(group.values()))) for group in different]
+    return [Untraceable((name,), "ranks keep it in different dtypes") for name in dtypes if len(dtypes[name]) > 1]
 
 
 def _incomplete(problems: Sequence[str]) -> EngineError:
@@ -274,8 +287,9 @@ def shapes_of(like: Like) -> dict[str, TensorShape]:
 
 
 def _given_shape(value: object) -> TensorShape | None:
-    pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)
-    return TensorShape(tuple(value[0]), value[1]) if isinstance(value, tuple) and pair else None
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype):
+        return TensorShape(tuple(value[0]), value[1])
+    return None
 
 
 def _shape_of(tensor: torch.Tensor) -> TensorShape:
@@ -286,16 +300,16 @@ def _digest(shapes: Mapping[str, TensorShape]) -> str:
     return blake2b(repr(list(shapes.items())).encode(), digest_size=16).hexdigest()
 
 
-def _shared(local: LocalRecord, me: int) -> RankRecord:
+def _shared(shapes: Shapes, local: LocalRecord, me: int) -> RankRecord:
     boxes = {name: tuple(one.box for one in several) for name, several in local.boxes.items()}
-    return RankRecord(boxes, local.dtypes, local.lost, list(_problems(local, me)))
+    return RankRecord(_digest(shapes), boxes, local.dtypes, local.untraceable, list(_problems(local, me)))
 
 
 def _problems(local: LocalRecord, me: int) -> Iterator[str]:
-    """What leaves parameters of this rank without values, or with those of one of two names."""
-    for lost in local.lost:
-        if not lost.names:
-            yield f"rank {me}: a parameter gets values that are not in the checkpoint: {lost.reason}"
+    """Cells of this rank's parameters that nothing fills, that two names fill, or whose values have no known origin."""
+    for one in local.untraceable:
+        if not one.names:
+            yield f"rank {me}: a parameter gets values that are not in the checkpoint: {one.reason}"
     for parameter, (name, by, box) in local.overwrites:
         yield f"rank {me}: {box} of parameter {parameter!r} is filled by {name!r}, and then by {by!r}"
     for parameter, gaps in local.unfilled.items():

@@ -1,8 +1,8 @@
-"""Run a loader on tensors without values, and follow which cells of the checkpoint it puts where."""
+"""Follow what a loader does to tensors without values: which cells of the checkpoint it puts where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from shardwise.containers.dispatch import (
     written_tensors,
 )
 from shardwise.containers.memory import storage_of
-from shardwise.engines.memory import Lost, Memory, Own, Stored, memory_shape, window_of
+from shardwise.engines.memory import FromCheckpoint, FromLoader, Memory, Untraceable, memory_shape, window_of
 from shardwise.errors import LayoutError
 from shardwise.geometry import StridedPair
 
@@ -42,8 +42,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows copies, constants and casts from tensors of the checkpoint to memory of the engine.
 
     Tensors of the checkpoint are on the meta device, and so is all that is computed from them. What a loader writes to
-    memory of the engine is noted and not carried out. The result of an operation that is not followed is `Lost`: the
-    names of the checkpoint that went in are noted with it, and nothing is ignored.
+    memory of the engine is noted and not carried out. The result of an operation that is not followed is `Untraceable`:
+    the names of the checkpoint that went in are noted with it, and nothing is ignored.
     """
 
     def __init__(self, engine: Iterable[torch.Tensor]) -> None:
@@ -52,94 +52,98 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.needs_values: NeedsValuesError | None = None  # a loader may catch the error and go on
         self._made = dict[int, torch.Tensor]()  # memory that was allocated while recording
         for tensor in engine:
-            self._track(tensor)
+            self._memory(tensor)
 
     def source(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the checkpoint, without values."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._made[storage_of(tensor)] = tensor
-        self._track(tensor).write(window_of(tensor), Stored(name, dtype))
+        tensor = self._virtual(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        self._memory(tensor).write(window_of(tensor), FromCheckpoint(name, dtype))
         return tensor
 
     def engine_memories(self) -> list[Memory]:
         """Memory that was there before the recording, and was written to."""
-        return [memory for key, memory in self.memories.items() if memory and key not in self._made]
+        return [memory for key, memory in self.memories.items() if memory.written and key not in self._made]
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation while recording."""
-        kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Called by torch for every operation while recording."""
+        options, tensors = dict(kwargs or {}), tensors_in((args, kwargs))
         if func in WRITES:
             return self._write(func, *args)
-        if is_view(func) or not any(map(self._memory_with_values, tensors)):
-            return self._carry_out(func, tensors, args, kwargs)
-        if func in COPIES:
-            return self._copy(func, args[0], args[1:], kwargs)
-        if func in CONSTANTS or func in UNFILLED or func is aten.full_like.default:
-            return self._make(func, args, kwargs)
-        if func is aten.cat.default or func is aten.stack.default:
-            return self._join(func, *args, **kwargs)
-        if func is aten.constant_pad_nd.default:
-            return self._pad(*args, **kwargs)
-        if func is aten.index_select.default and not self._memory_with_values(args[2]):
-            return self._select(*args)
-        if func is aten.index.Tensor and (index := _only_index(args[1])) and not self._memory_with_values(index[1]):
-            return self._select(args[0], *index)
-        return self._lose(func, tensors, args, kwargs)
+        if is_view(func) or not any(map(self._was_written, tensors)):
+            return self._carry_out(func, tensors, args, options)
+        follow: Callable[..., object] = FOLLOWED.get(func, Recorder._give_up)
+        return follow(self, func, *args, **options)
 
     # --- what is followed ---------------------------------------------------------------------------------------------
 
-    def _carry_out(self, func: OpOverload, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _carry_out(
+        self, func: OpOverload, tensors: Sequence[torch.Tensor], args: Sequence[object], options: dict[str, object]
+    ) -> object:
         """A view, or an operation that has nothing to do with the checkpoint."""
-        for target in written_tensors(func, args, kwargs):
-            if not self._is_made(target):  # memory of the engine is not changed by a recording
-                return self._lose(func, tensors, args, kwargs)
-        result = func(*args, **kwargs)
+        if not all(map(self._is_made, written_tensors(func, args, options))):
+            return self._give_up(func, *args, **options)  # memory of the engine is not changed by a recording
+        result = func(*args, **options)
         before = set(map(storage_of, tensors))
         self._made |= {storage_of(one): one for one in tensors_in(result) if storage_of(one) not in before}
         return result
 
-    def _write(self, func: OpOverload, target: torch.Tensor, source: Any = 0, *_: Any) -> torch.Tensor:
+    def _write(self, func: OpOverload, target: torch.Tensor, source: torch.Tensor | Scalar = 0, *_: object) -> object:
         """copy_, fill_ and zero_."""
         value = source if isinstance(source, torch.Tensor) else torch.tensor(source, dtype=target.dtype, device="cpu")
-        plain = not self._memory_with_values(value) and not value.is_meta
-        if plain and self._is_made(target) and not target.is_meta and not self._memory_with_values(target):
+        plain = not self._was_written(value) and not value.is_meta
+        if plain and self._is_made(target) and not target.is_meta and not self._was_written(target):
             func(target, *(() if func is aten.zero_.default else (source,)))
         elif plain and value.numel() == 1 and target.dtype == self._memory(target).dtype:
-            constant = Own(value.detach().reshape(1)).cast(target.dtype)
+            constant = FromLoader(value.detach().reshape(1)).cast(target.dtype)
             self._memory(target).write(window_of(target, 0, (0,) * target.dim()), constant)
         else:
             self._move(target, value.expand(target.shape))
         return target
 
-    def _copy(self, func: OpOverload, source: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    def _copy(self, func: OpOverload, source: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         """A new tensor with the same values, perhaps of another dtype."""
-        result = self._virtual(func(_as_meta(source), *args, **_on_meta(kwargs)))
+        result = self._virtual(func(_as_meta(source), *args, **_on_meta(options)))
         self._move(result, source)
         return result
 
-    def _make(self, func: OpOverload, args: Any, kwargs: Any) -> torch.Tensor:
-        """A new tensor of the shape of another, or beside it: constant, or not filled yet."""
-        result = self._virtual(func(*with_tensors(_as_meta, args), **{**kwargs, "device": "meta"}))
-        if func not in UNFILLED:
-            self._write(aten.fill_.Scalar, result, CONSTANTS.get(func, args[-1]))
+    def _empty(self, func: OpOverload, *args: object, **options: object) -> torch.Tensor:
+        """A new tensor of the shape of another, or beside it, not filled yet."""
+        return self._virtual(func(*with_tensors(_as_meta, args), **{**options, "device": "meta"}))
+
+    def _constant(self, func: OpOverload, *args: object, **options: object) -> torch.Tensor:
+        """zeros_like, new_ones and so on."""
+        return self._fill(self._empty(func, *args, **options), CONSTANTS[func])
+
+    def _full_like(self, func: OpOverload, like: torch.Tensor, value: Scalar, **options: object) -> torch.Tensor:
+        return self._fill(self._empty(func, like, value, **options), value)
+
+    def _fill(self, target: torch.Tensor, value: Scalar) -> torch.Tensor:
+        self._write(aten.fill_.Scalar, target, value)
+        return target
+
+    def _stack(self, func: OpOverload, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        result = self._virtual(func([_as_meta(one) for one in parts], dim))
+        for number, part in enumerate(parts):
+            self._move(result.select(dim, number), part)
         return result
 
-    def _join(self, func: OpOverload, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """cat and stack."""
+    def _cat(self, func: OpOverload, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         result, start = self._virtual(func([_as_meta(one) for one in parts], dim)), 0
-        for number, part in enumerate(parts):
-            if func is aten.stack.default:
-                self._move(result.select(dim, number), part)
-            elif part.dim() == result.dim():  # torch ignores empty parts of one dim
+        for part in parts:
+            if part.dim() == result.dim():  # torch ignores empty parts of one dim
                 self._move(result.narrow(dim, start, part.shape[dim]), part)
                 start += part.shape[dim]
         return result
 
-    def _pad(self, source: torch.Tensor, pad: Sequence[int], value: Scalar = 0) -> torch.Tensor:
+    def _pad(self, func: OpOverload, source: torch.Tensor, pad: Sequence[int], value: Scalar = 0) -> torch.Tensor:
         """Constants around a tensor; negative padding leaves cells out."""
-        result = self._virtual(aten.constant_pad_nd.default(_as_meta(source), pad, value))
-        self._write(aten.fill_.Scalar, result, value)
+        result = self._fill(self._virtual(func(_as_meta(source), pad, value)), value)
         inner = result
         for number in range(len(pad) // 2):
             dim, before, after = source.dim() - 1 - number, pad[2 * number], pad[2 * number + 1]
@@ -148,14 +152,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._move(inner, source)
         return result
 
-    def _select(self, source: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    def _index(self, func: OpOverload, source: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> object:
+        """As index_select, where only one dim has an index, of whole numbers in one row, with values."""
+        (dim, index), *others = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        if others or index.dim() != 1 or index.dtype != torch.int64 or index.is_meta or self._was_written(index):
+            return self._give_up(func, source, indices)
+        return self._index_select(aten.index_select.default, source, dim, index)
+
+    def _index_select(self, func: OpOverload, source: torch.Tensor, dim: int, index: torch.Tensor) -> object:
         """Rows by number, in any order: consecutive ones are one box."""
-        result = self._virtual(aten.index_select.default(_as_meta(source), dim, _as_meta(index)))
+        if self._was_written(index):
+            return self._give_up(func, source, dim, index)
+        result, at = self._virtual(func(_as_meta(source), dim, _as_meta(index))), 0
         runs = _runs([number % max(source.shape[dim], 1) for number in index.tolist()])
         if len(runs) > MOST_RUNS:
-            self._lose_all(result, self._names([source]), f"an index of it has over {MOST_RUNS} parts")
+            self._mark_untraceable(result, self._names([source]), f"an index of it has over {MOST_RUNS} parts")
             return result
-        at = 0
         for start, count in runs:
             self._move(result.narrow(dim, at, count), source.narrow(dim, start, count))
             at += count
@@ -165,67 +177,69 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The cells of one view come from those of another, of the same shape."""
         into, known = self._memory(target), self._memory(source)
         if target.dtype != into.dtype or source.dtype != known.dtype:
-            self._lose_all(target, self._names([source, target]), "its bits are read as another dtype")
+            self._mark_untraceable(target, self._names([source, target]), "its bits are read as another dtype")
             return
         try:
             moves = list(known.read(window_of(source, int(target.storage_offset()), target.stride())))
             for pair, origin in moves:
                 into.write(_turned(pair), origin.cast(known.dtype).cast(into.dtype))
         except LayoutError as error:  # too many boxes
-            self._lose_all(target, self._names([source, target]), str(error))
+            self._mark_untraceable(target, self._names([source, target]), str(error))
 
     # --- what is not followed -----------------------------------------------------------------------------------------
 
-    def _lose(self, func: OpOverload, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """An operation that is not followed: its results, and what it changes in place, are lost from here on."""
-        names, written = self._names(tensors), list(written_tensors(func, args, kwargs))
+    def _give_up(self, func: OpOverload, *args: object, **options: object) -> object:
+        """Mark what an operation returns or changes in place as untraceable."""
+        tensors, written = tensors_in((args, options)), list(written_tensors(func, args, options))
+        names = self._names(tensors)
+        result = self._result_on_meta(func, names, args, options)
+        reason = self._first_reason(tensors) or f"it goes through {_name(func)}"
+        for one in written or map(self._virtual, tensors_in(result)):
+            self._mark_untraceable(one, names, reason)
+        return written[0] if written and isinstance(result, torch.Tensor) else result
+
+    def _result_on_meta(
+        self, func: OpOverload, names: Sequence[str], args: Sequence[object], options: dict[str, object]
+    ) -> object:
+        """The result without values; refused where it depends on values, or is one."""
         try:
-            given, options = with_tensors(_as_meta, (args, kwargs))
-            result = func(*given, **_on_meta(options))
-        except Exception as error:  # the result depends on values
+            given, others = with_tensors(_as_meta, (args, options))
+            result: object = func(*given, **_on_meta(others))
+        except Exception as error:
             raise self._looked(names, func) from error
-        made = tensors_in(result)
-        if result is not None and not made:
+        if result is not None and not tensors_in(result):
             raise self._looked(names, func)
-        reason = self._lost_before(tensors) or f"it goes through {_name(func)}"
-        for one in written:
-            self._lose_all(one, names, reason)
-        if written:
-            return written[0] if isinstance(result, torch.Tensor) else result
-        for one in made:
-            self._lose_all(self._virtual(one), names, reason)
         return result
 
-    def _lose_all(self, tensor: torch.Tensor, names: Sequence[str], reason: str) -> None:
-        memory = self._memory(tensor)
-        window = window_of(tensor if tensor.dtype == memory.dtype else memory.tensor)
+    def _mark_untraceable(self, tensor: torch.Tensor, names: Sequence[str], reason: str) -> None:
+        memory, origin = self._memory(tensor), Untraceable(tuple(names), reason)
         try:
-            memory.lose(window, Lost(tuple(names), reason))
+            memory.write_untraceable(window_of(tensor if tensor.dtype == memory.dtype else memory.tensor), origin)
         except LayoutError:  # too many boxes: all of it
-            memory.lose(window_of(memory.tensor), Lost(tuple(names), reason))
+            memory.write_untraceable(window_of(memory.tensor), origin)
 
     def _looked(self, names: Sequence[str], func: OpOverload) -> NeedsValuesError:
         self.needs_values = NeedsValuesError(names, f"the loader looks at its values, by {_name(func)}")
         return self.needs_values
 
-    def _lost_before(self, tensors: Iterable[torch.Tensor]) -> str | None:
-        """Why values could not be followed at first."""
-        memories = (self.memories.get(storage_of(one)) for one in tensors)
-        pieces = (piece for memory in memories if memory is not None for piece in memory.pieces())
-        return next((one.origin.reason for one in pieces if isinstance(one.origin, Lost) and one.origin.names), None)
+    def _first_reason(self, tensors: Iterable[torch.Tensor]) -> str | None:
+        """Why values became untraceable at first."""
+        origins = (write.origin for memory in self._known(tensors) for write in memory.writes())
+        return next((one.reason for one in origins if isinstance(one, Untraceable) and one.names), None)
 
     def _names(self, tensors: Iterable[torch.Tensor]) -> list[str]:
-        memories = (self.memories.get(storage_of(one)) for one in tensors)
-        return list(dict.fromkeys(name for memory in memories if memory is not None for name in memory.names()))
+        return list(dict.fromkeys(name for memory in self._known(tensors) for name in memory.names()))
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _memory_with_values(self, tensor: torch.Tensor) -> bool:
-        """True if something was noted about its memory."""
-        return bool(self.memories.get(storage_of(tensor)))
+    def _known(self, tensors: Iterable[torch.Tensor]) -> list[Memory]:
+        """The memory of those tensors that the recorder has seen before."""
+        return [self.memories[key] for key in map(storage_of, tensors) if key in self.memories]
 
-    def _memory(self, tensor: torch.Tensor) -> Memory:
-        return self.memories.get(storage_of(tensor)) or self._track(tensor)
+    def _was_written(self, tensor: torch.Tensor) -> bool:
+        """True if a write to its memory was noted."""
+        memory = self.memories.get(storage_of(tensor))
+        return memory is not None and memory.written
 
     def _is_made(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._made
@@ -233,20 +247,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _virtual(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new tensor without values."""
         self._made[storage_of(tensor)] = tensor
-        self._track(tensor)
+        self._memory(tensor)
         return tensor
 
-    def _track(self, tensor: torch.Tensor) -> Memory:
-        known = self.memories.get(storage_of(tensor))
-        if known is not None:
-            return known
-        whole = tensor.detach() if tensor._base is None else tensor._base.detach()
-        shape = memory_shape(whole)
-        elements = whole.untyped_storage().nbytes() // whole.element_size()
-        unknown = Lost((), "it holds what was there before the recording")
-        initial = unknown if whole.is_meta else Own(whole.as_strided((elements,), (1,), 0))
-        memory = self.memories[storage_of(tensor)] = Memory(shape, whole.dtype, whole, initial)
-        return memory
+    def _memory(self, tensor: torch.Tensor) -> Memory:
+        """The memory of a tensor, which is followed from now on."""
+        key = storage_of(tensor)
+        if key not in self.memories:
+            self.memories[key] = _untouched(tensor.detach() if tensor._base is None else tensor._base.detach())
+        return self.memories[key]
+
+
+FOLLOWED: dict[OpOverload, Callable[..., object]] = {
+    **dict.fromkeys(COPIES, Recorder._copy),
+    **dict.fromkeys(UNFILLED, Recorder._empty),
+    **dict.fromkeys(CONSTANTS, Recorder._constant),
+    aten.full_like.default: Recorder._full_like,
+    aten.stack.default: Recorder._stack,
+    aten.cat.default: Recorder._cat,
+    aten.constant_pad_nd.default: Recorder._pad,
+    aten.index.Tensor: Recorder._index,
+    aten.index_select.default: Recorder._index_select,
+}
+
+
+def _untouched(whole: torch.Tensor) -> Memory:
+    """The memory of a tensor as it was before the recording."""
+    elements = whole.untyped_storage().nbytes() // whole.element_size()
+    unknown = Untraceable((), "it holds what was there before the recording")
+    initial = unknown if whole.is_meta else FromLoader(whole.as_strided((elements,), (1,), 0))
+    return Memory(memory_shape(whole), whole.dtype, whole, initial)
 
 
 def _name(operation: OpOverload) -> str:
@@ -260,16 +290,8 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _on_meta(options: dict[str, Any]) -> dict[str, Any]:
+def _on_meta(options: dict[str, object]) -> dict[str, object]:
     return {**options, "device": "meta"} if options.get("device") is not None else options
-
-
-def _only_index(indices: Sequence[torch.Tensor | None]) -> tuple[int, torch.Tensor] | None:
-    """The dim and its index, where only one dim has an index, of whole numbers in one row, with values."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    dim, index = given[0]
-    followed = len(given) == 1 and index.dim() == 1 and index.dtype == torch.int64 and not index.is_meta
-    return (dim, index) if followed else None
 
 
 def _turned(pair: StridedPair) -> StridedPair:

@@ -1,4 +1,4 @@
-"""A time limit for code of others that runs in this thread."""
+"""A time limit for foreign code that runs in this thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.errors import EngineError
 def time_limit(seconds: float, reason: str) -> Iterator[None]:
     """Raise an EngineError in this thread if the block takes longer.
 
-    The error is raised between two Python instructions: a call that waits inside of C code is not ended.
+    The error is raised between two Python instructions: a call that waits inside C code is not interrupted.
     """
     over, done, lock = False, False, threading.Lock()
 
@@ -23,7 +23,7 @@ def time_limit(seconds: float, reason: str) -> Iterator[None]:
         with lock:
             if not done:
                 over = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_OverError))
+                _raise_in(thread, _OverError)
 
     thread, timer = threading.get_ident(), threading.Timer(seconds, expire)
     timer.daemon = True
@@ -37,7 +37,13 @@ def time_limit(seconds: float, reason: str) -> Iterator[None]:
             done = True
         timer.cancel()
         if over:  # it may not have been raised yet
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            _raise_in(thread, None)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread at its next instruction; None takes back an error that is not raised yet."""
+    given = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
 
 
 class _OverError(BaseException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from shardwise.errors import LayoutError
@@ -28,21 +29,21 @@ class StridedPair(NamedTuple):
 
     def at(self, step: Step, index: int) -> StridedPair:
         """The cells at one index of a dim, which is dropped."""
-        others = tuple(one for one in self.steps if one is not step)
-        return StridedPair(self.here + index * step.here, self.there + index * step.there, others)
+        return StridedPair(self.here + index * step.here, self.there + index * step.there, self._others(step))
 
     def split(self, step: Step, index: int) -> tuple[StridedPair, StridedPair]:
         """The cells before an index of a dim, and those from it on."""
-        others = tuple(one for one in self.steps if one is not step)
-        first = StridedPair(self.here, self.there, (*others, step._replace(size=index)))
-        start = self.here + index * step.here, self.there + index * step.there
-        return first, StridedPair(*start, (*others, step._replace(size=step.size - index)))
+        rest = self.at(step, index)
+        first = self._replace(steps=(*rest.steps, step._replace(size=index)))
+        return first, rest._replace(steps=(*rest.steps, step._replace(size=step.size - index)))
 
     def unflatten(self, step: Step, inner: int) -> StridedPair:
-        """A dim as two: the inner one has that size, which divides its own."""
+        """A dim as two, of which the inner one has the given size: a divisor of the size of the dim."""
         outer = Step(step.size // inner, step.here * inner, step.there * inner)
-        others = tuple(one for one in self.steps if one is not step)
-        return StridedPair(self.here, self.there, (*others, outer, step._replace(size=inner)))
+        return self._replace(steps=(*self._others(step), outer, step._replace(size=inner)))
+
+    def _others(self, step: Step) -> tuple[Step, ...]:
+        return tuple(one for one in self.steps if one is not step)
 
 
 class StridedBox(NamedTuple):
@@ -73,19 +74,22 @@ def strided_boxes(pair: StridedPair, shape: Sequence[int]) -> list[StridedBox]:
     [('[0:4, 2:4]', 0, (2, 1))]
     """
     whole, strides = tuple(shape), row_major(tuple(shape))
-    if pair.here == 0 and len(pair.steps) == len(whole) and 0 not in whole:  # mostly all of it: a short way
-        sizes, here, there = zip(*pair.steps, strict=True) if whole else ((), (), ())
-        if sizes == whole and here == strides:
-            return [StridedBox(Box((0,) * len(whole), whole), pair.there, there)]
+    if _is_whole(pair, whole, strides):  # the usual case, kept fast
+        return [StridedBox(Box((0,) * len(whole), whole), pair.there, tuple(step.there for step in pair.steps))]
     steps = tuple(step for step in pair.steps if step.size != 1)
     if any(step.size == 0 for step in steps):
         return []
-    boxes = list[StridedBox]()
-    for box in _boxes(StridedPair(pair.here, pair.there, _joined(steps)), whole, strides):
-        boxes.append(box)
-        if len(boxes) > MOST_BOXES:
-            raise LayoutError(f"a window of shape {tuple(s.size for s in pair.steps)} needs over {MOST_BOXES} boxes")
+    boxes = list(islice(_boxes(pair._replace(steps=_joined(steps)), whole, strides), MOST_BOXES + 1))
+    if len(boxes) > MOST_BOXES:
+        raise LayoutError(f"a window of shape {tuple(s.size for s in pair.steps)} needs over {MOST_BOXES} boxes")
     return boxes
+
+
+def _is_whole(pair: StridedPair, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """True for a window of all cells of a tensor, dim by dim."""
+    if pair.here != 0 or len(pair.steps) != len(shape) or 0 in shape:
+        return False
+    return all(step[:2] == dim for step, dim in zip(pair.steps, zip(shape, strides, strict=True), strict=True))
 
 
 def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -101,7 +105,7 @@ def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _boxes(pair: StridedPair, shape: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[StridedBox]:
-    """Take apart the first dim of the window that does not go along one dim of the tensor; until none is left."""
+    """Split the window until each of its dims goes along one dim of the tensor, and no two along the same."""
     moves = dict[int, Step]()
     for step in pair.steps:  # strides fall: the outermost first
         dim = _dim_of(step, shape, strides)

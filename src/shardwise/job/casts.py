@@ -107,7 +107,7 @@ def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) ->
 def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
     """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
 
-    Scales of quantised codes are not plain numbers either: they define what the codes mean. `sources` and `targets` are
+    Scales of quantized codes are not plain numbers either: they define what the codes mean. `sources` and `targets` are
     all tensors of both sides.
     """
     if change.dtype == change.becomes:
@@ -117,7 +117,7 @@ def check_change(change: Change, sources: Tensors, targets: Tensors | None = Non
         return
     codes = codes_of(change.source, sources)
     if codes is not None:
-        reason = f"it is a scale of {codes!r}, whose values are quantised codes ({sources[codes].dtype})"
+        reason = f"it is a scale of {codes!r}, whose values are quantized codes ({sources[codes].dtype})"
         raise RefusedValueError(f"{change}: {reason}. {_keep(change)}, or {_by_name(change)}")
     if change.dtype in PLAIN and change.becomes in PLAIN:
         return
@@ -130,7 +130,7 @@ def check_change(change: Change, sources: Tensors, targets: Tensors | None = Non
 def _beside(scales: list[str]) -> str:
     listed = ", ".join(map(repr, scales[:SHOWN])) + (" ..." if len(scales) > SHOWN else "")
     stand = "stands" if len(scales) == 1 else "stand"
-    return f"{listed} {stand} beside it, so the values are quantised codes, which mean nothing without their scales"
+    return f"{listed} {stand} beside it, so the values are quantized codes, which mean nothing without their scales"
 
 
 def _keep(change: Change) -> str:
@@ -147,7 +147,7 @@ def _by_name(change: Change) -> str:
 
 
 def codes_of(name: str, tensors: Tensors) -> str | None:
-    """The quantised tensor that a scale belongs to; None if the name is not that of a scale."""
+    """The quantized tensor that a scale belongs to; None if the name is not that of a scale."""
     match = SCALE.fullmatch(name)
     if match is None:
         return None
@@ -159,7 +159,7 @@ def codes_of(name: str, tensors: Tensors) -> str | None:
 
 
 def scales_of(name: str, tensors: Tensors) -> list[str]:
-    """The scales that stand beside a quantised tensor."""
+    """The scales that stand beside a quantized tensor."""
     if name not in tensors or tensors[name].dtype in NO_CODES:
         return []
     module = name.rpartition(".")[0]  # what all of them begin with: many names are passed over quickly

@@ -1,7 +1,7 @@
-"""Find the cells of tensors that a side has only under other names: through joins, splits and orders of dims.
+"""Find what a name stands for on a side that has its cells only under other names: joined, split or transposed.
 
-Rules compose in any order and depth. A name on the way, which neither side has, is made like any other: its cells are
-views of views of the tensors that the side has.
+Rules compose in any order and depth. An intermediate name, which neither side has, is made like any other: its cells
+are views of views of the tensors that the side has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.job.subtensor import Subtensor
 Path = frozenset[Hashable]  # names that are being made, and rules that are being used, to make them
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Cells of a tensor that the side has, and which cells of a name they are."""
 
     source: str
@@ -32,38 +32,40 @@ class Derived:
     """What a name stands for: its shape, where its cells come from, and the numbers of the rules that say so."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...]
     rules: frozenset[int] = frozenset()
 
     @staticmethod
     def plain(name: str, shape: Shape) -> Derived:
         """A tensor that the side has."""
         whole = Subtensor.whole(shape)
-        return Derived(shape, (Piece(name, whole, whole),))
+        return Derived(shape, (Fragment(name, whole, whole),))
 
-    def within(self, view: Subtensor) -> list[Piece]:
+    def within(self, view: Subtensor) -> list[Fragment]:
         """The same cells, in the coordinates of a tensor of which this is a part."""
-        return [piece._replace(view=view.part(piece.view)) for piece in self.pieces]
+        return [fragment._replace(view=view.part(fragment.view)) for fragment in self.fragments]
 
     def cut(self, view: Subtensor, number: int) -> Derived:
         """A part of it, by a rule."""
-        cuts = ((piece, view.common(piece.view)) for piece in self.pieces)
-        pieces = [Piece(piece.source, piece.source_view.part(both[1]), both[0]) for piece, both in cuts if both]
-        if not pieces:  # there are no cells: all that counts is the dtype of the source
-            pieces = [self.pieces[0]._replace(view=Subtensor.whole(view.shape))]
-        return Derived(view.shape, tuple(pieces), self.rules | {number})
+        cuts = ((fragment, view.common(fragment.view)) for fragment in self.fragments)
+        fragments = [
+            Fragment(fragment.source, fragment.source_view.part(both[1]), both[0]) for fragment, both in cuts if both
+        ]
+        if not fragments:  # there are no cells: all that counts is the dtype of the source
+            fragments = [self.fragments[0]._replace(view=Subtensor.whole(view.shape))]
+        return Derived(view.shape, tuple(fragments), self.rules | {number})
 
     def turned(self, order: Sequence[int], number: int) -> Derived:
         """Its dims in another order, by a rule: self == result.permute(order)."""
         shape = tuple(self.shape[order.index(dim)] for dim in range(len(order)))
-        pieces = self.within(Subtensor.whole(shape).permute(order))
-        return Derived(shape, tuple(pieces), self.rules | {number})
+        fragments = self.within(Subtensor.whole(shape).permute(order))
+        return Derived(shape, tuple(fragments), self.rules | {number})
 
 
 class Derivation:
-    """All that can be made of the tensors of one side. `targets`: the other side, which may know sizes of parts.
+    """All that rules can make of the tensors of one side. `targets`: the other side, which may know sizes of parts.
 
-    Without `targets`, this is the target side itself: what its tensors would be under names on the way.
+    Without `targets`, this is the target side itself: what its tensors would be under intermediate names.
     """
 
     def __init__(self, shapes: Shapes, rules: Sequence[Remap], targets: Derivation | None = None) -> None:
@@ -92,7 +94,7 @@ class Derivation:
         return self._found[name]
 
     def _turn(self, name: str) -> Turn | None:
-        """What changes the order of its dims."""
+        """The rule that permutes the dims of a name, if there is one."""
         turns = [
             Turn(at, rule) for at, rule in self._turning.items() if matched(rule.name, name, self._names) is not None
         ]
@@ -100,7 +102,7 @@ class Derivation:
         return turns[0] if turns else None
 
     def _made(self, name: str, wanted: Shape | None, path: Path) -> Derived | None:
-        """Before its dims change their order."""
+        """The tensor of a name before its dims are permuted: as the side has it, joined, or cut."""
         if name in self._shapes:
             return Derived.plain(name, self._shapes[name])
         found = list[tuple[Remap, Derived]]()
@@ -111,7 +113,7 @@ class Derivation:
         return found[0][1] if found else None
 
     def _joined(self, at: int, rule: Joining, name: str, wanted: Shape | None, path: Path) -> Derived | None:
-        """From its parts."""
+        """A whole, joined from its parts."""
         stars = matched(rule.whole, name, self._names) if not {(at, "joined"), (at, name)} & path else None
         if stars is None:
             return None
@@ -121,8 +123,10 @@ class Derivation:
         with blamed(rule):
             whole = wanted if wanted is not None else rule.joined([part.shape for part in parts.values()])
             views = _views(rule, name, whole, {part: made.shape for part, made in parts.items()})
-        pieces = [piece for made, view in zip(parts.values(), views, strict=True) for piece in made.within(view)]
-        return Derived(whole, tuple(pieces), frozenset({at}).union(*(part.rules for part in parts.values())))
+        fragments = [
+            fragment for made, view in zip(parts.values(), views, strict=True) for fragment in made.within(view)
+        ]
+        return Derived(whole, tuple(fragments), frozenset({at}).union(*(part.rules for part in parts.values())))
 
     def _parts(
         self, rule: Joining, name: str, stars: Sequence[str], wanted: Shape | None, path: Path
@@ -139,7 +143,7 @@ class Derivation:
         return found
 
     def _part_names(self, rule: Joining, stars: Sequence[str], wanted: Shape | None, path: Path) -> Iterable[str]:
-        """Of a stack whose size is not known: as many as there are. A circle is not an end."""
+        """The parts of a whole. A stack of unknown size has as many as are found; a circle of rules is not its end."""
 
         def goes_on(part: str) -> bool:
             before = len(self._circles)
@@ -157,7 +161,7 @@ class Derivation:
             raise ValueError(f"{name!r} is a stack of {count} tensors, but the source has {more!r} too (by {rule})")
 
     def _cut(self, at: int, rule: Joining, name: str, path: Path) -> Derived | None:
-        """From a whole of which it is a part."""
+        """A part, cut from its whole."""
         for stars in rule.located(name, self._names) if (at, "cut") not in path else ():
             whole = filled(rule.whole, stars)
             made = self.find(whole, path=path | {name, (at, "cut"), (at, whole)}) if (at, whole) not in path else None
@@ -179,7 +183,7 @@ class Derivation:
         return {name: made.cut(view, at) for name, view in zip(names, views, strict=False)}
 
     def _part_shapes(self, rule: Joining, whole: str, names: Sequence[str], shape: Shape) -> list[Shape] | None:
-        """Of the parts of a whole: the target knows them, or the rule does. Sizes are never guessed."""
+        """The shapes of the parts of a whole, from the rule or the target. Sizes are never guessed."""
         if isinstance(rule, Stack) or rule.sizes is not None:
             return rule.apart(shape)
         if self._targets is None:
@@ -222,7 +226,7 @@ def _check_one(name: str, rules: Sequence[Remap]) -> None:
 
 
 def _views(rule: Joining, whole: str, shape: Shape, parts: Shapes) -> list[Subtensor]:
-    """Where parts are in a whole; refused where their shapes do not fit."""
+    """Where the parts are in a whole; refused if their shapes do not fit."""
     try:
         views = rule.views(shape, list(parts.values()))
     except ValueError as error:
@@ -235,7 +239,7 @@ def _views(rule: Joining, whole: str, shape: Shape, parts: Shapes) -> list[Subte
 
 @contextmanager
 def blamed(rule: Remap) -> Iterator[None]:
-    """Errors say by which rule."""
+    """Name the rule in errors."""
     try:
         yield
     except (ValueError, TypeError) as error:

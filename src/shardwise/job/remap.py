@@ -48,7 +48,7 @@ def links(
         made = derivation.find(name, shape)
         if made is not None:
             _check_whole(name, shape, made)
-            planned += [Link(piece.source, name, piece.source_view, piece.view) for piece in made.pieces]
+            planned += [Link(one.source, name, one.source_view, one.view) for one in made.fragments]
             used |= made.rules
     unused = [rule for at, rule in enumerate(rules) if at not in used]
     _check(planned, shapes, targets, unused, strict, whole)
@@ -150,7 +150,7 @@ def _check_whole(name: str, shape: Shape, made: Derived) -> None:
     """All cells of a target come from somewhere, once."""
     if made.shape != shape:
         raise ValueError(f"{name!r} has shape {made.shape} in the source, but {shape} in the target")
-    count = sum(prod(piece.view.shape) for piece in made.pieces)
+    count = sum(prod(one.view.shape) for one in made.fragments)
     if count != prod(shape):
         raise ValueError(f"{count} of the {prod(shape)} cells of {name!r} come from the source")
 

@@ -1,4 +1,4 @@
-"""Rules by which several tensors become one, one becomes several, or dims change their order."""
+"""Rules that join several tensors to one, split one into several, or permute dims."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ NUMBER = re.compile(r"\d+")
 class Concat:
     """One tensor that has several others one after the other along a dim: q, k, v in qkv; gate, up in gate_up.
 
-    Stars in the names stand for the same on both sides. It holds in both directions. `sizes` of the parts are needed
-    only where neither side has them: to take a whole apart into unequal ones in a conversion, or on the way.
+    Stars in the names stand for the same on both sides. The rule works in both directions. `sizes` of the parts are
+    needed only where neither side has them: to split a whole into unequal parts, in a conversion or under an
+    intermediate name.
 
     >>> Concat("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], dim=0).dim
     0
@@ -54,7 +55,7 @@ class Concat:
         return (filled(self.whole, stars), several) if stars is not None and all(n in names for n in several) else None
 
     def located(self, part: str, names: Collection[str]) -> Iterator[tuple[str, ...]]:
-        """What the stars stand for where this is the name of a part."""
+        """What the stars stand for, if this is the name of a part."""
         for pattern in self.parts:
             stars = matched(pattern, part, names)
             if stars is not None:
@@ -73,7 +74,7 @@ class Concat:
         return found
 
     def names(self, stars: Sequence[str], whole: Shape) -> list[str]:
-        """Of the parts."""
+        """The names of the parts."""
         return [filled(part, stars) for part in self.parts]
 
 
@@ -107,14 +108,14 @@ class Stack:
         return filled(self.whole, stars), list(takewhile(names.__contains__, self.numbered(stars)))
 
     def located(self, part: str, names: Collection[str]) -> Iterator[tuple[str, ...]]:
-        """What the stars stand for where this is the name of a part."""
+        """What the stars stand for, if this is the name of a part."""
         for number in dict.fromkeys(NUMBER.findall(part)):
             stars = matched(self.part.replace("{}", number), part, names)
             if stars is not None:
                 yield stars
 
     def numbered(self, stars: Sequence[str]) -> Iterator[str]:
-        """The names of part 0, part 1, and so on, without an end."""
+        """The names of part 0, part 1 and so on, endlessly."""
         every = filled(self.part, stars)
         return (every.replace("{}", str(at)) for at in count())
 
@@ -123,14 +124,14 @@ class Stack:
         return [Subtensor.whole(whole).select(checked_dim(self.dim, whole), at) for at in range(len(parts))]
 
     def names(self, stars: Sequence[str], whole: Shape) -> list[str]:
-        """Of the parts."""
+        """The names of the parts."""
         every = filled(self.part, stars)
         return [every.replace("{}", str(at)) for at in range(whole[checked_dim(self.dim, whole)])]
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """A tensor whose dims are stored in another order on the other side: reversed, unless `order` says.
+    """A tensor whose dims are stored in another order on the other side; by default reversed.
 
     `order` has, for every dim of the source, which dim of the target it is: source == target.permute(order).
     """
@@ -139,12 +140,12 @@ class Transposed:
     order: Sequence[int] | None = None
 
     def permutation(self, ndim: int) -> tuple[int, ...]:
-        """The order for so many dims; refused where it is not one."""
+        """The order of `ndim` dims; refused if it is not a permutation of them."""
         if self.order is None:
             return tuple(reversed(range(ndim)))
         order = tuple(checked_dim(dim, (0,) * ndim) for dim in self.order)
         if sorted(order) != list(range(ndim)):
-            raise ValueError(f"{self.order} is not an order of the {ndim} dims of the target")
+            raise ValueError(f"{self.order} is not a permutation of the {ndim} dims of the target")
         return order
 
 

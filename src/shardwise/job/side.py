@@ -80,7 +80,7 @@ class LiveSide:
         return memory_of(self.values.get(name))
 
     def lasting(self) -> dict[str, Tensors]:
-        """All memory that is there before and after a run."""
+        """All memory that exists before and after a run: not that of delivered tensors."""
         names = [name for name in self._names if name not in self._delivered]
         return dict(zip(names, memories_of(map(self.values.get, names)), strict=True))
 
@@ -97,7 +97,7 @@ class LiveSide:
         """They stay as they are."""
 
     def deliveries(self) -> list[Sequence[str]]:
-        """The names that are handed over together."""
+        """The names of each delivery."""
         return [delivery.names for delivery in dict.fromkeys(one.delivery for one in self._delivered.values())]
 
     def filled(self, names: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class LiveSide:
                 delivery.take([(name, self._buffers.pop(name)[0]) for name in delivery.names])
 
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
-        """All lasting memory; refused where it is not what the layouts give this rank. Forgets a run that failed."""
+        """All lasting memory; refused if it does not fit the layouts. Also drops buffers that a failed run left."""
         self._buffers.clear()
         self._filled.clear()
         memories = self.lasting()

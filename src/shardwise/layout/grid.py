@@ -159,7 +159,7 @@ class Grid:
         return Grid(self.axes, _replicas_rising(rename(self.table, old, new)), idle)
 
     def digest(self) -> bytes:
-        """Axes, owners and idle owners: normalised, so that equal meaning is equal bytes."""
+        """Axes, owners and idle owners: normalized, so that equal meaning is equal bytes."""
         arrays = [x for axis in self.axes for x in (axis.cuts, axis.part)]
         return joined_bytes(b"grid", [*arrays, np.array(self.table.shape), self.table, *self.idle])
 
