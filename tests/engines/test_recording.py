@@ -105,7 +105,7 @@ def loaders(draw):
     return load, shapes, parameter
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(loaders())
 def test_any_loader_is_followed_or_called(drawn):
     load, shapes, parameter = drawn

@@ -123,7 +123,7 @@ def test_the_drawn_trees_are_deep():
     """The strategy itself: chains of several rules occur, of every kind."""
     seen = set()
 
-    @settings(max_examples=200, database=None, derandomize=True)
+    @settings(max_examples=100, database=None, derandomize=True)
     @given(moves())
     def look(move):
         seen.add(tuple(sorted(type(rule).__name__ for rule in move[2])))
@@ -155,7 +155,7 @@ def same(found, expected):
         np.testing.assert_array_equal(found[name], value, strict=True)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(moves())
 def test_links_compose_as_numpy_does(move):
     source, target, rules, _ = move
@@ -171,7 +171,7 @@ def sized(rules, root):
     return [replace(rule, sizes=sizes[rule.whole]) if isinstance(rule, Concat) else rule for rule in rules]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(moves())
 def test_names_and_shapes_are_known_without_a_target(move):
     source, target, rules, root = move
@@ -183,7 +183,7 @@ def tensors(values):
     return {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves())
 def test_load_convert_and_back(tmp_path_factory, move):
     source, target, rules, root = move
@@ -214,7 +214,7 @@ def placed(name, value, turn):
 def test_resharder_composes_between_shardings():
     drawn = []
 
-    @settings(max_examples=40, database=None, derandomize=True)
+    @settings(max_examples=16, database=None, derandomize=True)
     @given(moves())
     def draw(move):
         drawn.append(move)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -89,6 +89,18 @@ class Recorded(dict[str, ShardedTensor]):
         for name, target in self.items():
             if not isinstance(target, DeliveredTensor):
                 target.set_shards([*self._local.views(name, current), *self._spare[name]])
+
+    def release(self) -> None:
+        """Hold the engine's memory no longer. `resolve` looks it up again."""
+        for name, target in self.items():
+            if not isinstance(target, DeliveredTensor):
+                views = [one.destination.view(self._described) for one in self._local.boxes.get(name, ())]
+                target.set_shards([*views, *self._spare[name]])
+
+    @cached_property
+    def _described(self) -> Parameters:
+        """The recorded parameters without memory."""
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._shapes.items()}
 
     def _check(self, current: Parameters) -> None:
         """Refuse parameters that are not those that were recorded."""
