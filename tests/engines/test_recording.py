@@ -347,3 +347,83 @@ def test_several_parts_of_memory_that_is_no_parameter_are_filled():
 
     shapes = dict.fromkeys("ab", ((4,), torch.float32))
     assert recorded_equals_loaded(load, shapes, [memory]).explanation.direct == ["a", "b"]
+
+
+def clears_first(given, weight):
+    weight.zero_()
+    for name, tensor in given:
+        weight[:2].copy_(tensor) if name == "a" else weight[2:].copy_(-tensor)
+
+
+def waits_for_all_parts(given, weight):
+    parts = dict(given)
+    if {"a", "b"} <= parts.keys():
+        weight.copy_(torch.cat([parts["a"], -parts["b"]]))
+
+
+def fails_without_the_other(given, weight):
+    parts = dict(given)
+    weight[:2].copy_(parts["a"])
+    weight[2:].copy_(-parts["b"])
+
+
+@pytest.mark.parametrize("work", [clears_first, waits_for_all_parts, fails_without_the_other])
+def test_names_that_a_loader_needs_together_are_handed_over_together(work):
+    weight = torch.full((4, 2), NAN)
+    shapes = dict.fromkeys("ab", ((2, 2), torch.float32))
+    recorded = recorded_equals_loaded(lambda given: work(given, weight), shapes, [weight])
+    assert set(recorded["b"].delivery.names) == {"a", "b"}
+
+
+def test_one_layer_stands_for_the_others_when_names_belong_together():
+    weights = torch.full((3, 4, 2), NAN)
+
+    def load(given):
+        for name, tensor in given:
+            layer, part = name.split(".")
+            weights[int(layer)][:2].copy_(tensor) if part == "a" else weights[int(layer)][2:].copy_(-tensor)
+
+    shapes = {f"{layer}.{part}": ((2, 2), torch.float32) for layer in range(3) for part in "ab"}
+    recorded = recorded_equals_loaded(load, shapes, [weights])
+    assert recorded.explanation.direct == ["0.a", "1.a", "2.a"]
+    assert recorded["1.b"].delivery.names == ("1.b",)
+
+
+def test_a_tensor_that_the_loader_keeps_as_an_attribute_goes_through_it():
+    module = torch.nn.Module()
+    module.weight, module.scale = torch.nn.Parameter(torch.full((2,), NAN)), None
+
+    def load(given):
+        for name, tensor in given:
+            if name == "w":
+                module.weight.data.copy_(tensor)
+            else:
+                module.scale = tensor * 1
+
+    recorded = sw.engines.record(load, dict.fromkeys("ws", ((2,), torch.float32)), module=module)
+    assert module.scale is None
+    assert recorded.explanation.through_loader == {"s": "the loader keeps it as attribute 'scale'"}
+    fill(recorded, {"w": torch.ones(2), "s": torch.full((2,), 3.0)})
+    assert module.scale.tolist() == [3.0, 3.0]
+
+
+def test_padding_that_is_made_beside_the_tensors_is_followed():
+    weight = torch.full((4, 2), NAN)
+
+    def load(given):
+        for _, tensor in given:
+            weight.copy_(torch.cat([tensor, torch.zeros(1, 2, device=tensor.device), tensor.new_ones(1, 2)]))
+
+    recorded = recorded_equals_loaded(load, {"w": ((2, 2), torch.float32)}, [weight])
+    assert recorded.explanation.direct == ["w"]
+
+
+def test_values_that_became_constants_still_go_through_the_loader_by_name():
+    weight = torch.full((2,), NAN)
+
+    def load(given):
+        for _, tensor in given:
+            weight.copy_(-tensor.zero_())
+
+    recorded = recorded_equals_loaded(load, {"w": ((2,), torch.float32)}, [weight])
+    assert list(recorded.explanation.through_loader) == ["w"]

@@ -84,7 +84,7 @@ def test_values_that_come_from_nowhere_are_refused():
         for _ in weights:
             module.weight.data.normal_()
 
-    with pytest.raises(EngineError, match=r"values that are not in the checkpoint: it goes through aten\.normal_"):
+    with pytest.raises(EngineError, match=r"'weight' gets values that are not in the checkpoint: .* aten\.normal_"):
         sw.engines.record(load, LIKE, module=module)
 
 
@@ -159,3 +159,26 @@ def test_cells_beside_the_parameters_in_their_memory_are_not_dropped():
 
     with pytest.raises(EngineError, match="'w' goes to cells beside the parameters"):
         sw.engines.record(load, {"w": ((8,), torch.float32)}, module=module)
+
+
+def test_a_loader_that_changes_other_names_when_it_is_called_is_refused_before_it_does(tmp_path):
+    weight = torch.zeros(2)
+
+    def load(weights):
+        for name, tensor in weights:
+            weight.copy_(tensor) if name == "w" else weight.mul_(tensor.item())
+
+    recorded = sw.engines.record(load, {"w": ((2,), torch.float32), "s": ((), torch.float32)})
+    sw.checkpoint.save({"w": torch.ones(2), "s": torch.tensor(3.0)}, tmp_path / "run")
+    with pytest.raises(EngineError, match="given 's' alone, writes to cells of 'w'"):
+        sw.checkpoint.load(tmp_path / "run", into=recorded)
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_an_index_that_is_out_of_range_is_refused_as_the_loader_would():
+    def load(weights):
+        for _, tensor in weights:
+            tensor[torch.tensor([5])]
+
+    with pytest.raises(EngineError, match="IndexError"):
+        sw.engines.record(load, LIKE)

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.memory import storage_of
+from shardwise.engines.deliveries import together
 from shardwise.engines.memory import (
     FromCheckpoint,
     FromLoader,
@@ -93,13 +94,21 @@ def record_here(
     Also returns the parameters by name. Tensors that the loader fills, but the module does not have, get numbers.
     """
     needed = dict[str, Untraceable]()
+
+    def alone(names: Iterable[str]) -> Recorder:
+        with _restored(module) as parameters:
+            return _run(load, {name: shapes[name] for name in names}, parameters.values())
+
     with time_limit(seconds, f"the loader did not finish within {seconds:g} s while it was recorded"):
         while True:
             given = {name: one for name, one in shapes.items() if name not in needed}
             try:
                 with _restored(module) as parameters:
                     recorder = _run(load, given, parameters.values())
-                    return _summary(recorder, shapes, list(needed.values()), parameters, parameters_of(module))
+                    lost = [*needed.values(), *recorder.kept_by(module.modules() if module is not None else ())]
+                    summary = _summary(recorder, shapes, lost, parameters, parameters_of(module))
+                summary[0].untraceable += together(recorder, summary[0].untraceable, given, alone)
+                return summary
             except NeedsValuesError as error:
                 needed |= _alike(error, given)
 
@@ -141,7 +150,7 @@ def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[t
 
 def _failure(error: Exception, current: str, shapes: Mapping[str, TensorShape]) -> Exception:
     """What the error of a loader means, which it raised at the current name."""
-    if current and re.search("meta|unallocated", str(error)):  # by tolist(), numpy()
+    if current and isinstance(error, RuntimeError | TypeError) and re.search("meta|unallocated", str(error)):
         return NeedsValuesError([current], "the loader looks at its values")
     where = f" at {current!r} of shape {list(shapes[current].shape)}" if current else ""
     return EngineError(f"the loader failed{where}: {type(error).__name__}: {error}")
@@ -154,15 +163,27 @@ def _restored(module: torch.nn.Module | None) -> Iterator[dict[str, torch.Tensor
     tables = [table for one in modules for table in (one._parameters, one._buffers)]
     before = [dict(table) for table in tables]
     memory = {id(t): (t, t.data) for table in before for t in table.values() if t is not None}
+    attributes = [dict(vars(one)) for one in modules]
     try:
         yield {name: tensor.data for name, tensor in parameters_of(module).items()}
     finally:
         for table, entries in zip(tables, before, strict=True):
             table.clear()  # of what the loader added
             table.update(entries)  # type: ignore[arg-type]
+        for one, values in zip(modules, attributes, strict=True):
+            _restore_tensors(vars(one), values)
         for tensor, data in memory.values():
             if view_of(tensor) != view_of(data):
                 tensor.data = data
+
+
+def _restore_tensors(attributes: dict[str, object], before: Mapping[str, object]) -> None:
+    """Put back tensors that the loader replaced, and drop those that it added."""
+    for key in [key for key, value in attributes.items() if isinstance(value, torch.Tensor)]:
+        if key not in before:
+            del attributes[key]
+        elif attributes[key] is not before[key]:
+            attributes[key] = before[key]
 
 
 def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -271,8 +292,11 @@ def _add(record: LocalRecord, memory: Memory, parameter: Parameter, shapes: Mapp
             record.boxes.setdefault(origin.name, []).extend(parameter.filled_boxes(pair, shapes[origin.name].shape))
         elif isinstance(origin, FromLoader):
             record.constants.append(parameter.constant(pair, origin.values))
-        else:
+        elif origin.names:
             record.untraceable.append(origin)
+        else:
+            what = f"parameter {parameter.name!r} gets values that are not in the checkpoint"
+            raise EngineError(f"the loader cannot be recorded: {what}: {origin.reason}")
     record.overwrites += [(parameter.name, one) for one in memory.overwrites]
 
 

@@ -103,6 +103,7 @@ class Memory:
     tensor: torch.Tensor = field(repr=False)  # while it lives, no other memory has its number
     initial: Origin = field(repr=False)
     overwrites: list[Overwrite] = field(default_factory=list)
+    history: dict[str, None] = field(default_factory=dict, repr=False)  # names that were ever in it, if only in part
     _writes: list[Write] = field(default_factory=list, repr=False)
     _disjoint: bool = True
 
@@ -113,6 +114,7 @@ class Memory:
 
     def write(self, pair: StridedPair, origin: Origin) -> None:
         """The cells of a window (`here`) come from an origin (`there`)."""
+        self.history |= dict.fromkeys(origin.names)
         self._writes += [Write(cells, origin) for cells in strided_boxes(pair, self.shape)]
         self._disjoint = len(self._writes) < 2
 
@@ -172,10 +174,6 @@ class Memory:
     def _before_writes(self) -> Write:
         whole = Box((0,) * len(self.shape), self.shape)
         return Write(StridedBox(whole, 0, row_major(self.shape)), self.initial)
-
-    def names(self) -> list[str]:
-        """The names of the checkpoint whose values may be in it."""
-        return list(dict.fromkeys(name for write in self.writes() for name in write.origin.names))
 
     def whole(self) -> torch.Tensor:
         """All of it: the tensor by which it was found may be a part."""

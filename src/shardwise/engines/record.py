@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from shardwise.containers.container import layout_of
 from shardwise.containers.delivered import DeliveredTensor, Delivery
 from shardwise.containers.description import is_tensor
 from shardwise.containers.sharded import ShardedTensor, is_sharded
+from shardwise.engines.deliveries import Guard, merged
 from shardwise.engines.explain import Explanation, RecordedName
 from shardwise.engines.local_record import (
     Loader,
@@ -67,7 +68,10 @@ class Recorded(dict[str, ShardedTensor]):
     ) -> None:
         super().__init__(targets)
         self.explanation = explanation
-        self._local, self._module, self._parameters = local, module, parameters
+        self._local, self._module = local, module
+        named = parameters_of(module)
+        self._numbered = {name: tensor for name, tensor in parameters.items() if name not in named}
+        self._described = {name: _as_meta(tensor) for name, tensor in parameters.items()}
         self._seen = {name: _seen(t) for name, t in parameters.items()}
         used = {name: len(local.boxes.get(name, ())) for name in targets}
         self._spare = {name: target.shards[used[name] :] for name, target in targets.items()}  # for unneeded cells
@@ -81,7 +85,7 @@ class Recorded(dict[str, ShardedTensor]):
 
     def resolve(self) -> None:
         """Look up the engine's parameters again, after they were allocated anew, and write the recorded constants."""
-        current = {**self._parameters, **parameters_of(self._module)}
+        current = {**self._numbered, **parameters_of(self._module)}
         self._check(current)
         with torch.no_grad():
             for destination, values in self._local.constants:
@@ -94,13 +98,13 @@ class Recorded(dict[str, ShardedTensor]):
         """Hold the engine's memory no longer. `resolve` looks it up again."""
         for name, target in self.items():
             if not isinstance(target, DeliveredTensor):
-                views = [one.destination.view(self._described) for one in self._local.boxes.get(name, ())]
-                target.set_shards([*views, *self._spare[name]])
+                target.set_shards([*self._local.views(name, self._described), *self._spare[name]])
 
-    @cached_property
-    def _described(self) -> Parameters:
-        """The recorded parameters without memory."""
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self._shapes.items()}
+    def hand_over(self, load: Loader, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Give tensors to the engine's loader, which must leave the cells of all other names alone."""
+        others = {name: one.shards for name, one in self.items() if not isinstance(one, DeliveredTensor)}
+        with torch.no_grad(), Guard([name for name, _ in weights], others):
+            load(weights)
 
     def _check(self, current: Parameters) -> None:
         """Refuse parameters that are not those that were recorded."""
@@ -120,6 +124,10 @@ class Recorded(dict[str, ShardedTensor]):
                     f"parameters {first!r} and {name!r} of the engine were one tensor when its loader was recorded, "
                     f"and are two now: tie them again (to_empty unties them), or record again"
                 )
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _seen(tensor: torch.Tensor) -> str:
@@ -171,7 +179,11 @@ def record(
     explanation = _explained(shapes, by_rank)
     if explanation.problems and strict:
         raise _incomplete(explanation.problems)
-    deliveries = {name: Delivery(one.names, load) for one in _through_loader(by_rank) for name in one.names}
+
+    def take(weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        recorded.hand_over(load, weights)
+
+    deliveries = {name: Delivery(one.names, take) for one in _through_loader(by_rank) for name in one.names}
     targets = _targets(explanation, deliveries, local, parameters, callers)
     recorded = Recorded(targets, local, engine, parameters, explanation)
     if not any(tensor.is_meta for tensor in parameters.values()):
@@ -260,12 +272,7 @@ def _explained_name(
 
 def _through_loader(by_rank: Mapping[int, RankRecord]) -> list[Untraceable]:
     """The names that only the loader can load, on any rank; those that it needs together are one."""
-    groups = dict[str, dict[str, str]]()  # of a name: all names of its group, with their reasons
-    for found in [*(found for one in by_rank.values() for found in one.untraceable), *_different_dtypes(by_rank)]:
-        group = {name: reason for one in found.names for name, reason in groups.get(one, {one: found.reason}).items()}
-        groups |= dict.fromkeys(group, group)
-    different = {id(group): group for group in groups.values()}.values()
-    return [Untraceable(tuple(group), next(iter(group.values()))) for group in different]
+    return merged([*(found for one in by_rank.values() for found in one.untraceable), *_different_dtypes(by_rank)])
 
 
 def _different_dtypes(by_rank: Mapping[int, RankRecord]) -> list[Untraceable]:
@@ -318,10 +325,7 @@ def _shared(shapes: Shapes, local: LocalRecord, me: int) -> RankRecord:
 
 
 def _problems(local: LocalRecord, me: int) -> Iterator[str]:
-    """Cells of this rank's parameters that nothing fills, that two names fill, or whose values have no known origin."""
-    for one in local.untraceable:
-        if not one.names:
-            yield f"rank {me}: a parameter gets values that are not in the checkpoint: {one.reason}"
+    """Cells of this rank's parameters that nothing fills, or that two names fill."""
     for parameter, (name, by, box) in local.overwrites:
         yield f"rank {me}: {box} of parameter {parameter!r} is filled by {name!r}, and then by {by!r}"
     for parameter, gaps in local.unfilled.items():

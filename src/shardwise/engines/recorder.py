@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -21,14 +21,14 @@ from shardwise.engines.memory import FromCheckpoint, FromLoader, Memory, Untrace
 from shardwise.errors import LayoutError
 
 aten = torch.ops.aten
+Scalar = int | float | bool | complex
 WRITES = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
 CONSTANTS = {aten.zeros_like.default: 0, aten.new_zeros.default: 0, aten.ones_like.default: 1, aten.new_ones.default: 1}
+FACTORIES: dict[OpOverload, Scalar] = {aten.zeros.default: 0, aten.ones.default: 1}
 UNFILLED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 LOOKS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}  # not dispatched
 MOST_RUNS = 4096  # of consecutive indices: beyond that, an index is not followed
-
-Scalar = int | float | bool | complex
 
 
 class NeedsValuesError(Exception):
@@ -61,6 +61,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory(tensor).write(window_of(tensor), FromCheckpoint(name, dtype))
         return tensor
 
+    def kept_by(self, modules: Iterable[torch.nn.Module]) -> Iterator[Untraceable]:
+        """The names of tensors that the loader made and that modules now have as attributes."""
+        for module in modules:
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and self._is_made(value) and self._names([value]):
+                    yield Untraceable(tuple(self._names([value])), f"the loader keeps it as attribute {key!r}")
+
     def engine_memories(self) -> list[Memory]:
         """Memory that was there before the recording, and was written to."""
         return [memory for key, memory in self.memories.items() if memory.written and key not in self._made]
@@ -90,6 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(map(self._is_made, written_tensors(func, args, options))):
             return self._give_up(func, *args, **options)  # memory of the engine is not changed by a recording
         result = func(*args, **options)
+        if func in FACTORIES or func is aten.full.default:
+            return self._filled(result, FACTORIES[func] if func in FACTORIES else cast(Scalar, args[1]))
         before = set(map(storage_of, tensors))
         self._made |= {storage_of(one): one for one in tensors_in(result) if storage_of(one) not in before}
         return result
@@ -123,6 +132,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _full_like(self, func: OpOverload, like: torch.Tensor, value: Scalar, **options: object) -> torch.Tensor:
         return self._fill(self._empty(func, like, value, **options), value)
+
+    def _filled(self, result: torch.Tensor, value: Scalar) -> torch.Tensor:
+        """A new tensor of constants. On the meta device, where the checkpoint's are, it has no values."""
+        self._made[storage_of(result)] = result
+        return self._fill(self._virtual(result), value) if result.is_meta else result
 
     def _fill(self, target: torch.Tensor, value: Scalar) -> torch.Tensor:
         self._write(aten.fill_.Scalar, target, value)
@@ -164,8 +178,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Rows by number, in any order: consecutive ones are one box."""
         if self._was_written(index):
             return self._give_up(func, source, dim, index)
-        result, at = self._virtual(func(_as_meta(source), dim, _as_meta(index))), 0
-        runs = _runs([number % max(source.shape[dim], 1) for number in index.tolist()])
+        result, at, size = self._virtual(func(_as_meta(source), dim, _as_meta(index))), 0, source.shape[dim]
+        numbers = index.tolist()
+        if any(not -size <= number < size for number in numbers):
+            raise IndexError(f"index {numbers} is out of range for dim {dim} of size {size}")
+        runs = _runs([number % size for number in numbers])
         if len(runs) > MOST_RUNS:
             self._mark_untraceable(result, self._names([source]), f"an index of it has over {MOST_RUNS} parts")
             return result
@@ -181,6 +198,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reason = "its bits are read as another dtype, or conjugated"
             self._mark_untraceable(target, self._names([source, target]), reason)
             return
+        into.history |= known.history  # constants, too, may have taken the place of values
         try:
             if self._is_made(source) and not source.is_meta and not known.written:
                 into.write(window_of(target), _kept(source).cast(into.dtype))
@@ -241,7 +259,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((one.reason for one in origins if isinstance(one, Untraceable) and one.names), None)
 
     def _names(self, tensors: Iterable[torch.Tensor]) -> list[str]:
-        return list(dict.fromkeys(name for memory in self._known(tensors) for name in memory.names()))
+        return list(dict.fromkeys(name for memory in self._known(tensors) for name in memory.history))
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
