@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.exchange.buffers import ViewCache
+from shardwise.exchange import peer_reads
 from shardwise.transports.message_location import IN_SEGMENT, LocatedTensors
 from shardwise.transports.shared_memory import SharedMemoryTransport
 
@@ -24,11 +24,8 @@ class Counted:
     def __init__(self) -> None:
         self.bytes = 0
         self._send = dist.ProcessGroup.send
-        self._opened, self._read, self._copied = (
-            SharedMemoryTransport.open_message,
-            LocatedTensors.read,
-            ViewCache.copy_known,
-        )
+        self._opened, self._read = SharedMemoryTransport.open_message, LocatedTensors.read
+        self._copy_all = peer_reads.copy_all
 
     def __enter__(self) -> Counted:
         with ExitStack() as stack:
@@ -37,7 +34,7 @@ class Counted:
                 patch.object(SharedMemoryTransport, "open_message", lambda *args: self._count_opened(*args))
             )
             stack.enter_context(patch.object(LocatedTensors, "read", lambda *args: self._count_read(*args)))
-            stack.enter_context(patch.object(ViewCache, "copy_known", lambda *args: self._count_copied(*args)))
+            stack.enter_context(patch.object(peer_reads, "copy_all", lambda *args: self._count_copied(*args)))
             self._patches = stack.pop_all()
         return self
 
@@ -58,7 +55,6 @@ class Counted:
         self.bytes += int(sizes.sum())
         self._read(theirs, here, tensor, offset, sizes)
 
-    def _count_copied(self, views: ViewCache, parcel: Any, where: Any, make: Any) -> None:
-        self._copied(views, parcel, where, make)
-        ours, _ = views.known(parcel, where, make)
+    def _count_copied(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+        self._copy_all(ours, theirs)
         self.bytes += sum(view.nbytes for view in ours)

@@ -132,7 +132,7 @@ def _measured(shapes: Shapes, repeats: int) -> RankTimes:
     }
     _check(ways, target)
     memory = {name: _memory(side) for name, side in ways.items()}
-    copies = strided_copies(dist.get_rank(), [(entry.plan, entry.dtype, None) for entry in sync.plan.entries])
+    copies = strided_copies(dist.get_rank(), [(entry.plan, entry.dtype, None) for entry in sync.plan.links])
     assert copies is not None, "models are copied"
     ways[LIMIT] = Way(lambda _: copies())
     spans, _ = every_repeat(*(side.job(repeats) for side in ways.values()))
@@ -202,4 +202,4 @@ def _planned() -> ModelPlan:
 
 
 def _own_part() -> int:
-    return sum(len(entry.plan.for_owner(77).copies) for entry in _planned().entries)
+    return sum(len(entry.plan.for_owner(77).copies) for entry in _planned().links)

@@ -8,11 +8,11 @@ from threads import terms, together, transports_of
 
 from shardwise import plan
 from shardwise.exchange import Exchange, Move, ViewCache
-from shardwise.exchange.peer_reads import fetch
+from shardwise.exchange.peer_reads import read_from_peer
 from shardwise.testing import on_ranks
 
 MADE = plan("512x64/S0@2", "512x64/R@2", itemsize=8)
-TURN = (0, 0)
+FIRST = (0, 0)
 
 
 def exchange(*, source="cpu", target="cpu"):
@@ -45,8 +45,8 @@ class Peer:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_read_goes_straight_into_memory_and_else_by_way_of_a_message(device):
     made, peer, views = exchange(target=device)[0], Peer(), ViewCache()
-    (parcel,) = made.schedule.rounds[0].receives
-    fetch(TURN, parcel, peer, made.moves, 0, views)
+    (message,) = made.schedule.rounds[0].receives
+    read_from_peer(FIRST, message, peer, made.moves, 0, views)
     assert peer.bytes == 256 * 64 * 8
     straight = made.targets[0][0].data_ptr() + peer.bytes  # the second half of the rows
     np.testing.assert_array_equal(peer.here, [straight if device == "cpu" else views.spare(peer.bytes).data_ptr()])

@@ -125,9 +125,9 @@ def test_tensors_of_every_dtype_share_their_messages():
     some = [(made[dtype.itemsize], dtype, plain, plain) for dtype in DTYPES]
     for transport, exchange in zip(range(4), moved(some, transports_of(made[1])), strict=True):
         (round_,) = exchange.schedule.rounds
-        parcels = [*round_.sends, *round_.small_sends]
-        assert len(parcels) == len(made[1].for_owner(transport).sends)
-        assert {len(parcel.parts) for parcel in parcels} <= {len(DTYPES)}
+        messages = [*round_.sends, *round_.small_sends]
+        assert len(messages) == len(made[1].for_owner(transport).sends)
+        assert {len(message.parts) for message in messages} <= {len(DTYPES)}
 
 
 @given(jobs(), inlines)
@@ -138,12 +138,12 @@ def test_the_bytes_on_the_transport_are_those_of_the_plans(some, inline):
     with within(inline):
         exchanges = moved(some, transports)
     for transport, exchange in zip(transports, exchanges, strict=True):
-        small = sum(parcel.bytes for round_ in exchange.schedule.rounds for parcel in round_.small_sends)
+        small = sum(message.bytes for round_ in exchange.schedule.rounds for message in round_.small_sends)
         found = small + sum(one.bytes for one in sent[transport.me])
         assert found == sum(made.sent.get(transport.me, 0) for made, *_ in some)
         assert exchange.inline >= max((p.bytes for p in exchange.schedule.rounds[0].small_sends), default=0)
     total = sum(one.bytes for sends in sent.values() for one in sends)
-    total += sum(parcel.bytes for exchange in exchanges for parcel in exchange.schedule.rounds[0].small_sends)
+    total += sum(message.bytes for exchange in exchanges for message in exchange.schedule.rounds[0].small_sends)
     assert total == sum(made.bytes_moved for made, *_ in some)
 
 

@@ -126,7 +126,7 @@ def test_every_reduced_cell_gets_all_terms_in_their_order(pair):
         for (step, _), stage in written(made, owner).stages.items():
             assert not (stage.reductions and step)
             for target, terms in stage.reductions:
-                assert {term.cut.shape for term in terms} == {target.shape}
+                assert {term.window.shape for term in terms} == {target.shape}
                 sources = np.array([owner if term.peer is None else term.peer for term in terms])
                 assert whose.term_of(sources).tolist() == list(range(made.source.terms))
 
@@ -209,8 +209,8 @@ def test_both_ends_of_a_message_expect_the_same_parts(made, dtypes, inline):
     assert sent == received
 
 
-def parts(parcel):
-    return parcel.bytes, [(part.move, part.cells.volume, part.start, part.stop) for part in parcel.parts]
+def parts(message):
+    return message.bytes, [(part.move, part.cells.volume, part.start, part.stop) for part in message.parts]
 
 
 @given(strategies.pairs(FULL), DTYPES)
@@ -219,11 +219,11 @@ def test_parts_follow_each_other_and_start_where_their_dtype_may(pair, dtypes):
     for found in schedules(plan(*pair), tuple(dtypes)).values():
         assert found.align == max(dtype.itemsize for dtype in dtypes)
         for round_ in found.rounds:
-            for parcel in (*round_.sends, *round_.receives):
-                edges = [part.start for part in parcel.parts] + [parcel.bytes]
-                assert edges == [0] + [part.stop for part in parcel.parts]
-                assert sorted(part.move for part in parcel.parts) == list(range(len(dtypes)))
-                for part in parcel.parts:
+            for message in (*round_.sends, *round_.receives):
+                edges = [part.start for part in message.parts] + [message.bytes]
+                assert edges == [0] + [part.stop for part in message.parts]
+                assert sorted(part.move for part in message.parts) == list(range(len(dtypes)))
+                for part in message.parts:
                     assert part.start % part.dtype.itemsize == 0
                     assert part.dtype == dtypes[part.move]
                     assert part.stop - part.start == part.cells.volume * part.dtype.itemsize

@@ -85,7 +85,7 @@ class World:
         engine.recorded.resolve()
         with vllm.current(engine.config):
             plan = self._sync(None, engine.recorded)
-        bound = sum(entry.plan.lower_bound for entry in plan.entries)
+        bound = sum(entry.plan.lower_bound for entry in plan.links)
         synced = vllm.differences(engine.model, engine.reference)
         needed = total(engine.model, self.engine)
         return Judged(engine.differences, synced, plan.bytes_moved, bound, needed, engine.recorded.explanation)

@@ -270,10 +270,10 @@ def test_one_wrong_bit_leaves_the_target_as_it_was(ranks):  # noqa: F811
     def run(rank):
         unpack = ViewCache.unpack
 
-        def flip(self, parcel, message, tensors):
+        def flip(self, message, buffer, tensors):
             if rank == 2:
-                message[0] ^= 1
-            unpack(self, parcel, message, tensors)
+                buffer[0] ^= 1
+            unpack(self, message, buffer, tensors)
 
         given, room = source(), target()
         sync, found = sw.Resharder(given, room, verify=True), []

@@ -234,7 +234,7 @@ def test_what_the_target_does_not_want_can_be_left_out(ranks):  # noqa: F811
         target = {"b": source["b"], "a": source["a"]}
         given, room, asked = sides(source, target, 2)
         sync = sw.Resharder(given, room, strict=False)
-        assert {entry.link.source for entry in sync.plan.entries} == {"a", "b"}
+        assert {entry.link.source for entry in sync.plan.links} == {"a", "b"}
         sync.run()
         for name, value in target.items():
             lies(room[name], value, asked[name])

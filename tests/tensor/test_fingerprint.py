@@ -99,10 +99,10 @@ def test_verify_finds_one_wrong_bit(ranks):  # noqa: F811
     def run(rank):
         put = ElementGather.put
 
-        def flip(self, parcel, message):
-            flipped = bytearray(message)
+        def flip(self, message, buffer):
+            flipped = bytearray(buffer)
             flipped[5] ^= rank == 1
-            return put(self, parcel, memoryview(flipped))
+            return put(self, message, memoryview(flipped))
 
         ElementGather.put = flip
         values = np.arange(60.0).reshape(6, 10)
@@ -130,9 +130,9 @@ def test_values_made_to_have_the_same_fingerprint_do_not_pass_verify(ranks, dtyp
         shown = {sw.fingerprint(held(bits.view(dtype), layout, rank)) for bits in (values, made)}
         put = ElementGather.put
 
-        def replaced(self, parcel, message):
-            assert bytes(message) == values.tobytes()
-            return put(self, parcel, memoryview(bytearray(made.tobytes())))
+        def replaced(self, message, buffer):
+            assert bytes(buffer) == values.tobytes()
+            return put(self, message, memoryview(bytearray(made.tobytes())))
 
         ElementGather.put = replaced
         source, target = held(values.view(dtype), layout, rank), sw.parse("10/R@1:1")

@@ -12,7 +12,7 @@ from wired import both, new_group, raised, use
 
 import shardwise as sw
 import shardwise.transports.shared_memory as sharing
-from shardwise.exchange import ViewCache
+from shardwise.exchange import ViewCache, peer_reads
 from shardwise.job.session import group_transport
 from shardwise.transports import local_peers
 
@@ -39,7 +39,7 @@ MOMENTS = {  # when a rank is killed, and in which way messages go; what it does
     ),
     "before it reads": ("staged", lambda then: setattr(sharing.SharedMemoryTransport, "open_message", then)),
     "while it reads": ("read", lambda then: setattr(local_peers, "read", then)),
-    "while it copies": ("shared", lambda then: setattr(ViewCache, "copy_known", then)),
+    "while it copies": ("shared", lambda then: setattr(peer_reads, "copy_all", then)),
     "before it says so": ("staged", lambda then: setattr(sharing.SharedMemoryRound, "finish", then)),
     "between having said so": (
         "staged",

@@ -135,9 +135,9 @@ def test_many_short_runs_are_read_as_a_message(ranks):  # noqa: F811
 
     def run(rank):
         use("read")
-        from shardwise.exchange import peer_reads as fetch
+        from shardwise.exchange import peer_reads
 
-        fetch.SHORT = 1024
+        peer_reads.SHORT = 1024
         spared, spare = [], ViewCache.spare
         ViewCache.spare = lambda views, size: spared.append(size) or spare(views, size)
         whole = part(values, rows, rank)

@@ -186,7 +186,7 @@ class Entry:
         if wanted.volume and wanted & whole != wanted:
             raise ValueError(f"{wanted} is not inside {self.name!r}, which has shape {self.shape}")
         # the files have it: a damaged file must not decide how much memory is allocated
-        copies = Copies.of(self, Packed(HashableBoxes.of(wanted)))
+        copies = FileCopies.of(self, Packed(HashableBoxes.of(wanted)))
         values = torch.empty(wanted.shape, dtype=self.dtype, device="cpu")
         read_into([copies.into([values.view(-1)])])
         return values
@@ -243,7 +243,7 @@ class Packed(NamedTuple):
         return Places.packed(self.boxes.boxes)
 
 
-class Copies(NamedTuple):
+class FileCopies(NamedTuple):
     """Copies from windows of an entry's files to windows of memory, one for one."""
 
     entry: Entry
@@ -251,10 +251,10 @@ class Copies(NamedTuple):
     targets: Sequence[Window]
 
     @staticmethod
-    def of(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Copies:
+    def of(entry: Entry, memory: Local | Packed, link: Link | None = None) -> FileCopies:
         """All cells of memory that a link fills from the entry; without a link, all that the entry has."""
         matched = match(entry, memory, link)
-        return Copies(entry, matched.sources(entry), matched.targets)
+        return FileCopies(entry, matched.sources(entry), matched.targets)
 
     @property
     def contiguous(self) -> bool:

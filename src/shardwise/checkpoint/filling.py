@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.callers import Callers
-from shardwise.checkpoint.entry import Copies, Entry, HashableBoxes, Local, Packed, Reading, read_into
+from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
 from shardwise.containers.memory import check_written
 from shardwise.exchange.overflow import Losses
@@ -88,7 +88,7 @@ def _reading(
 ) -> Reading:
     """What this rank reads of an entry; `losses` counts what a cast loses."""
     link, entry = source
-    copies = Copies.of(entry, Local(tensor.layout, me, tuple(t.stride() for t in memory)), link)
+    copies = FileCopies.of(entry, Local(tensor.layout, me, tuple(t.stride() for t in memory)), link)
     look = losses.looking(repr(link.target), entry.dtype, tensor.dtype) if losses is not None else None
     return copies.into(memory, look)
 
@@ -141,13 +141,13 @@ class FileSide:
         if self._me not in layout:
             return []
         boxes = [piece.box for piece in sorted(layout.pieces(self._me), key=lambda piece: piece.buffer)]
-        return entry.views(Copies.of(entry, Packed(HashableBoxes.of(*boxes))).sources)
+        return entry.views(FileCopies.of(entry, Packed(HashableBoxes.of(*boxes))).sources)
 
     def stamp(self) -> object:
         """Files are read once."""
         return object()
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """Unmap them."""
         self._mapped.clear()
 

@@ -12,7 +12,7 @@ from typing import IO, TypeVar
 
 import torch
 
-from shardwise.checkpoint.entry import Checkpoint, Copies, Entry, HashableBoxes, Packed, read_into
+from shardwise.checkpoint.entry import Checkpoint, Entry, FileCopies, HashableBoxes, Packed, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
@@ -70,10 +70,10 @@ class Stream:
         """The cells of boxes, one after the other, into a flat tensor."""
         read_into(copies.into([buffer]) for copies in self._copies(boxes))
 
-    def _copies(self, boxes: Boxes) -> Iterator[Copies]:
+    def _copies(self, boxes: Boxes) -> Iterator[FileCopies]:
         """To the cells of boxes, one after the other."""
         memory = Packed(HashableBoxes(boxes))
-        return (Copies.of(entry, memory, link) for link, entry in self.sources)
+        return (FileCopies.of(entry, memory, link) for link, entry in self.sources)
 
     @property
     def may_overflow(self) -> bool:

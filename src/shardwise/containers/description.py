@@ -35,11 +35,6 @@ def memory_of(value: object, *, apart: bool = True) -> Tensors:
     return [tensor.detach() for tensor in tensors] if apart else tensors
 
 
-def memories_of(values: Iterable[object]) -> list[Tensors]:
-    """This rank's memory of each of these tensors."""
-    return [memory_of(value) for value in values]
-
-
 def tensors_in(flat: Mapping[str, object]) -> dict[str, torch.Tensor | None]:
     """The tensors of a flat state dict; None for a tensor of which this rank holds nothing."""
     return {name: value for name, value in flat.items() if value is None or is_tensor(value)}

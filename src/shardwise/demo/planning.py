@@ -54,11 +54,11 @@ def _totals(*models: list[str]) -> Table:
 def _figures(plan: ModelPlan, llama: Llama, trainers: Mesh, servers: Mesh) -> list[str]:
     """What moves, the least that could, and the usual way: every server receives all weights, and keeps its part."""
     ranks, tensors = f"{trainers.ranks.size} to {servers.ranks.size}", f"{len(plan.sources)} to {len(plan.targets)}"
-    bound = sum(entry.plan.lower_bound for entry in plan.entries)
+    bound = sum(link.plan.lower_bound for link in plan.links)
     return [ranks, tensors, *map(size, (plan.bytes_moved, bound, servers.ranks.size * llama.bytes))]
 
 
 def _proven(plan: ModelPlan) -> ModelPlan:
-    for one in {entry.plan for entry in plan.entries}:  # tensors that move alike have one plan
+    for one in {link.plan for link in plan.links}:  # tensors that move alike have one plan
         one.verify()
     return plan

@@ -103,7 +103,9 @@ class ViewCache:
     """Of one exchange, or of one that is repeated with the same moves: then only messages may lie elsewhere."""
 
     def __init__(self) -> None:
-        self._made = dict[tuple[int, type], tuple[Message, Hashable, Any]]()  # by the id of the parcel, and how it came
+        self._made = dict[
+            tuple[int, type], tuple[Message, Hashable, Any]
+        ]()  # by the id of the message, and how it came
         self._spare: torch.Tensor | None = None
         self._local = dict[Hashable, Sides]()
         self._rooms = dict[int, torch.Tensor]()
@@ -126,7 +128,7 @@ class ViewCache:
         copy_all(ours, cells)
 
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
-        """Copy what stays with its owner, between tensors. `key` tells the turns apart."""
+        """Copy what stays with its owner, between tensors. `key` tells the rounds apart."""
         if key not in self._local:
             views = [(view_of(pair.here, source), view_of(pair.there, target)) for pair, source, target in pairs]
             self._local[key] = [there for _, there in views], [here for here, _ in views]
@@ -151,15 +153,11 @@ class ViewCache:
         """What was made for a message that comes from there, kept until it comes from elsewhere."""
         at = id(message), type(where)
         kept = self._made.get(at)
-        if kept is None or kept[:2] != (message, where):  # which also keeps the parcel, and so its id, alive
+        if kept is None or kept[:2] != (message, where):  # which also keeps the message, and so its id, alive
             with outside_inference():
                 kept = self._made[at] = message, where, make()
         made: T = kept[2]
         return made
-
-    def copy_known(self, message: Message, where: Hashable, make: Callable[[], Sides]) -> None:
-        """Copy between views that are made once: to ours, from theirs."""
-        copy_all(*self.known(message, where, make))
 
     def _of(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
         return self.known(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))

@@ -17,7 +17,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Proposal, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
 from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule, view_of
-from shardwise.exchange.peer_reads import fetch
+from shardwise.exchange.peer_reads import read_from_peer
 from shardwise.exchange.reduce import Look, reduce
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
 from shardwise.planning import Plan
@@ -95,7 +95,7 @@ class Exchange:
         """Send the header to everybody, and with it the messages that fit.
 
         `alone` says that no other exchange of this transport is under way. Then, where all have agreed on this proposal
-        before, the messages of the first turn leave at once too, unless they are so large that it saves nothing.
+        before, the messages of the first round leave at once too, unless they are so large that it saves nothing.
         """
         # other exchanges may have started since: a part of one must not come between their collective calls
         in_order = not self.nested
@@ -203,7 +203,7 @@ class Exchange:
         headers = np.frombuffer(b"".join(row[:HEADER] for row in slots), np.int64)
         return judge(weigh(headers.reshape(len(slots), -1)).max(axis=0))
 
-    # --- turns -------------------------------------------------------------------------------------------------------
+    # --- rounds ------------------------------------------------------------------------------------------------------
 
     def _run(self, round_: Round, slots: Any, *, copied: bool) -> None:
         posted, self._ahead = self._ahead or self._post(round_, hidden=False), None
@@ -222,7 +222,8 @@ class Exchange:
                 messages.append((round_.receives[at], arrived))
                 self.views.unpack(round_.receives[at], arrived, self.targets)
             elif arrived is not None:
-                fetch(round_.key, round_.receives[at], arrived, self.moves, self.transport.me, self.views)
+                message = round_.receives[at]
+                read_from_peer(round_.key, message, arrived, self.moves, self.transport.me, self.views)
         self._reduce(round_, messages)
         if posted:
             posted.finish()
@@ -238,7 +239,7 @@ class Exchange:
         self.views.copy(round_.key, pairs())
 
     def _post(self, round_: Round, *, hidden: bool) -> PostedRound | None:
-        """Post the messages of a turn. `hidden`: receive nothing into the target's tensors yet."""
+        """Post the messages of a round. `hidden`: receive nothing into the target's tensors yet."""
         if not round_.bytes:
             return None
         source, device = self._read(round_), self.device
@@ -283,11 +284,13 @@ class Exchange:
         arrived = {(part.move, p.peer): [part.elements(room)] for p, room in messages for part in p.parts}
         for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
             for target, terms in stage.reductions if stage else ():
-                cells = [view_of(cut, move.source if peer is None else arrived[number, peer]) for peer, cut in terms]
+                cells = [
+                    view_of(window, move.source if peer is None else arrived[number, peer]) for peer, window in terms
+                ]
                 reduce(view_of(target, move.target), cells, move.plan.source.op or "sum", move.look)
 
     def _read(self, round_: Round) -> list[Tensors]:
-        """The tensors that a turn sends from: later steps send what earlier ones brought."""
+        """The tensors that a round sends from: later steps send what earlier ones brought."""
         return self.sources if round_.key[0] == 0 else self.targets
 
 

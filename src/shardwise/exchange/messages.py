@@ -48,7 +48,7 @@ class Term(NamedTuple):
     """A contribution to cells: in the message from `peer`, or in our own tensors where that is None."""
 
     peer: int | None
-    cut: Window
+    window: Window
 
 
 class Reduction(NamedTuple):
@@ -282,7 +282,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All turns, in order."""
+    """All rounds, in order."""
 
     rounds: tuple[Round, ...]
     align: int  # where every dtype of the exchange may start

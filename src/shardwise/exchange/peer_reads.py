@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from shardwise.exchange.buffers import Sides, ViewCache
+from shardwise.exchange.buffers import Sides, ViewCache, copy_all
 from shardwise.exchange.messages import Message, MessagePart, Pair, across, view_of
 from shardwise.exchange.transport import PeerTensors
 from shardwise.geometry import Ints, Window, ints
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from shardwise.exchange.exchange import Move
 
 SHORT = 1024  # bytes of an average run; shorter ones are read into a message, and unpacked
-Stage = tuple[int, int]
-Cells = tuple[
-    int, MessagePart, tuple[Pair, ...]
-]  # a part, the number of the peer's first tensor of it, cells there and here
+StageKey = tuple[int, int]  # step and round
+# the number of the peer's first tensor of a part, the part, and its cells there and here
+PartCells = tuple[int, MessagePart, tuple[Pair, ...]]
 
 
 class Runs(NamedTuple):
@@ -37,40 +36,40 @@ class Runs(NamedTuple):
     packed: bool
 
 
-def fetch(
-    key: Stage, parcel: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, views: ViewCache
+def read_from_peer(
+    key: StageKey, message: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, views: ViewCache
 ) -> None:
     """Copy what the message would have held. `key` is that of the stage."""
 
-    def cells(*, packed: bool) -> Iterator[Cells]:
-        return _cells(key, parcel, theirs, moves, owner, packed=packed)
+    def cells(*, packed: bool) -> Iterator[PartCells]:
+        return _cells(key, message, theirs, moves, owner, packed=packed)
 
     if theirs.mapped:
-        views.copy_known(parcel, theirs.key, lambda: _views(cells(packed=False), theirs.bytes_of_each(), moves))
+        copy_all(*views.known(message, theirs.key, lambda: _views(cells(packed=False), theirs.bytes_of_each(), moves)))
         return
-    runs = views.known(parcel, theirs.key, lambda: _runs(cells, parcel, moves))
+    runs = views.known(message, theirs.key, lambda: _runs(cells, message, moves))
     if not runs.packed:
         theirs.read(*runs[:4])
         return
-    room = views.spare(parcel.bytes)
+    room = views.spare(message.bytes)
     theirs.read(runs.here + room.data_ptr(), *runs[1:4])
-    views.unpack(parcel, room, [move.target for move in moves])
+    views.unpack(message, room, [move.target for move in moves])
 
 
 def _cells(
-    key: Stage, parcel: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, *, packed: bool
-) -> Iterator[Cells]:
+    key: StageKey, message: Message, theirs: PeerTensors, moves: Sequence[Move], owner: int, *, packed: bool
+) -> Iterator[PartCells]:
     first = 0
-    for part in parcel.parts:
+    for part in message.parts:
         plan, target = moves[part.move].plan, moves[part.move].target
-        count = len((plan.source if key[0] == 0 else plan.target).local_shapes(parcel.peer))
+        count = len((plan.source if key[0] == 0 else plan.target).local_shapes(message.peer))
         strides = tuple(theirs.strides[first : first + count])
         ours = () if packed else tuple(t.stride() for t in target)
-        yield first, part, across(plan, key, (parcel.peer, owner), strides, ours)
+        yield first, part, across(plan, key, (message.peer, owner), strides, ours)
         first += count
 
 
-def _views(cells: Iterable[Cells], mapped: Sequence[torch.Tensor], moves: Sequence[Move]) -> Sides:
+def _views(cells: Iterable[PartCells], mapped: Sequence[torch.Tensor], moves: Sequence[Move]) -> Sides:
     here, there = list[torch.Tensor](), list[torch.Tensor]()
     for first, part, pairs in cells:
         for theirs, ours in pairs:
@@ -79,19 +78,19 @@ def _views(cells: Iterable[Cells], mapped: Sequence[torch.Tensor], moves: Sequen
     return here, there
 
 
-def _typed(data: torch.Tensor, dtype: torch.dtype, cut: Window) -> torch.Tensor:
-    start = cut.offset * dtype.itemsize
-    words = data[start : start + cut.reach * dtype.itemsize].view(dtype)
-    return words.as_strided(cut.shape, cut.strides)
+def _typed(data: torch.Tensor, dtype: torch.dtype, window: Window) -> torch.Tensor:
+    start = window.offset * dtype.itemsize
+    words = data[start : start + window.reach * dtype.itemsize].view(dtype)
+    return words.as_strided(window.shape, window.strides)
 
 
-def _runs(cells: Callable[..., Iterator[Cells]], parcel: Message, moves: Sequence[Move]) -> Runs:
+def _runs(cells: Callable[..., Iterator[PartCells]], message: Message, moves: Sequence[Move]) -> Runs:
     """Straight into the targets, if they are CPU memory of the same dtype and runs are long; else into a message."""
-    targets = [(part.dtype, tensor) for part in parcel.parts for tensor in moves[part.move].target]
+    targets = [(part.dtype, tensor) for part in message.parts for tensor in moves[part.move].target]
     if all(tensor.dtype == dtype and tensor.device.type == "cpu" for dtype, tensor in targets):
         parts = list(cells(packed=False))
         count = sum(prod(pair.here.shape[: _outer(pair)]) for *_, pairs in parts for pair in pairs)
-        if parcel.bytes >= SHORT * count:
+        if message.bytes >= SHORT * count:
             return _concatenate(
                 (_ranges(moves[part.move].target[ours.tensor].data_ptr(), first, part, Pair(theirs, ours))
                 for first, part, pairs in parts

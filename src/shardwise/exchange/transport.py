@@ -95,7 +95,7 @@ class Transport(Protocol):
     name: str  # tells transports with common owners apart
     tagged: bool  # a message can only meet one with the same tag
     numbers: Iterator[int]  # of exchanges: the same for everybody
-    agreed: set[bytes]  # terms that all have agreed on before
+    agreed: set[bytes]  # headers of proposals that all have agreed on before
     staging: Staging
     views: WeakSet[ViewCache]  # of exchanges that are repeated
 

@@ -42,10 +42,10 @@ class Job:
     ) -> None:
         self.transport, self.plan, self.operation, self._choice, self._shown = transport, plan, operation, choice, shown
         watched = () if overflow == "allow" else plan.overflowing
-        self._reducing = [at for at in watched if plan.entries[at].plan.reducing]
+        self._reducing = [at for at in watched if plan.links[at].plan.reducing]
         self._reading = [at for at in watched if at not in self._reducing]
         self._counts = overflow == "count"
-        self._moves = dict[int, Move]()  # of entries that are moved again and again
+        self._moves = dict[int, Move]()  # of links that are moved again and again
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
         self._writing = False  # into the target: from when all have agreed on the first bucket
@@ -67,7 +67,7 @@ class Job:
     @property
     def total(self) -> int:
         """Bytes of all tensors: what progress is measured by."""
-        return sum(entry.bytes for entry in self.plan.entries)
+        return sum(planned.bytes for planned in self.plan.links)
 
     @cached_property
     def delivers(self) -> bool:
@@ -85,18 +85,18 @@ class Job:
             tell_all(self.transport, self.operation, say)
 
     def move(self, at: int, source: Tensors, target: Tensors) -> Move:
-        """Of entry number `at`, between these local tensors of the whole source and target."""
-        entry, me = self.plan.entries[at], self.transport.me
-        ours, theirs = self.plan.sources[entry.link.source], self.plan.targets[entry.link.target]
+        """Of link number `at`, between these local tensors of the whole source and target."""
+        planned, me = self.plan.links[at], self.transport.me
+        ours, theirs = self.plan.sources[planned.link.source], self.plan.targets[planned.link.target]
         look = None
         if at in self._reducing:
-            look = partial(self.losses.look, self._shown(entry.link.target), becomes=theirs.dtype)
+            look = partial(self.losses.look, self._shown(planned.link.target), becomes=theirs.dtype)
         return Move.of(
-            entry.plan,
+            planned.plan,
             me,
-            _subtensors(source, ours, entry.link.source_view, me),
-            _subtensors(target, theirs, entry.link.target_view, me),
-            entry.dtype,
+            _subtensors(source, ours, planned.link.source_view, me),
+            _subtensors(target, theirs, planned.link.target_view, me),
+            planned.dtype,
             look,
         )
 
@@ -106,7 +106,7 @@ class Job:
             return
         losses = Losses()
         for at in self._reading:
-            link = self.plan.entries[at].link
+            link = self.plan.links[at].link
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
             tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)
             losses.look(self._shown(link.target), tensors, theirs.dtype)
@@ -123,7 +123,7 @@ class Job:
         part_of: Exchange | None = None,
     ) -> Exchange:
         """The exchange of a bucket, not started yet."""
-        kind = torch.device(self.plan.entries[self.plan.buckets()[bucket][0]].device)
+        kind = torch.device(self.plan.links[self.plan.buckets()[bucket][0]].device)
         device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
         direct = self._choice != "group"
         return Exchange(
@@ -132,13 +132,13 @@ class Job:
 
     def conclude(self, moves: Sequence[Move], written: str, within: Exchange, *, verify: bool) -> None:
         """Once all is moved: refuse casts that lost what terms came to, on any rank; compare both sides."""
-        entries = self.plan.entries
+        links = self.plan.links
         if self._reducing:
-            lost = [self._lost(entries[at].link.source, entries[at].link.target) for at in self._reducing]
+            lost = [self._lost(links[at].link.source, links[at].link.target) for at in self._reducing]
             refuse_loss(worst_of_all(self.transport, lost, within.number), written)
         if verify:
-            names = [entry.link.target for entry in entries]
-            labels = [self._label(entry.link.target) for entry in entries]
+            names = [planned.link.target for planned in links]
+            labels = [self._label(planned.link.target) for planned in links]
             dtypes = [self.plan.targets[name].dtype for name in names]
             verify_moves(self.transport, moves, labels, dtypes, within, written)
 
@@ -197,7 +197,7 @@ class Job:
         done, before, all_moves, exchange = 0, list[int](), list[Move](), None
         self.losses.clear()
         buckets = self.plan.buckets()
-        last = {self.plan.entries[at].link.target: number for number, bucket in enumerate(buckets) for at in bucket}
+        last = {self.plan.links[at].link.target: number for number, bucket in enumerate(buckets) for at in bucket}
         for number, bucket in enumerate(buckets):
             moves, error = list[Move](), None
             try:  # the others have to hear of what goes wrong
@@ -211,18 +211,18 @@ class Job:
             except Exception as failure:
                 error = failure
             exchange = self._carry_out(number, moves, error, fresh=fresh, keep=keep)
-            done, before = done + sum(self.plan.entries[at].bytes for at in bucket), bucket
+            done, before = done + sum(self.plan.links[at].bytes for at in bucket), bucket
             all_moves += moves if verify else ()
         if exchange is not None:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
             self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
-        source.sent(range(len(self.plan.entries)) if verify else before)
+        source.sent(range(len(self.plan.links)) if verify else before)
         self.deliver(lambda: target.filled([name for name, when in last.items() if when == len(buckets) - 1]))
 
     def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
         moves = list[Move]()
         for at in bucket:
-            link = self.plan.entries[at].link
+            link = self.plan.links[at].link
             move = self._moves.get(at) or self.move(at, source.memory(link.source), target.memory(link.target))
             moves.append(move)
             if keep:

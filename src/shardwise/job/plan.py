@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -78,6 +78,10 @@ class PlannedLink:
         """True where it takes several exchanges of messages."""
         return self.plan.max_bytes is not None
 
+    def goes_with(self, other: PlannedLink) -> bool:
+        """True if one exchange can take both: on one kind of device, each in one round."""
+        return self.device == other.device and not (self.in_rounds or other.in_rounds)
+
 
 def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
     """One plan object for all tensors that move alike: its properties are computed once."""
@@ -105,15 +109,15 @@ def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts:
     if source.shape != target.shape:
         plan(source.layout, target.layout)  # which refuses it, in words
     link = Link(SINGLE, SINGLE, Subtensor.whole(source.shape), Subtensor.whole(target.shape))
-    entry = PlannedLink.of(link, source, target, max_bytes, hosts)
-    return ModelPlan((entry,), {SINGLE: source}, {SINGLE: target}, max_bytes)
+    planned = PlannedLink.of(link, source, target, max_bytes, hosts)
+    return ModelPlan((planned,), {SINGLE: source}, {SINGLE: target}, max_bytes)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """How every tensor of a source becomes one of a target."""
 
-    entries: tuple[PlannedLink, ...]
+    links: tuple[PlannedLink, ...]
     sources: Mapping[str, TensorInfo]
     targets: Mapping[str, TensorInfo]
     max_bytes: int | None = None
@@ -131,51 +135,42 @@ class ModelPlan:
         limit: object = max_bytes
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
-        entries = list[PlannedLink]()
+        planned = list[PlannedLink]()
         for link in links:
             try:
-                entries.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
+                planned.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
             except Exception as error:
                 error.add_note(f"while planning {link.source!r} -> {link.target!r}")
                 raise
         used = {link.source for link in links}
-        return ModelPlan(tuple(entries), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
+        return ModelPlan(tuple(planned), {name: t for name, t in sources.items() if name in used}, targets, max_bytes)
 
     @cached_property
     def overflowing(self) -> tuple[int, ...]:
-        """Numbers of the entries whose cast may lose a value."""
-        dtypes = [(self.sources[e.link.source].dtype, self.targets[e.link.target].dtype) for e in self.entries]
+        """Numbers of the links whose cast may lose a value."""
+        dtypes = [(self.sources[e.link.source].dtype, self.targets[e.link.target].dtype) for e in self.links]
         return tuple(at for at, both in enumerate(dtypes) if may_overflow(*both))
 
     def buckets(self) -> tuple[list[int], ...]:
-        """Numbers of entries that go in one exchange: as many as may be staged at a time, of one kind of device."""
-        return self._in_buckets
+        """Numbers of links that go in one exchange: as many as may be staged at a time, of one kind of device."""
+        return self._buckets
 
     @cached_property
-    def _in_buckets(self) -> tuple[list[int], ...]:
-        return tuple(self._buckets())
-
-    def _buckets(self) -> Iterator[list[int]]:
-        limit, room, bucket, before = self.max_bytes or BUCKET, 0, list[int](), None
-        for at, entry in enumerate(self.entries):
-            room += before.plan.most_bytes if before else 0
-            if before and (
-                room + entry.plan.most_bytes > limit
-                or before.device != entry.device
-                or before.in_rounds
-                or entry.in_rounds
-            ):
-                yield bucket
-                room, bucket = 0, []
-            bucket.append(at)
-            before = entry
-        if bucket:
-            yield bucket
+    def _buckets(self) -> tuple[list[int], ...]:
+        limit, buckets, staged, before = self.max_bytes or BUCKET, list[list[int]](), 0, None
+        for at, planned in enumerate(self.links):
+            staged += before.plan.most_bytes if before else 0  # a plan computes it when asked: a single one is not
+            if not before or not before.goes_with(planned) or staged + planned.plan.most_bytes > limit:
+                buckets.append([])
+                staged = 0
+            buckets[-1].append(at)
+            before = planned
+        return tuple(buckets)
 
     @cached_property
     def kept(self) -> frozenset[tuple[str, str]]:
         """Pairs of source and target names whose tensor does not change."""
-        whole = [entry.link for entry in self.entries if entry.plan.source == entry.plan.target]
+        whole = [planned.link for planned in self.links if planned.plan.source == planned.plan.target]
         return frozenset(
             (link.source, link.target)
             for link in whole
@@ -185,8 +180,8 @@ class ModelPlan:
 
     def described(self, name: str) -> str:
         """What moves to that target, for errors about a tensor without a name."""
-        entry = next(entry for entry in self.entries if entry.link.target == name)
-        layouts = f"from {entry.plan.source!r} to {entry.plan.target!r}"
+        planned = next(planned for planned in self.links if planned.link.target == name)
+        layouts = f"from {planned.plan.source!r} to {planned.plan.target!r}"
         return f"a tensor of shape {self.targets[name].shape} that went {layouts}"
 
     def __repr__(self) -> str:
@@ -194,24 +189,29 @@ class ModelPlan:
         return f"ModelPlan({len(self.targets)} tensors, {moved} between ranks, {exchanges} exchanges)"
 
     @property
+    def entries(self) -> tuple[PlannedLink, ...]:
+        """An earlier name of `links`."""
+        return self.links
+
+    @property
     def lower_bound(self) -> int:
         """No plan can move fewer bytes between ranks."""
-        return sum(entry.plan.lower_bound for entry in self.entries)
+        return sum(planned.plan.lower_bound for planned in self.links)
 
     @property
     def bytes_moved(self) -> int:
         """Between ranks."""
-        return sum(entry.plan.bytes_moved for entry in self.entries)
+        return sum(planned.plan.bytes_moved for planned in self.links)
 
     @property
     def bytes_local(self) -> int:
         """Copied within a rank."""
-        return sum(entry.plan.bytes_local for entry in self.entries)
+        return sum(planned.plan.bytes_local for planned in self.links)
 
     @property
     def peak_bytes(self) -> int:
         """No rank stages more than this at a time."""
-        return max((sum(self.entries[at].plan.most_bytes for at in bucket) for bucket in self.buckets()), default=0)
+        return max((sum(self.links[at].plan.most_bytes for at in bucket) for bucket in self.buckets()), default=0)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -223,24 +223,24 @@ class ModelPlan:
     def explain(self) -> str:
         """A summary in words, with a line for every kind of move."""
         kinds = dict[str, list[PlannedLink]]()
-        for entry in self.entries:
-            kinds.setdefault(self._in_words(entry), []).append(entry)
+        for planned in self.links:
+            kinds.setdefault(self._in_words(planned), []).append(planned)
         buckets, peak = len(self.buckets()), size(self.peak_bytes)
         lines = [
             f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
             f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
         ]
-        for words, entries in kinds.items():
-            moved, link = size(sum(entry.plan.bytes_moved for entry in entries)), entries[0].link
+        for words, alike in kinds.items():
+            moved, link = size(sum(planned.plan.bytes_moved for planned in alike)), alike[0].link
             named = link.source if link.source == link.target else f"{link.source} -> {link.target}"
-            lines.append(f"{len(entries):6d} x {words}: {moved} move, as {named}")
+            lines.append(f"{len(alike):6d} x {words}: {moved} move, as {named}")
         return "\n".join(lines)
 
-    def _in_words(self, entry: PlannedLink) -> str:
+    def _in_words(self, planned: PlannedLink) -> str:
         words = list[str]()
         for name, view, tensors in (
-            (entry.link.source, entry.link.source_view, self.sources),
-            (entry.link.target, entry.link.target_view, self.targets),
+            (planned.link.source, planned.link.source_view, self.sources),
+            (planned.link.target, planned.link.target_view, self.targets),
         ):
             whole, tensor = "" if view.is_whole(tensors[name].shape) else "a part of ", tensors[name]
             words.append(f"{whole}{tensor.layout.brief()} {str(tensor.dtype).removeprefix('torch.')}")
@@ -249,25 +249,27 @@ class ModelPlan:
     def draw(self, name: str | None = None) -> str:
         """Draw a target, its sources and the traffic between ranks; without a name, the traffic of all tensors."""
         if name is None:
-            return matrix(*(entry.plan for entry in self.entries))
+            return matrix(*(planned.plan for planned in self.links))
         if name not in self.targets:
             raise PlanError(missing("the target has no", [name], self.targets))
-        mine = [entry for entry in self.entries if entry.link.target == name]
+        mine = [planned for planned in self.links if planned.link.target == name]
         pictures = [f"{link.source}\n{draw(self.sources[link.source].layout)}" for link in (e.link for e in mine)]
         whole = f"{name}\n{draw(self.targets[name].layout)}"
-        return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(entry.plan for entry in mine))] if mine else [])])
+        return "\n\n".join([*pictures, f"-> {whole}", *([matrix(*(planned.plan for planned in mine))] if mine else [])])
 
     def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML page: all tensors by size, what moves, and a picture of each. Returns its path."""
         buckets, peak = len(self.buckets()), size(self.peak_bytes)
         facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
-        return report.write(path, report.page(map(self._row, self.entries), title=title, facts=facts))
+        return report.write(path, report.page(map(self._row, self.links), title=title, facts=facts))
 
-    def _row(self, entry: PlannedLink) -> report.Row:
-        link, target = entry.link, self.targets[entry.link.target]
+    def _row(self, planned: PlannedLink) -> report.Row:
+        link, target = planned.link, self.targets[planned.link.target]
         part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
         note = f"from {link.source}" if link.source != link.target else ""
-        return report.Row(f"{link.target}{part}", entry.plan, dtype=str(target.dtype).removeprefix("torch."), note=note)
+        return report.Row(
+            f"{link.target}{part}", planned.plan, dtype=str(target.dtype).removeprefix("torch."), note=note
+        )
 
     def contents(self) -> dict[str, object]:
         """All that it depends on, by name."""
@@ -281,9 +283,9 @@ class ModelPlan:
             }
 
         links = defaultdict[str, dict[str, object]](dict)
-        for link in (entry.link for entry in self.entries):
+        for link in (planned.link for planned in self.links):
             links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
-        hosts = sorted({str(entry.plan.hosts) for entry in self.entries})
+        hosts = sorted({str(planned.plan.hosts) for planned in self.links})
         parts = {"sources": described(self.sources), "targets": described(self.targets), "links": links}
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.containers.delivered import DeliveredTensor
-from shardwise.containers.description import Descriptions, TensorDescription, memories_of, memory_of, stamp_of
+from shardwise.containers.description import Descriptions, TensorDescription, memory_of, stamp_of
 from shardwise.containers.memory import ExpectedMemory, check_local
 from shardwise.containers.own_container import OwnContainer
 from shardwise.exchange.buffers import fresh
 from shardwise.job.plan import TensorInfo
-from shardwise.layout import Layout, all_local_shapes, local_shapes
+from shardwise.layout import Layout, local_shapes
 from shardwise.transports import GroupTransport
 
 Tensors = list[torch.Tensor]
@@ -53,8 +53,8 @@ class Side(Protocol):
         """Equal to an earlier stamp while no memory has moved."""
         ...
 
-    def sent(self, entries: Sequence[int]) -> None:
-        """These entries of the plan were sent: their sources are not read again."""
+    def sent(self, links: Sequence[int]) -> None:
+        """These links of the plan, by number, were sent: their sources are not read again."""
         ...
 
     def filled(self, names: Sequence[str]) -> None:
@@ -81,8 +81,7 @@ class LiveSide:
 
     def lasting(self) -> dict[str, Tensors]:
         """All memory that exists before and after a run: not that of delivered tensors."""
-        names = [name for name in self._names if name not in self._delivered]
-        return dict(zip(names, memories_of(map(self.values.get, names)), strict=True))
+        return {name: memory_of(self.values.get(name)) for name in self._names if name not in self._delivered}
 
     def device_of(self, name: str) -> torch.device:
         """Of the memory; the CPU where this rank has none."""
@@ -93,7 +92,7 @@ class LiveSide:
         """By the places of all tensors."""
         return stamp_of(map(self.values.get, self._names))
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """They stay as they are."""
 
     def deliveries(self) -> list[Sequence[str]]:
@@ -141,7 +140,7 @@ class FreshSide:
         """Never equal to an earlier stamp."""
         return object()
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """Nothing is read here."""
 
     def filled(self, names: Sequence[str]) -> None:
@@ -150,10 +149,9 @@ class FreshSide:
 
 def check_side(what: str, memories: Mapping[str, Tensors], infos: Mapping[str, TensorInfo], me: int) -> None:
     """Refuse memory, by the name of its tensor, that is not what the layouts give this rank."""
-    shapes = all_local_shapes([infos[name].layout for name in memories], me)
     check_local(
-        ExpectedMemory(f"{name!r} of the {what}", memory, expected, infos[name].dtype)
-        for (name, memory), expected in zip(memories.items(), shapes, strict=True)
+        ExpectedMemory(f"{name!r} of the {what}", memory, local_shapes(infos[name].layout, me), infos[name].dtype)
+        for name, memory in memories.items()
     )
 
 

@@ -149,7 +149,7 @@ def _comparable(transport: Transport, moves: Sequence[Move], within: Exchange) -
     compared = list(moves)
     for at, values in zip(reducing, reduced_values(transport, partials, within), strict=True):
         move = moves[at]
-        made = plan(spread(move.plan.source), move.plan.target)
+        made = plan(spread_evenly(move.plan.source), move.plan.target)
         compared[at] = move._replace(plan=made, source=values)
     return compared
 
@@ -161,11 +161,11 @@ def reduced_values(transport: Transport, partials: Sequence[PartialTensor], with
     moves = list[Move]()
     for layout, tensors, dtype, device in partials:
         check_reduction(layout.op or "", dtype)
-        made = plan(layout, spread(layout), itemsize=dtype.itemsize)
+        made = plan(layout, spread_evenly(layout), itemsize=dtype.itemsize)
         memory = [fresh(shape, dtype, device) for shape in local_shapes(made.target, transport.me)]
         moves.append(Move.of(made, transport.me, tensors, memory, dtype))
-    terms = Proposal({"operation": "reduction of partial tensors"})
-    Exchange(transport, terms, moves, device=within.device, part_of=within).start().finish()
+    proposal = Proposal({"operation": "reduction of partial tensors"})
+    Exchange(transport, proposal, moves, device=within.device, part_of=within).start().finish()
     return [move.target for move in moves]
 
 
@@ -205,7 +205,7 @@ def _both(move: Move, me: int, dtype: torch.dtype, key: str) -> torch.Tensor:
     return both
 
 
-def spread(layout: Layout) -> Layout:
+def spread_evenly(layout: Layout) -> Layout:
     """A value that is partial there, in equal parts over the same owners."""
     dim = max(range(layout.ndim), key=layout.shape.__getitem__, default=None)
     owners = list(layout.owners())

@@ -6,7 +6,7 @@ from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout, parse
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh, Partial, Placement, Replicate, Shard, StridedShard
-from shardwise.layout.placing import all_local_shapes, local_boxes, local_shapes, places_of
+from shardwise.layout.placing import local_boxes, local_shapes, places_of
 
 __all__ = [
     "Cells",
@@ -24,7 +24,6 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
-    "all_local_shapes",
     "local_boxes",
     "local_shapes",
     "parse",

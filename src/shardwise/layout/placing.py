@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.geometry import Box, Places, Strides
@@ -18,11 +18,6 @@ def local_boxes(layout: Layout, owner: int) -> list[Box]:
 def local_shapes(layout: Layout, owner: int) -> tuple[tuple[int, ...], ...]:
     """The shapes of an owner's tensors, none for who is no owner. Kept by value: they are asked for at every call."""
     return tuple(layout.local_shapes(owner)) if owner in layout else ()
-
-
-def all_local_shapes(layouts: Iterable[Layout], owner: int) -> list[tuple[tuple[int, ...], ...]]:
-    """The same for each of these layouts."""
-    return [local_shapes(layout, owner) for layout in layouts]
 
 
 def places_of(layout: Layout, owner: int, strides: Sequence[Strides]) -> Places:

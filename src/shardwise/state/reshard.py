@@ -152,21 +152,21 @@ class FreedSide(LiveSide):
     def look(self, plan: ModelPlan) -> None:
         """Record the last reader of every storage. Tensors that are not moved keep their memory."""
         self._plan = plan
-        self._last = dict[int, int]()  # by storage, the last entry that reads it
+        self._last = dict[int, int]()  # by storage, the last link that reads it
         self._waiting = dict[int, list[torch.Tensor]]()  # sent tensors, by storage, until its last reader is done
-        for at, entry in enumerate(plan.entries):
-            for tensor in memory_of(self.values.get(entry.link.source), apart=False):
+        for at, planned in enumerate(plan.links):
+            for tensor in memory_of(self.values.get(planned.link.source), apart=False):
                 self._last[storage_of(tensor)] = at
         for name, value in self.values.items():
             if is_tensor(value) and name not in plan.sources:
                 for tensor in memory_of(value):
                     if tensor.layout == torch.strided:
-                        self._last[storage_of(tensor)] = len(plan.entries)
+                        self._last[storage_of(tensor)] = len(plan.links)
 
-    def sent(self, entries: Sequence[int]) -> None:
+    def sent(self, links: Sequence[int]) -> None:
         """Release what nothing reads any more."""
-        for at in entries:
-            for tensor in memory_of(self.values.get(self._plan.entries[at].link.source), apart=False):
+        for at in links:
+            for tensor in memory_of(self.values.get(self._plan.links[at].link.source), apart=False):
                 storage = storage_of(tensor)
                 self._waiting.setdefault(storage, []).append(tensor)
                 if self._last[storage] <= at:

@@ -108,7 +108,7 @@ def _check_out(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         raise ExchangeError("out= shares memory with the source or with itself: give tensors of their own")
 
 
-Target = Callable[[tuple[int, ...]], Container]  # the target's container, for a tensor of that shape
+TargetContainer = Callable[[tuple[int, ...]], Container]  # the target's container, for a tensor of that shape
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Call:
         self,
         transport: GroupTransport,
         source: Source,
-        target: Target,
+        target: TargetContainer,
         options: Options,
         *,
         out: Any = None,
@@ -279,7 +279,7 @@ class Call:
     def start(self, *, alone: bool = True) -> Call:
         """Tell the others what this rank knows of the call. `alone`: nothing else is under way."""
         known = self.source.facts()
-        self._exchange = self._prepared(known, frozenset(FACTS).difference(known))
+        self._exchange = self._make_exchange(known, frozenset(FACTS).difference(known))
         with self._noting():
             self._exchange.start(alone=alone and self._queue.idle)
         return self
@@ -311,7 +311,7 @@ class Call:
         answers = exchange.finish()
         if answers is not None:  # some ranks hold nothing of the source: now all know what it is
             facts = next(fields for fields in answers if fields is not None)
-            self._exchange = self._prepared({name: facts[name] for name in FACTS}, frozenset(), part_of=exchange)
+            self._exchange = self._make_exchange({name: facts[name] for name in FACTS}, frozenset(), part_of=exchange)
             if self._exchange.start().finish() is not None:
                 raise ExchangeError("ranks that were told what the source is still do not know it")
         written = "Nothing was written" if self._out is None else "out= was written"
@@ -323,7 +323,9 @@ class Call:
         writing = self._out is not None and self._exchange is not None and self._exchange.writing
         return f"in a {self.operation} {move}" + "; what was given as out= may be partly written" * writing
 
-    def _prepared(self, facts: Mapping[str, Any], unknown: frozenset[str], part_of: Exchange | None = None) -> Exchange:
+    def _make_exchange(
+        self, facts: Mapping[str, Any], unknown: frozenset[str], part_of: Exchange | None = None
+    ) -> Exchange:
         """The exchange as this rank sees it. What goes wrong is told to all: every rank raises it, nobody waits."""
         try:
             if self.source.error is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.containers.container import Sharded
 from shardwise.exchange import Exchange, Proposal
 from shardwise.job.session import SerialQueue, transport_for
-from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread, sums
+from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread_evenly, sums
 from shardwise.layout import Layout
 from shardwise.planning import plan
 from shardwise.tensor.call import Source
@@ -50,7 +50,7 @@ def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) 
     )
     if layout.op is not None:
         partial = PartialTensor(layout, local, dtype, local[0].device if local else torch.device(fields["device"]))
-        layout, (local, *_) = spread(layout), reduced_values(transport, [partial], exchange)
+        layout, (local, *_) = spread_evenly(layout), reduced_values(transport, [partial], exchange)
     total = transport.all_reduce(_once(layout, local, transport.me), "sum", exchange.number, in_order=False)()
     head = f"shardwise values 1 {fields['shape']} {dtype} ".encode()
     return blake2b(head + total.cpu().numpy().tobytes(), digest_size=16).hexdigest()
