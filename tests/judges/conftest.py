@@ -1,6 +1,7 @@
 """One process imports vLLM, saves all tiny models, and is forked for every world of ranks."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,14 @@ import tiny
 
 def pytest_addoption(parser):
     parser.addoption("--write-table", action="store_true", help="write the table of docs/engines.md")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_shared_memory_is_left():
+    """vLLM removes its segments when a process ends in order, and forked ranks do not."""
+    yield
+    for segment in Path("/dev/shm").glob(f"judges-{os.getpid()}-*"):
+        segment.unlink()
 
 
 @pytest.fixture(scope="session")

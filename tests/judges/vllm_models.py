@@ -30,7 +30,11 @@ def config_of(folder: Path, ranks: int) -> VllmConfig:
 
 def join(config: VllmConfig, ranks: int) -> None:
     """Make vLLM's groups in this world: its ranks, so many at a time, are engines beside each other."""
-    os.environ["VLLM_DIST_IDENT"] = f"judges-{os.getppid()}"  # names shared memory: another for every world
+    ident = [
+        f"judges-{os.getppid()}-{os.getpid()}"
+    ]  # names shared memory: another for every world, and the same on its ranks
+    dist.broadcast_object_list(ident)
+    os.environ["VLLM_DIST_IDENT"] = ident[0]
     rank, world = dist.get_rank(), dist.get_world_size()
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(world, rank, "env://", rank, "gloo")
