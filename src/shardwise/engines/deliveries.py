@@ -10,9 +10,10 @@ import torch
 
 from shardwise.containers.dispatch import OpOverload, TorchDispatchMode, written_tensors
 from shardwise.containers.memory import shared, storage_of
-from shardwise.engines.memory import FromCheckpoint, Memory, Untraceable, Write
+from shardwise.engines.memory import FromCheckpoint, Memory, Untraceable, Write, memory_shape, window_of
 from shardwise.engines.recorder import NeedsValuesError, Recorder
-from shardwise.errors import EngineError
+from shardwise.errors import EngineError, LayoutError
+from shardwise.geometry import strided_boxes
 
 Alone = Callable[[Iterable[str]], Recorder]
 
@@ -108,10 +109,22 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called by torch for every operation of the loader."""
         for target in written_tensors(func, args, kwargs or {}):
             for name, shard in self._others.get(storage_of(target), ()):
-                if any(shared([target], [shard])):
+                if any(shared([target], [shard])) and _have_cells_in_common(target, shard):
                     given = ", ".join(map(repr, self._names[:5]))
                     raise EngineError(
                         f"the engine's loader, given {given} alone, writes to cells of {name!r}: it needs both. "
                         f"Load this engine by its own means, or record a loader that keeps them apart"
                     )
         return func(*args, **(kwargs or {}))
+
+
+def _have_cells_in_common(target: torch.Tensor, shard: torch.Tensor) -> bool:
+    """Exactly; also true where that would take too many boxes to tell. Both are views of one storage."""
+    if target.dtype != shard.dtype:
+        return True
+    shape = memory_shape(shard if shard._base is None else shard._base)
+    try:
+        written, kept = (strided_boxes(window_of(one), shape) for one in (target, shard))
+    except LayoutError:
+        return True
+    return any(one.box & other.box is not None for one in written for other in kept)
