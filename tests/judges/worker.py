@@ -1,7 +1,5 @@
 """What vLLM's workers are given for the judges: methods that `collective_rpc` calls on every one of them."""
 
-import torch
-
 import shardwise as sw
 from shardwise.engines import vllm as adapter
 
@@ -35,8 +33,8 @@ class Synced:
         """A recording whose parameters had another shape; what the error says."""
         model = self.model_runner.model
         recorded = adapter.record(model, folder)
-        name = next(iter(recorded._shapes))
-        recorded._shapes[name] = (1, 2, 3), torch.bfloat16
+        name = next(iter(recorded._seen))
+        recorded._seen[name] = "shape [1, 2, 3]"
         try:
             with adapter.reload(model, recorded, self.vllm_config):
                 raise AssertionError("not refused")
