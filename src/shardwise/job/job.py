@@ -84,6 +84,13 @@ class Job:
         if self.delivers:
             tell_all(self.transport, self.operation, say)
 
+    @cached_property
+    def _filled_by(self) -> list[list[str]]:
+        """The targets that are complete after each bucket."""
+        buckets = self.plan.buckets()
+        last = {self.plan.links[at].link.target: number for number, bucket in enumerate(buckets) for at in bucket}
+        return [[name for name, when in last.items() if when == number] for number in range(len(buckets))]
+
     def move(self, at: int, source: Tensors, target: Tensors) -> Move:
         """Of link number `at`, between these local tensors of the whole source and target."""
         planned, me = self.plan.links[at], self.transport.me
@@ -196,9 +203,7 @@ class Job:
     ) -> None:
         done, before, all_moves, exchange = 0, list[int](), list[Move](), None
         self.losses.clear()
-        buckets = self.plan.buckets()
-        last = {self.plan.links[at].link.target: number for number, bucket in enumerate(buckets) for at in bucket}
-        for number, bucket in enumerate(buckets):
+        for number, bucket in enumerate(self.plan.buckets()):
             moves, error = list[Move](), None
             try:  # the others have to hear of what goes wrong
                 if number == 0:
@@ -206,7 +211,7 @@ class Job:
                 elif progress is not None:
                     progress(done, self.total)
                 source.sent([] if verify else before)  # verifying reads the sources again
-                target.filled([name for name, when in last.items() if when == number - 1])
+                target.filled(self._filled_by[number - 1] if number else ())
                 moves = self._moves_of(bucket, source, target, keep=keep)
             except Exception as failure:
                 error = failure
@@ -217,7 +222,7 @@ class Job:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
             self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
         source.sent(range(len(self.plan.links)) if verify else before)
-        self.deliver(lambda: target.filled([name for name, when in last.items() if when == len(buckets) - 1]))
+        self.deliver(lambda: target.filled(self._filled_by[-1]))
 
     def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
         moves = list[Move]()
