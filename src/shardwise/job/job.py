@@ -222,7 +222,7 @@ class Job:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
             self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
         source.sent(range(len(self.plan.links)) if verify else before)
-        self.deliver(lambda: target.filled(self._filled_by[-1]))
+        self.deliver(lambda: target.filled(self._filled_by[-1] if self._filled_by else ()))
 
     def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
         moves = list[Move]()
