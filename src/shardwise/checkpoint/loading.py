@@ -82,27 +82,17 @@ def load(
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
         return path if isinstance(path, Checkpoint) else open(path, rules=rules)
 
+    module: ModuleTarget | None = None
     if isinstance(into, torch.nn.Module):
-        module = into
-        target, _ = callers.tell(lambda: (ModuleTarget.of(module, opened(), rename, remap), None))
-        load(
-            target.checkpoint,
-            target.state,
-            group=group,
-            rename=target.rename,
-            remap=target.remap,
-            cast=cast,
-            overflow=overflow,
-            strict=strict,
-            read=read,
-            max_bytes=max_bytes,
-            progress=progress,
-        )
-        return target.finish()
+        target, _ = callers.tell(lambda: (ModuleTarget.of(into, opened(), rename, remap), None))
+        path, state_dict, rename, remap = target.checkpoint, target.state, target.rename, target.remap
+        module = target
+    else:
+        state_dict = into
     # a rank that reads for all must read the same files as the others
     same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
     same |= {"cast": str(cast), "overflow": str(overflow)}
-    checkpoint, state, targets, ties = _described(callers, opened, into, same, once=once)
+    checkpoint, state, targets, ties = _described(callers, opened, state_dict, same, once=once)
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
@@ -124,7 +114,9 @@ def load(
         with callers.refusals():
             _refuse_losses(losses_by_rank, disjoint=once)
     for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
-        set_element(into, state.paths[name], value)
+        set_element(state_dict, state.paths[name], value)
+    if module is not None:
+        module.finish()
 
 
 class State(NamedTuple):

@@ -18,6 +18,15 @@ from shardwise.geometry import strided_boxes
 Alone = Callable[[Iterable[str]], Recorder]
 
 
+def in_any_layer(name: str) -> str:
+    """The same for all layers and experts, which loaders treat alike.
+
+    >>> in_any_layer("layers.12.experts.3.up")
+    'layers.*.experts.*.up'
+    """
+    return re.sub(r"\d+", "*", name)
+
+
 def merged(several: Iterable[Untraceable]) -> list[Untraceable]:
     """The same with names that occur together as one.
 
@@ -44,7 +53,7 @@ def together(
     for group in merged(untraceable):
         if not set(group.names) <= set(known):  # it looks at values, which are missing here: guarded when it is called
             continue
-        key = frozenset(re.sub(r"\d+", "*", name) for name in group.names)
+        key = frozenset(map(in_any_layer, group.names))
         if key not in answers:
             answers[key] = _same_alone(recorder, group.names, alone)
         if not answers[key]:

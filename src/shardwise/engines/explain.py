@@ -83,8 +83,6 @@ class Explanation:
         return sum(prod(one.shape) * one.dtype.itemsize for one in self.names) * len(self.ranks)
 
     def __str__(self) -> str:
-        counts = (
-            f"{len(self.direct)} names direct, {len(self.through_loader)} through the loader, {len(self.unused)} unused"
-        )
-        head = f"{counts}; {len(self.ranks)} ranks receive {self.bytes:,} bytes (whole tensors: {self.bytes_whole:,})"
+        ways = f"{len(self.direct)} direct, {len(self.through_loader)} through the loader, {len(self.unused)} unused"
+        head = f"names: {ways}; bytes to all ranks: {self.bytes:,} (whole tensors: {self.bytes_whole:,})"
         return "\n".join([head, *map(in_line, self.problems), *map(str, self.names)])

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.memory import storage_of
-from shardwise.engines.deliveries import together
+from shardwise.engines.deliveries import in_any_layer, together
 from shardwise.engines.memory import (
     FromCheckpoint,
     FromLoader,
@@ -115,16 +115,11 @@ def record_here(
 
 def _alike(error: NeedsValuesError, names: Iterable[str]) -> dict[str, Untraceable]:
     """The names whose values a loader needs: those of the error, and the same ones of other layers."""
-    patterns = set(map(_pattern, error.names))
-    alike = tuple(name for name in names if _pattern(name) in patterns)
+    patterns = set(map(in_any_layer, error.names))
+    alike = tuple(name for name in names if in_any_layer(name) in patterns)
     if not alike:
         raise EngineError(f"the loader cannot be recorded: {error}") from error
     return dict.fromkeys(alike, Untraceable(alike, str(error)))
-
-
-def _pattern(name: str) -> str:
-    """The same for all layers: what needs values in one of them needs them in all."""
-    return re.sub(r"\d+", "*", name)
 
 
 def _run(load: Loader, shapes: Mapping[str, TensorShape], parameters: Iterable[torch.Tensor]) -> Recorder:
@@ -173,7 +168,7 @@ def _restored(module: torch.nn.Module | None) -> Iterator[dict[str, torch.Tensor
         for one, values in zip(modules, attributes, strict=True):
             _restore_tensors(vars(one), values)
         for tensor, data in memory.values():
-            if view_of(tensor) != view_of(data):
+            if cells_of(tensor) != cells_of(data):
                 tensor.data = data
 
 
@@ -186,7 +181,7 @@ def _restore_tensors(attributes: dict[str, object], before: Mapping[str, object]
             attributes[key] = before[key]
 
 
-def view_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def cells_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that are the same cells in the same order."""
     return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -232,10 +227,10 @@ def _summary(
 
 def _tied(before: Parameters, after: Parameters) -> dict[str, str]:
     """The parameters that are another one, by name, before the loader ran. They have to stay one."""
-    first = {view_of(tensor): name for name, tensor in reversed(list(before.items()))}
-    tied = {name: one for name in after if (one := first[view_of(before[name])]) != name}
+    first = {cells_of(tensor): name for name, tensor in reversed(list(before.items()))}
+    tied = {name: one for name in after if (one := first[cells_of(before[name])]) != name}
     for name, one in tied.items():
-        if view_of(after[name]) != view_of(after[one]):
+        if cells_of(after[name]) != cells_of(after[one]):
             raise EngineError(f"the loader makes two tensors of {one!r} and {name!r}, which are one in the engine")
     return tied
 

@@ -26,11 +26,12 @@ from shardwise.engines.local_record import (
     LocalRecord,
     Parameters,
     TensorShape,
+    cells_of,
     parameters_of,
     record_here,
-    view_of,
 )
 from shardwise.engines.memory import Untraceable
+from shardwise.engines.recorder import as_meta
 from shardwise.errors import EngineError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
@@ -71,7 +72,7 @@ class Recorded(dict[str, ShardedTensor]):
         self._local, self._module = local, module
         named = parameters_of(module)
         self._numbered = {name: tensor for name, tensor in parameters.items() if name not in named}
-        self._described = {name: _as_meta(tensor) for name, tensor in parameters.items()}
+        self._described = {name: as_meta(tensor) for name, tensor in parameters.items()}
         self._seen = {name: _seen(t) for name, t in parameters.items()}
         used = {name: len(local.boxes.get(name, ())) for name in targets}
         self._spare = {name: target.shards[used[name] :] for name, target in targets.items()}  # for unneeded cells
@@ -119,15 +120,11 @@ class Recorded(dict[str, ShardedTensor]):
             if current[name].is_meta:
                 raise EngineError(f"parameter {name!r} of the engine is on the meta device: give it memory first")
         for name, first in self._local.tied.items():
-            if view_of(current[name]) != view_of(current[first]):
+            if cells_of(current[name]) != cells_of(current[first]):
                 raise EngineError(
                     f"parameters {first!r} and {name!r} of the engine were one tensor when its loader was recorded, "
                     f"and are two now: tie them again (to_empty unties them), or record again"
                 )
-
-
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _seen(tensor: torch.Tensor) -> str:
@@ -199,7 +196,7 @@ def explain(recorded: Recorded) -> Explanation:
     ...     for name, tensor in weights:
     ...         weight[:4].copy_(tensor) if name == "a" else weight[4:].copy_(-tensor)
     >>> print(explain(record(load, {"a": ((4, 4), torch.float32), "b": ((4, 4), torch.float32)})))
-    1 names direct, 1 through the loader, 0 unused; 1 ranks receive 128 bytes (whole tensors: 128)
+    names: 1 direct, 1 through the loader, 0 unused; bytes to all ranks: 128 (whole tensors: 128)
     a  4x4 float32  direct: rank 0 [0:4, 0:4]
     b  4x4 float32  through the loader: it goes through aten.neg
     """

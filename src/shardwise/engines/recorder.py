@@ -118,13 +118,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, func: OpOverload, source: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         """A new tensor with the same values, perhaps of another dtype."""
-        result = self._virtual(func(_as_meta(source), *args, **_on_meta(options)))
+        result = self._virtual(func(as_meta(source), *args, **_on_meta(options)))
         self._move(result, source)
         return result
 
     def _empty(self, func: OpOverload, *args: object, **options: object) -> torch.Tensor:
         """A new tensor of the shape of another, or beside it, not filled yet."""
-        return self._virtual(func(*with_tensors(_as_meta, args), **{**options, "device": "meta"}))
+        return self._virtual(func(*with_tensors(as_meta, args), **{**options, "device": "meta"}))
 
     def _constant(self, func: OpOverload, *args: object, **options: object) -> torch.Tensor:
         """zeros_like, new_ones and so on."""
@@ -143,13 +143,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _stack(self, func: OpOverload, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        result = self._virtual(func([_as_meta(one) for one in parts], dim))
+        result = self._virtual(func([as_meta(one) for one in parts], dim))
         for number, part in enumerate(parts):
             self._move(result.select(dim, number), part)
         return result
 
     def _cat(self, func: OpOverload, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        result, start = self._virtual(func([_as_meta(one) for one in parts], dim)), 0
+        result, start = self._virtual(func([as_meta(one) for one in parts], dim)), 0
         for part in parts:
             if part.dim() == result.dim():  # torch ignores empty parts of one dim
                 self._move(result.narrow(dim, start, part.shape[dim]), part)
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pad(self, func: OpOverload, source: torch.Tensor, pad: Sequence[int], value: Scalar = 0) -> torch.Tensor:
         """Constants around a tensor; negative padding leaves cells out."""
-        result = self._fill(self._virtual(func(_as_meta(source), pad, value)), value)
+        result = self._fill(self._virtual(func(as_meta(source), pad, value)), value)
         inner = result
         for number in range(len(pad) // 2):
             dim, before, after = source.dim() - 1 - number, pad[2 * number], pad[2 * number + 1]
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Rows by number, in any order: consecutive ones are one box."""
         if self._was_written(index):
             return self._give_up(func, source, dim, index)
-        result, at, size = self._virtual(func(_as_meta(source), dim, _as_meta(index))), 0, source.shape[dim]
+        result, at, size = self._virtual(func(as_meta(source), dim, as_meta(index))), 0, source.shape[dim]
         numbers = index.tolist()
         if any(not -size <= number < size for number in numbers):
             raise IndexError(f"index {numbers} is out of range for dim {dim} of size {size}")
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         """The result without values; refused where it depends on values, or is one."""
         try:
-            given, others = with_tensors(_as_meta, (args, options))
+            given, others = with_tensors(as_meta, (args, options))
             result: object = func(*given, **_on_meta(others))
         except Exception as error:
             raise self._looked(names, func) from error
@@ -338,7 +338,7 @@ def _name(operation: OpOverload) -> str:
     return operation._schema.name.replace("::", ".")
 
 
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A stand-in without values for a tensor that has some."""
     if tensor.is_meta:
         return tensor
