@@ -251,25 +251,3 @@ def test_a_refusal_of_one_rank_is_raised_on_all(saved):
 def test_modules_inside_a_state_dict_are_still_refused(saved):
     with pytest.raises(TypeError, match=r"'model' is Model: give its state_dict\(\)"):
         checkpoint.load(saved[0], into={"model": Model()})
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_hooks_that_only_run_in_load_state_dict_are_refused(tmp_path, device):
-    checkpoint.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "run")
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2, device=device))
-    module[0].register_load_state_dict_pre_hook(lambda *_: None)
-    with pytest.raises(CheckpointError, match=r"\['0'\] of the module has hooks on load_state_dict"):
-        checkpoint.load(tmp_path / "run", into=module)
-
-
-def test_hooks_that_run_both_ways_are_followed(tmp_path):
-    class Renamed(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2, bias=False)
-            self._register_state_dict_hook(lambda module, state, prefix, _: state.update(w=state.pop("weight")))
-            self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(weight=state.pop("w")))
-
-    source, target = Renamed(), Renamed()
-    checkpoint.save(source.state_dict(), tmp_path / "run")
-    checkpoint.load(tmp_path / "run", into=target)
-    assert torch.equal(target.weight, source.weight)

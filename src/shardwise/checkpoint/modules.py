@@ -14,7 +14,6 @@ from shardwise.containers.memory import is_meta, local_of, storage_of, with_memo
 from shardwise.containers.modules import (
     buffers_of,
     copy_without_parameters,
-    has_one_way_hooks,
     meta_attributes,
     put_buffers,
     unsaved_meta_buffers,
@@ -43,7 +42,6 @@ class ModuleTarget:
     @staticmethod
     def of(module: torch.nn.Module, checkpoint: Checkpoint, rename: Rename, remap: Iterable[Remap]) -> ModuleTarget:
         """No tensor of the module is replaced before `finish`; those with memory are filled in place."""
-        _refuse_hooks(module)
         buffers = _rebuilt(module)
         if is_pretrained(module):
             tie(module)
@@ -72,16 +70,6 @@ class ModuleTarget:
                 f"{self.checkpoint.path} has no values for {_listed(empty)}, which the module has on the meta device, "
                 f"without values of its own: give it memory (to_empty) and values first, or load another checkpoint"
             )
-
-
-def _refuse_hooks(module: torch.nn.Module) -> None:
-    """Refuse hooks that would change values or names: tensors with memory are filled without load_state_dict."""
-    hooked = [name or type(module).__name__ for name, one in module.named_modules() if has_one_way_hooks(one)]
-    if hooked:
-        raise CheckpointError(
-            f"{_listed(hooked)} of the module has hooks on load_state_dict, which a load in place does not run: load "
-            f"into a state dict (state = module.state_dict()), then call module.load_state_dict(state)"
-        )
 
 
 def _is_in(value: object, memory: set[int]) -> bool:

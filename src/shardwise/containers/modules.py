@@ -26,14 +26,6 @@ def meta_attributes(module: torch.nn.Module) -> list[str]:
     return [name for name, value in vars(module).items() if is_meta(value)]
 
 
-def has_one_way_hooks(module: torch.nn.Module) -> bool:
-    """True if load_state_dict runs hooks that are not torch's own, and state_dict none that could be their inverse."""
-    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
-    origins = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
-    both_ways = module._state_dict_hooks or module._state_dict_pre_hooks
-    return not both_ways and any(not origin.startswith("torch.") for origin in origins)  # as FSDP2 has
-
-
 def put_buffers(module: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
     """Replace buffers without running the module's own code."""
     module._buffers.update(buffers)
