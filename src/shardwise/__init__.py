@@ -29,8 +29,11 @@ if _typing.TYPE_CHECKING:
     from shardwise.activation import input_reshard, input_reshard_handle
     from shardwise.state import (
         Concat,
+        Interleaved,
         ModelPlan,
+        Padded,
         Resharder,
+        Rotary,
         Stack,
         Transposed,
         empty,
@@ -51,11 +54,13 @@ __all__ = [
     "EngineError",
     "ExchangeError",
     "Handle",
+    "Interleaved",
     "Layout",
     "LayoutError",
     "Mesh",
     "ModelPlan",
     "NotationError",
+    "Padded",
     "Part",
     "Partial",
     "Piece",
@@ -63,6 +68,7 @@ __all__ = [
     "PlanError",
     "Replicate",
     "Resharder",
+    "Rotary",
     "Shard",
     "ShardedTensor",
     "ShardwiseError",
@@ -86,7 +92,8 @@ __all__ = [
 
 _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
-    **dict.fromkeys(("Concat", "ModelPlan", "Resharder", "Stack", "Transposed"), "state"),
+    **dict.fromkeys(("Concat", "Interleaved", "Padded", "Rotary", "Stack", "Transposed"), "state"),
+    **dict.fromkeys(("ModelPlan", "Resharder"), "state"),
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }

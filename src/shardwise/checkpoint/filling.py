@@ -21,6 +21,7 @@ from shardwise.job.progress import Count, Progress, shown
 from shardwise.job.remap import Link
 from shardwise.job.session import group_transport
 from shardwise.job.side import LiveSide
+from shardwise.job.zeros import zeros_layout
 from shardwise.layout import Layout
 
 
@@ -109,10 +110,12 @@ def fill_once(
 
     def make() -> tuple[ModelPlan, Prepared]:
         prepared = prepare()
-        entries = prepared.entries()
-        layouts = assign_readers(entries.values(), callers.owners)
+        entries, links = prepared.entries(), prepared.links()
+        zeros = {link.source: zeros_layout(link, prepared.targets[link.target].layout) for link in links if link.zeros}
+        stored = [entry for name, entry in entries.items() if name not in zeros]
+        layouts = {**assign_readers(stored, callers.owners), **zeros}
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        return ModelPlan.of(prepared.links(), sources, prepared.targets, max_bytes=max_bytes), prepared
+        return ModelPlan.of(links, sources, prepared.targets, max_bytes=max_bytes), prepared
 
     transport = group_transport(callers.group)
     plan, prepared = agree_on(transport, "load", make)

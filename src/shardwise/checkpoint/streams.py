@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from mmap import MAP_PRIVATE, mmap
+from operator import attrgetter
 from typing import IO, TypeVar
 
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, FileCopies, HashableBoxes, Packed, read_into
 from shardwise.checkpoint.files import WORDS
+from shardwise.checkpoint.zeros import zeros_entry
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
 from shardwise.geometry import Box, Boxes, Window, cut, ints
@@ -193,8 +195,11 @@ def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -
 def by_target(links: Iterable[Link], entries: Mapping[str, Entry]) -> dict[str, Sources]:
     """The links to every target, with the entries that they come from."""
     sources = defaultdict[str, list[tuple[Link, Entry]]](list)
-    for link in links:
-        sources[link.target].append((link, entries[link.source]))
+    for link in sorted(links, key=attrgetter("zeros")):  # zeros have the dtype of the others
+        beside = sources[link.target]
+        shape = link.source_view.shape
+        entry = zeros_entry(link.source, shape, beside[0][1].dtype) if link.zeros else entries[link.source]
+        beside.append((link, entry))
     return {name: tuple(several) for name, several in sources.items()}
 
 

@@ -265,7 +265,7 @@ class ModelPlan:
 
     def _row(self, planned: PlannedLink) -> report.Row:
         link, target = planned.link, self.targets[planned.link.target]
-        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
+        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view}"
         note = f"from {link.source}" if link.source != link.target else ""
         return report.Row(
             f"{link.target}{part}", planned.plan, dtype=str(target.dtype).removeprefix("torch."), note=note
@@ -309,4 +309,6 @@ class ModelPlan:
 
 
 def _view(view: Subtensor) -> list[list[int]]:
-    return [list(view.region.lo), list(view.region.hi), list(view.order)]
+    """Its region and the dims of the whole; for one that is not a box also sizes and steps."""
+    strides = [] if view.is_box else [[dim.size for dim in view.dims], [dim.step for dim in view.dims]]
+    return [list(view.region.lo), list(view.region.hi), list(view.order), *strides]

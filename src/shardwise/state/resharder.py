@@ -22,6 +22,7 @@ from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, Tensors, combine_descriptions, refuse_several_jobs
+from shardwise.job.zeros import zeros_infos, zeros_memory
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -72,7 +73,10 @@ class Resharder:
             made = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
             if plan is not None:
                 made.check(plan)
-            sides = LiveSide(values[0], made.sources), LiveSide(values[1], made.targets)
+            zeros = zeros_memory(
+                {name: made.sources[name] for name in made.sources if name not in infos[0]}, self._transport.me
+            )
+            sides = LiveSide({**values[0], **zeros}, made.sources), LiveSide(values[1], made.targets)
             _check(made, *sides, self._transport.me, apart=not verify)
             return made, sides
 
@@ -181,6 +185,7 @@ def _plan(
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     planned = links(*shapes, rename=rename, remap=remap, strict=strict)
     cast.check_used(targets)
+    sources = sources | zeros_infos(planned, targets)
     pairs = ((link.source, link.target) for link in planned)
     changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
     check_changes(changes, partial(cast.check, sources=sources, targets=targets))
