@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
+from operator import itemgetter
 from pathlib import PurePath
 from typing import IO
 
@@ -339,12 +340,13 @@ def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> 
 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
     """A hash of the conversion: its source files, values, options and target."""
-    files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
+    entries = [entry for stream in streams.values() for _, entry in stream.sources]
+    files = sorted({path: entry.files for entry in entries for path in entry.used()}.items(), key=itemgetter(0))
     facts: list[object] = [
         format,
         opened.path,
         sorted(opened.metadata.items()),
-        [(path, opened.files.stamp(path)) for path in files],
+        [(path, where.stamp(path)) for path, where in files],
     ]
     facts += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew

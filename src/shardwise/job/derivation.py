@@ -32,13 +32,14 @@ class Fragment(NamedTuple):
 class Derived:
     """What a name stands for: its shape, where its cells come from, and the numbers of the rules that say so.
 
-    `left_out`: cells that come from nowhere, and keep the values that they have.
+    `left_out`: how many cells come from nowhere, and keep their values. `dropped`: padding of sources.
     """
 
     shape: Shape
     fragments: tuple[Fragment, ...]
     rules: frozenset[int] = frozenset()
     left_out: int = 0
+    dropped: tuple[Fragment, ...] = ()
 
     @staticmethod
     def plain(name: str, shape: Shape) -> Derived:
@@ -60,14 +61,17 @@ class Derived:
         fragments = [fragment for one in cells for fragment in self.seen(one)]
         if not fragments:  # there are no cells: all that counts is the dtype of the source
             fragments = [self.fragments[0]._replace(view=Subtensor.whole(shape))]
-        return Derived(shape, tuple(fragments), self.rules | {number})
+        return Derived(shape, tuple(fragments), self.rules | {number}, dropped=self.dropped)
 
-    def padded(self, rule: Padded, padding: Subtensor) -> Derived:
-        """With the padding of a rule: zeros, or whatever was there."""
-        if rule.fill == "keep":
-            return replace(self, left_out=prod(padding.shape))
-        zeros = Fragment(None, Subtensor.whole(padding.shape), padding)
-        return replace(self, fragments=(*self.fragments, zeros))
+    def padded(self, rule: Padded, shape: Shape, number: int) -> Derived:
+        """Longer or shorter by a rule. What is new is zeros, or whatever was there; what is cut off is dropped."""
+        done = self.rearranged(shape, rule.views(self.shape, shape), number)
+        new, old = rule.padding(self.shape, shape), rule.padding(shape, self.shape)
+        if new is not None and rule.fill == "keep":
+            return replace(done, left_out=prod(new.shape))
+        zeros = [] if new is None else [Fragment(None, Subtensor.whole(new.shape), new)]
+        dropped = [] if old is None else self.seen(SameCells(old, old))
+        return replace(done, fragments=(*done.fragments, *zeros), dropped=(*done.dropped, *dropped))
 
 
 class Derivation:
@@ -155,7 +159,9 @@ class Derivation:
             for made, cells in zip(parts.values(), views, strict=True)
             for fragment in made.seen(SameCells(cells.there, cells.here))
         ]
-        return Derived(whole, tuple(fragments), frozenset({at}).union(*(part.rules for part in parts.values())))
+        rules = frozenset({at}).union(*(part.rules for part in parts.values()))
+        dropped = tuple(fragment for part in parts.values() for fragment in part.dropped)
+        return Derived(whole, tuple(fragments), rules, dropped=dropped)
 
     def _parts(
         self, rule: Joining, name: str, stars: Sequence[str], wanted: Shape | None, path: Path
@@ -241,15 +247,11 @@ class Step(NamedTuple):
         self._check_once(name, made)
         with self._blamed(name):
             after = self.rule.after(made.shape) if shape is None else shape
-            done = made.rearranged(after, self.rule.views(made.shape, after), self.number)
-            padding = self.rule.padding(made.shape, after) if isinstance(self.rule, Padded) else None
-            if padding is None or not isinstance(self.rule, Padded):
-                return done
+            if not isinstance(self.rule, Padded):
+                return made.rearranged(after, self.rule.views(made.shape, after), self.number)
             if self.rule.fill == "keep" and not final:
-                raise ValueError(
-                    'fill="keep" is only possible for a tensor of the target itself, after all other rules'
-                )
-            return done.padded(self.rule, padding)
+                raise ValueError('fill="keep" is only possible for a tensor of the target itself, after all rules')
+            return made.padded(self.rule, after, self.number)
 
     def undone(self, name: str, made: Derived, before: Shape) -> Derived:
         """The tensor that becomes this one."""

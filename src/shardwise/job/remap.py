@@ -69,19 +69,17 @@ def links(
     given = _given(sources, rename)
     shapes = {name: sources[source] for name, source in given.items()}
     derivation = Derivation(shapes, rules, Derivation(targets, rules))
-    planned, used, padded = list[Link](), set[int](), set[str | None]()
+    planned, dropped, used = list[Link](), list[Link](), set[int]()
     for name, shape in targets.items():
         made = derivation.find(name, shape)
         if made is not None:
             _check_whole(name, shape, made)
             planned += [_link(name, fragment) for fragment in made.fragments]
+            dropped += [_link(name, fragment) for fragment in made.dropped]
             used |= made.rules
-            padded.update(
-                one.source for one in made.fragments if any(isinstance(rules[at], Padded) for at in made.rules)
-            )
     _check(planned, shapes, targets, [rule for at, rule in enumerate(rules) if at not in used], strict, whole)
     if strict:
-        _check_cells([link for link in planned if link.source not in padded], shapes)
+        _check_cells([link for link in (*planned, *dropped) if not link.zeros], shapes)
     planned = [link for link in planned if empty or 0 not in link.target_view.shape]
     return [link._replace(source=given[link.source]) if rename and not link.zeros else link for link in planned]
 

@@ -261,17 +261,27 @@ def simplified(one: Subtensor, other: Subtensor) -> tuple[Subtensor, Subtensor]:
     >>> simplified(heads, heads)[0].shape
     (12, 4)
     """
-    if one.is_box and other.is_box:
-        return one, other
     pairs = list(zip(one.dims, other.dims, strict=True))
+    while (joined := None if one.is_box and other.is_box else _joined(pairs)) is not None:
+        pairs = joined
+        one, other = (
+            Subtensor(view.start, dims) for view, dims in zip((one, other), zip(*pairs, strict=True), strict=True)
+        )
+    return one, other
+
+
+Dims = list[tuple[ViewDim, ViewDim]]
+
+
+def _joined(pairs: Dims) -> Dims | None:
+    """With one dim less; None where that cannot be."""
     for outer, inner in permutations(range(len(pairs)), 2):
         wide, narrow = pairs[outer], pairs[inner]
-        if all(a.of == b.of and a.step == b.step * b.size for a, b in zip(wide, narrow, strict=True)):
-            pairs[outer] = (_both(wide[0], narrow[0]), _both(wide[1], narrow[1]))
-            del pairs[inner]
-            ours, theirs = zip(*pairs, strict=True)
-            return simplified(Subtensor(one.start, ours), Subtensor(other.start, theirs))
-    return one, other
+        along = all(a.of == b.of for a, b in zip(wide, narrow, strict=True))
+        if along and all(a.step == b.step * b.size or b.size == 1 for a, b in zip(wide, narrow, strict=True)):
+            both = wide if narrow[0].size == 1 else (_both(wide[0], narrow[0]), _both(wide[1], narrow[1]))
+            return [both if at == outer else pair for at, pair in enumerate(pairs) if at != inner]
+    return None
 
 
 def _both(outer: ViewDim, inner: ViewDim) -> ViewDim:
