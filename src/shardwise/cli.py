@@ -135,6 +135,17 @@ Concats = Annotated[
 ]
 Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
 Transposes = Annotated[list[str] | None, typer.Option(help="Names of tensors to transpose (all dims reversed).")]
+Interleaves = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="'*.qkv=*.q,*.k,*.v:64,64,64' in either direction: parts that alternate, with the sizes of each."
+    ),
+]
+Rotaries = Annotated[
+    list[str] | None,
+    typer.Option(help="'*.q_proj.weight=halves:128': rotary pairs as halves of heads of 128; or pairs."),
+]
+Pads = Annotated[list[str] | None, typer.Option(help="'embed.weight=1024' or 'embed.weight=multiple:64', with zeros.")]
 ObjectsOf = Annotated[
     str | None,
     typer.Option(help="Objects of unknown classes: 'carry' keeps them unchanged, 'drop' leaves them out."),
@@ -188,8 +199,11 @@ def convert(
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
+    interleave: Interleaves = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    rotary: Rotaries = None,
+    pad: Pads = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -205,7 +219,9 @@ def convert(
     from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    changed = terminal.changes(rename, select, cast, concat, stack, transpose)
+    joins = {"concat": concat, "interleave": interleave, "stack": stack}
+    rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
+    changed = terminal.changes(rename, select, cast, joins | rearrangements)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -257,8 +273,11 @@ def verify(
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
+    interleave: Interleaves = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    rotary: Rotaries = None,
+    pad: Pads = None,
     objects: ObjectsOf = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
@@ -273,7 +292,9 @@ def verify(
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
-    changed = terminal.changes(rename, select, cast, concat, stack, transpose)
+    joins = {"concat": concat, "interleave": interleave, "stack": stack}
+    rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
+    changed = terminal.changes(rename, select, cast, joins | rearrangements)
     differences = checkpoints.verify(
         one,
         other,

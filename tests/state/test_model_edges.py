@@ -361,7 +361,7 @@ REMAPS = {
     ),
     "no rule": (
         lambda rank: sync(source(), fused(), remap=["qk"]),
-        "RefusedTypeError: Resharder: remap= must be a list of Concat, Stack and Transposed, but has 'qk'",
+        "RefusedTypeError: Resharder: remap= must be a list of Concat, Interleaved, Stack, Transposed, Rotary, Padded, but has 'qk'",
     ),
     "a word": (lambda rank: sync(source(), fused(), remap="qk"), "remap= must be a list of Concat, Stack and Transp"),
     "a misspelt part": (

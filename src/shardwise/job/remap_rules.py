@@ -245,6 +245,7 @@ class Transposed:
 
 
 RotaryOrder = Literal["halves", "pairs"]
+ROTARY_ORDERS: tuple[RotaryOrder, ...] = ("halves", "pairs")
 
 
 @dataclass(frozen=True)
@@ -403,7 +404,7 @@ def _check_numbers(rule: Remap) -> None:
     """Refuse sizes that mean nothing, before anything is looked for."""
     if isinstance(rule, Interleaved) and not (_are_counts(rule.sizes) and len(rule.sizes) == len(rule.parts)):
         raise ValueError(f"{rule}: `sizes` must be a list with a whole number above 0 for each part")
-    if isinstance(rule, Rotary) and (rule.to not in get_args(RotaryOrder) or not _are_counts([rule.head_dim])):
+    if isinstance(rule, Rotary) and (rule.to not in ROTARY_ORDERS or not _are_counts([rule.head_dim])):
         raise ValueError(f'{rule}: `head_dim` must be a whole number above 0, and `to` "halves" or "pairs"')
     if isinstance(rule, Padded):
         given = [number for number in (rule.size, rule.multiple) if number is not None]
