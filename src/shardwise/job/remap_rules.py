@@ -85,10 +85,10 @@ class Concat(NamedParts):
         """Where the parts are in the whole."""
         dim = checked_dim(self.dim, whole)
         _check_lengths(self, whole, dim, parts)
-        starts = accumulate((part[dim] for part in parts), initial=0)
+        sizes = [part[dim] for part in parts]
         return [
-            SameCells(Subtensor.whole(whole).narrow(dim, start, part[dim]), Subtensor.whole(part))
-            for start, part in zip(starts, parts, strict=False)
+            SameCells(Subtensor.whole(whole).narrow(dim, start, size), Subtensor.whole(_resized(whole, dim, size)))
+            for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
         ]
 
 

@@ -130,6 +130,8 @@ class Subtensor:
         >>> Subtensor.whole((6, 4)).narrow(0, 2, 3).part(Subtensor.whole((3, 4)).select(0, 1)).region
         Box(lo=(3, 0), hi=(4, 4))
         """
+        if inner is Subtensor.whole(self.shape) or self is Subtensor.whole(self.shape):
+            return self if inner is Subtensor.whole(self.shape) else inner
         start = list(self.start)
         for dim, at in zip(self.dims, inner.start, strict=True):
             start[dim.of] += at * dim.step
@@ -145,7 +147,7 @@ class Subtensor:
         """
         if 0 in self.shape or 0 in other.shape:
             return []
-        if self._holds(other):  # as usual, and cheap
+        if self._holds(other):  # as usual, and quick
             return [(other._from(self.start), Subtensor.whole(other.shape))]
         if other._holds(self):
             return [(Subtensor.whole(self.shape), self._from(other.start))]
