@@ -361,7 +361,8 @@ REMAPS = {
     ),
     "no rule": (
         lambda rank: sync(source(), fused(), remap=["qk"]),
-        "RefusedTypeError: Resharder: remap= must be a list of Concat, Interleaved, Stack, Transposed, Rotary, Padded, but has 'qk'",
+        "RefusedTypeError: Resharder: remap= must be a list of Concat, Interleaved, Stack, Transposed, Rotary, Padded, "
+        "but has 'qk'",
     ),
     "a word": (lambda rank: sync(source(), fused(), remap="qk"), "remap= must be a list of Concat, Interleaved, St"),
     "a misspelt part": (

@@ -102,7 +102,8 @@ class Derivation:
             if made is None:
                 return None
             if shapes[0] not in (None, made.shape):
-                where = "before it is rearranged" if steps else "in the target"
+                by = ", ".join(str(step.rule) for step in steps)
+                where = f"is what becomes {wanted} (by {by})" if steps else "in the target"
                 raise ValueError(f"{name!r} has shape {made.shape} in the source, but {shapes[0]} {where}")
             done = self._rearranged(name, made, steps, shapes[1:], final=not path)
             if done is None:

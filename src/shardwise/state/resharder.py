@@ -33,11 +33,12 @@ class Resharder:
     Every rank of the group creates one, and all ranks call `run` together. A rank that holds nothing of one side passes
     None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors, by a
     mapping or rules with stars, or by a function. `remap`: rules to join, split, transpose or pad tensors (Concat,
-    Interleaved, Stack, Transposed, Rotary, Padded). `cast=True`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
-    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`:
-    write nothing if a value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without
-    a target. `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
-    `plan`: the text of a plan file, which must be of this plan. `transport`: as in `reshard`.
+    Interleaved, Stack, Transposed, Rotary, Padded). `cast=True`: float64, float32, float16 and bfloat16 are cast to the
+    target's dtype; other dtypes, such as those of quantized codes, only by rules [(name, dtype), ...] with the full
+    name of the target. `overflow="refuse"`: write nothing if a value is out of range for its target; "allow" casts it.
+    `strict=False`: leave out sources without a target. `max_bytes`: stage at most this much at a time. `verify`:
+    compare, and write only if all values are right. `plan`: the text of a plan file, which must be of this plan.
+    `transport`: as in `reshard`.
     """
 
     @accepts_wire
