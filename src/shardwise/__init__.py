@@ -15,7 +15,20 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.geometry import Box
-from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
+from shardwise.layout import (
+    Cyclic,
+    Fused,
+    Heads,
+    Layout,
+    Mesh,
+    Partial,
+    Piece,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+    parse,
+)
 from shardwise.planning import Copies, Copy, Part, Plan, plan
 
 if _typing.TYPE_CHECKING:
@@ -48,9 +61,12 @@ __all__ = [
     "Concat",
     "Copies",
     "Copy",
+    "Cyclic",
     "EngineError",
     "ExchangeError",
+    "Fused",
     "Handle",
+    "Heads",
     "Layout",
     "LayoutError",
     "Mesh",
@@ -70,6 +86,7 @@ __all__ = [
     "StridedShard",
     "Transposed",
     "UnsupportedError",
+    "Zigzag",
     "empty",
     "fingerprint",
     "flatten_sharded_tensors",

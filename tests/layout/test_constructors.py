@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_same_buffers, buffers, chunked, held, numbered
+from oracle import assert_same_buffers, buffers, chunked, held, numbered, on_mesh
 from rectangles import box_lists
 
 from shardwise import Box, Layout, LayoutError, Mesh
@@ -84,6 +84,23 @@ def test_cyclic_deals_out_blocks_in_turn(case, block):
     turn = [i // block % len(owners) for i in range(shape[dim])]
     expected = {o: [rows(shape, dim, [i for i, t in enumerate(turn) if t == n])] for n, o in enumerate(owners)}
     assert_holds(Layout.cyclic(shape, dim, block, owners), expected)
+
+
+@given(cases())
+@settings(max_examples=50)
+def test_zigzag_pairs_chunks_from_both_ends(case):
+    shape, dim, owners = case
+    chunks = chunked(range(shape[dim]), 2 * len(owners))
+    expected = {o: [rows(shape, dim, [*chunks[n], *chunks[-1 - n]])] for n, o in enumerate(owners)}
+    assert_holds(Layout.zigzag(shape, dim, owners), expected)
+
+
+@given(strategies.layouts(kinds=["mesh"]))
+@settings(max_examples=150)
+def test_placements_split_dims_from_left_to_right(layout):
+    said = layout.spelling
+    mesh = Mesh.of(said.mesh, ranks=said.owners)
+    assert_holds(layout.validate(), on_mesh(numbered(layout.shape), mesh, mesh.placements(said.items)))
 
 
 @given(cases(), st.data())

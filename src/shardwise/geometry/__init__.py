@@ -18,6 +18,7 @@ from shardwise.geometry.ragged import (
     starts,
     totals,
 )
+from shardwise.geometry.shared import boxes_of_blocks, fold, overlap
 from shardwise.geometry.strided import Step, StridedBox, StridedPair, strided_boxes
 
 __all__ = [
@@ -37,11 +38,13 @@ __all__ = [
     "block_numbers",
     "block_shape",
     "boxes_of_block",
+    "boxes_of_blocks",
     "cross_grids",
     "cut",
     "different",
     "distinct",
     "exact_sum",
+    "fold",
     "gaps",
     "heads",
     "ints",
@@ -49,6 +52,7 @@ __all__ = [
     "merge",
     "numbered",
     "outer",
+    "overlap",
     "positions",
     "row_major",
     "run_of",
