@@ -5,7 +5,7 @@ from itertools import combinations, product
 
 import numpy as np
 
-from shardwise import Cyclic, Fused, Heads, StridedShard, Zigzag
+from shardwise import Cyclic, Experts, Fused, Heads, StridedShard, Zigzag
 from shardwise.geometry import Box, Boxes
 
 
@@ -65,6 +65,9 @@ def split(items, placement, count, size):
             return [chunks[i] + chunks[-1 - i] for i in range(count)]
         case Cyclic(_, block):
             return [[x for at, x in enumerate(items) if at // block % count == rank] for rank in range(count)]
+        case Experts(_, ranks):
+            each = len(items) // len(ranks)
+            return [[x for at, x in enumerate(items) if rank in ranks[at // each]] for rank in range(count)]
         case Heads(_, heads):
             return by_heads(items, len(items) * heads // max(size, 1), count)
         case Fused(_, segments, heads):

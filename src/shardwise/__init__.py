@@ -17,6 +17,7 @@ from shardwise.errors import (
 from shardwise.geometry import Box
 from shardwise.layout import (
     Cyclic,
+    Experts,
     Fused,
     Heads,
     Layout,
@@ -64,6 +65,7 @@ __all__ = [
     "Cyclic",
     "EngineError",
     "ExchangeError",
+    "Experts",
     "Fused",
     "Handle",
     "Heads",

@@ -8,6 +8,7 @@
     96x64/R,fused0=64,16,16:8,2,2@2x4     by whole heads: k and v heads are replicated on two ranks each
     16x64/heads0=2@tp=4                   two heads, each on two ranks
     100x6/cyclic0=8@4                     blocks of 8 rows, dealt out in turn
+    8x64/experts0=0,1,2,1+3,0,1,2,3@4     expert 0 on owner 0, ..., expert 3 on owners 1 and 3, ...
     100x6/zigzag0@4                       eight chunks: owner 0 has the first and the last, owner 1 the next, ...
     8x6/boxes=0:4,0:6+4:8,0:6@2           rectangles; `overlapping=` where they may overlap
     8x6/flat=0-20,20-48@2                 ranges of the flattened tensor
@@ -32,9 +33,11 @@ KINDS = ("split", "boxes", "overlapping", "flat")
 SPLITS = {  # placements that are words with a dim, and what follows them
     "fused": "the size of a segment",
     "heads": "the number of heads",
+    "experts": "the rank of an expert",
     "zigzag": "",
     "cyclic": "the block size",
 }
+MORE = {"fused": ",:", "experts": ",+"}  # what stands between the numbers of splits that have several
 OPERATIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 NUMBER = r"\d{1,19}"
 NUMBERS = rf"{NUMBER}(?:,{NUMBER})*"
@@ -42,6 +45,7 @@ PLACEMENT = re.compile(rf"R|S(?P<dim>-?{NUMBER})(:(?P<factor>{NUMBER}))?|P(?P<op
 SPLIT = re.compile(
     rf"(?P<kind>{'|'.join(SPLITS)})(?P<dim>-?{NUMBER})(=(?P<numbers>{NUMBERS}))?(:(?P<heads>{NUMBERS}))?"
 )
+EXPERTS = re.compile(rf"experts(?P<dim>-?{NUMBER})=(?P<ranks>{NUMBER}(?:[,+]{NUMBER})*)")
 NEXT_PLACEMENT = re.compile(r",(?!\d)")  # before a digit, a comma stands between the numbers of one placement
 MOST_AXES = 32  # of a mesh
 LONGEST = 40  # characters of a reduction, or of a placement that may have been meant
@@ -212,17 +216,17 @@ class _Reader:
         if word != "zigzag":
             self._literal("=", f"'=' and {SPLITS[word]}")
             self._number(SPLITS[word])
-        if word == "fused":
-            self._more_sizes()
+        if word in MORE:
+            self._more_numbers(MORE[word], SPLITS[word])
         elif self._ahead(r",\d"):
             self._fail("'@' and the owners: no more numbers")
         return self.text[start : self.at]
 
-    def _more_sizes(self) -> None:
-        """The other segments of a fused dim, and their heads after a colon."""
-        while self._ahead(r"[,:]\d"):
+    def _more_numbers(self, between: str, expected: str) -> None:
+        """The other segments of a fused dim, with their heads after a colon; or the ranks of the other experts."""
+        while self._ahead(rf"[{between}]\d"):
             self.at += 1
-            self._number("a size")
+            self._number(expected)
 
     def _fail_word(self, word: str) -> NoReturn:
         upper = PLACEMENT.match(self.text[self.at : self.at + LONGEST].upper())

@@ -293,15 +293,9 @@ def block_shape(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(axis.lengths[part]) for axis, part in zip(axes, parts, strict=True))
 
 
-def axes_of(spans: Sequence[Spans], parts: Sequence[int]) -> tuple[list[Ints], list[Axis], list[Ints]]:
-    """For every dim: the length of each part, empty ones too; the axis; and which part each part of the axis was."""
-    lengths = [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
-    axes, kept = list[Axis](), list[Ints]()
-    for one in spans:
-        axis, numbers = Axis.of(one)
-        axes.append(axis)
-        kept.append(numbers)
-    return lengths, axes, kept
+def part_lengths(spans: Sequence[Spans], parts: Sequence[int]) -> list[Ints]:
+    """For every dim the length of each part, empty ones too."""
+    return [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
 
 
 def outer(columns: Sequence[Ints]) -> Ints:

@@ -14,7 +14,7 @@ from shardwise.geometry.ragged import Ints, different, heads, running, spread, s
 
 
 class Folded(NamedTuple):
-    """Equal parts as one: the spans of the different parts, and row p of `copies` names the parts that are like p."""
+    """Equal parts as one: the spans of the different parts. Row p of `copies` names the parts that are now part p."""
 
     spans: Spans
     copies: Ints
@@ -25,18 +25,27 @@ def overlap(spans: Spans, size: int) -> bool:
     return int((spans.stop - spans.start).sum()) > size
 
 
-def refined(spans: Spans) -> Spans:
-    """Part after part, cut where any part begins or ends: intervals of different parts are then equal or disjoint.
+def merged(spans: Spans) -> Spans:
+    """Part after part, neighbouring intervals of a part as one.
 
-    >>> r = refined(Spans(np.array([0, 0, 2]), np.array([2, 3, 3]), np.array([0, 1, 0])))
-    >>> r.start.tolist(), r.stop.tolist(), r.part.tolist()
+    >>> m = merged(Spans(np.array([0, 0, 2]), np.array([2, 3, 3]), np.array([0, 1, 0])))
+    >>> m.start.tolist(), m.stop.tolist(), m.part.tolist()
     ([0, 0], [3, 3], [0, 1])
     """
     order = np.lexsort((spans.start, spans.part))
     start, stop, part = (column[order][(spans.stop > spans.start)[order]] for column in spans)
     first = heads(part)
-    first[1:] |= start[1:] != stop[:-1]  # neighbours in one part are one interval
-    start, stop, part = start[first], stop[np.roll(first, -1)], part[first]
+    first[1:] |= start[1:] != stop[:-1]
+    return Spans(start[first], stop[np.roll(first, -1)], part[first])
+
+
+def refined(spans: Spans) -> Spans:
+    """The same, cut where any part begins or ends: intervals of different parts are then equal or disjoint.
+
+    >>> refined(Spans(np.array([0, 2]), np.array([4, 6]), np.array([0, 1]))).start.tolist()
+    [0, 2, 2, 4]
+    """
+    start, stop, part = merged(spans)
     cuts = different(np.concatenate([start, stop]))
     low, high = cuts.searchsorted(start), cuts.searchsorted(stop)
     row, nth = spread(high - low)
@@ -59,10 +68,9 @@ def fold(spans: Spans, parts: int) -> Folded | None:
     count, copies = np.bincount(part, minlength=parts), np.bincount(like, minlength=parts)[different(like)]
     if (least[number] != original).any() or (count[present] != count[like]).any():
         return None  # some cells of a part are shared, others are not
-    empty = np.setdiff1d(np.arange(parts), present)
-    if (copies != copies[0]).any() or len(empty) % copies[0]:
+    if (copies != copies[0]).any():
         return None
-    table = np.concatenate([present[np.lexsort((present, like))], empty]).reshape(-1, copies[0])
+    table = present[np.lexsort((present, like))].reshape(-1, copies[0])
     kept = np.flatnonzero(part == original)
     kept = kept[np.argsort(start[kept], kind="stable")]
     return Folded(Spans(start[kept], stop[kept], different(like).searchsorted(part[kept])), table)

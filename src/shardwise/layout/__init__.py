@@ -8,6 +8,7 @@ from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placements import (
     Cyclic,
+    Experts,
     Fused,
     Heads,
     Partial,
@@ -23,6 +24,7 @@ __all__ = [
     "Cells",
     "Cyclic",
     "Diagnosis",
+    "Experts",
     "Form",
     "Fused",
     "Grid",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from shardwise.layout.form import Form
 from shardwise.layout.grid import Grid
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.placements import Dim, Fused, Heads, Partial, Placement, Replicate
+from shardwise.layout.placements import MAY_REPLICATE, Dim, Partial, Placement, Replicate
 
 
 def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
@@ -66,37 +67,22 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
     op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value
-    shared = {p.dim % len(shape) for p in placements if isinstance(p, Heads | Fused)}
-    return MeshForm(_form(shape, spans, table, shared), op, tuple(words))
+    shared = {p.dim % len(shape) for p in placements if isinstance(p, MAY_REPLICATE)} if 0 not in shape else ()
+    return MeshForm(_form(shape, spans, table, [d for d in shared if overlap(spans[d], shape[d])]), op, tuple(words))
 
 
-def _form(shape: tuple[int, ...], spans: list[Spans], table: Ints, shared: set[int]) -> Form:
-    """A grid, or a listing where parts of a dim share some of their cells; `shared` are the dims where they may."""
-    for dim in shared:
-        if not overlap(spans[dim], shape[dim]):
-            continue
-        folded = fold(spans[dim], table.shape[dim])
-        if folded is None:
-            return _listing(shape, spans, table)
-        spans[dim], table = folded.spans, _with_copies(table, dim, folded.copies)
-    return Grid.build(spans, table)
-
-
-def _listing(shape: tuple[int, ...], spans: list[Spans], table: Ints) -> Listing:
+def _form(shape: tuple[int, ...], spans: list[Spans], table: Ints, shared: Sequence[int]) -> Form:
+    """A grid; or a listing, where parts share some of their cells. `shared`: the dims where parts share cells."""
+    folded = {dim: fold(spans[dim], table.shape[dim]) for dim in shared}
+    known = {dim: one for dim, one in folded.items() if one is not None}
+    if len(known) == len(folded):
+        return Grid.build(spans, table, known)
     if table.shape[-2] > 1:
         raise LayoutError(
-            "a layout cannot be partial where a mesh axis replicates some heads of a dim and splits others: "
+            "a layout cannot be partial where a mesh axis replicates some cells of a dim and splits others: "
             "reduce first (Replicate() or Shard() instead of Partial())"
         )
     return Listing.of_blocks(shape, spans, table)
-
-
-def _with_copies(table: Ints, dim: int, copies: Ints) -> Ints:
-    """Row p of `copies` names the parts that are now part p: their owners become replicas."""
-    parts, count = copies.shape
-    every = table.take(copies.reshape(-1), axis=dim)
-    apart = every.reshape(*table.shape[:dim], parts, count, *table.shape[dim + 1 :])
-    return np.moveaxis(apart, dim + 1, -1).reshape(*table.shape[:dim], parts, *table.shape[dim + 1 : -1], -1)
 
 
 def unless_counting(owners: Ints) -> tuple[int, ...] | None:

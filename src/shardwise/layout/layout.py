@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import LayoutError
-from shardwise.geometry import Box, Boxes, Ints, Spans, ints
+from shardwise.geometry import Box, Boxes, Ints, Spans, different, ints
 from shardwise.layout.build import along, on_mesh, unless_counting
 from shardwise.layout.checks import (
     MOST_CELLS,
@@ -29,7 +29,7 @@ from shardwise.layout.diagnosis import Diagnosis, diagnose
 from shardwise.layout.form import Form, Piece
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.placements import Cyclic, Fused, Placement, Replicate, Zigzag
+from shardwise.layout.placements import Cyclic, Experts, Fused, Heads, Placement, Replicate, Zigzag
 from shardwise.notation import Numbers, Spelling, read
 
 
@@ -168,6 +168,37 @@ class Layout:
         ['[0:2]', '[14:16]']
         """
         return _on_owners(shape, Zigzag(dim), owners)
+
+    @staticmethod
+    def ulysses(
+        shape: Sequence[int], sequence: int, heads: int, owners: int | Sequence[int], count: int | None = None
+    ) -> tuple[Layout, Layout]:
+        """The layouts of Ulysses attention: outside, dim `sequence` is split; inside, the heads of dim `heads`.
+
+        `count`: how many heads the dim has, if it is not one cell each. To reshard between them is the all-to-all.
+
+        >>> outside, inside = Layout.ulysses((1024, 512), sequence=0, heads=1, owners=4, count=8)
+        >>> print(outside, inside)
+        1024x512/S0@4 1024x512/heads1=8@4
+        """
+        shape = checked_shape(shape)
+        whole_heads = Heads(heads, shape[checked_dim(heads, shape)] if count is None else count)
+        return Layout.chunk(shape, sequence, owners), _on_owners(shape, whole_heads, owners)
+
+    @staticmethod
+    def experts(shape: Sequence[int], dim: int, owners: Sequence[int | Sequence[int]]) -> Layout:
+        """Experts stacked along `dim`: expert e is on owner `owners[e]`, or on each of several (replicas).
+
+        An owner has one buffer with its experts in rising order. Expert re-placement is a reshard between two of these.
+
+        >>> layout = Layout.experts((4, 64), 0, [0, (5, 7), 7, 0])
+        >>> [piece.box.lo[0] for piece in layout.pieces(7)]
+        [1, 2]
+        """
+        rows = cast(tuple[tuple[int, ...], ...], Experts(dim, owners).ranks)
+        numbers = different(owner_array([owner for row in rows for owner in row]))
+        ranks = [numbers.searchsorted(row).tolist() for row in rows]
+        return _on_owners(shape, Experts(dim, ranks), numbers.tolist())
 
     @staticmethod
     def flat(shape: Sequence[int], ranges: Iterable[tuple[int, int, int]]) -> Layout:

@@ -25,6 +25,7 @@ from shardwise.geometry import (
     heads,
     ints,
     join,
+    merged,
     numbered,
     row_major,
     run_of,
@@ -125,6 +126,11 @@ class Listing:
         parts = np.unravel_index(np.arange(table.size), table.shape)[: len(shape)]
         sizes = [totals(s.stop - s.start, s.part, n)[p] for s, n, p in zip(spans, table.shape, parts, strict=False)]
         size = np.stack(sizes, axis=1)
+        joined = [merged(one) for one in spans]
+        if all(heads(one.part).all() for one in joined):  # every buffer is one box
+            first = [_first_cells(one, n)[p] for one, n, p in zip(joined, table.shape, parts, strict=False)]
+            lo = np.stack(first, axis=1)
+            return Listing.of_boxes(shape, Boxes(lo, lo + size), table.reshape(-1), overlapping=True)
         buffers, place = Buffers.of(table.reshape(-1), size)
         block, boxes, corner = boxes_of_blocks(spans, parts)
         strides = _row_major(size)[block]
@@ -228,6 +234,13 @@ class Listing:
         """All pieces and buffers, in their order."""
         arrays = [*self.boxes, self.buffer, self.offset, self.strides, self.storage.owner, self.storage.shape]
         return joined_bytes(b"overlapping" if self.overlapping else b"listing", arrays)
+
+
+def _first_cells(spans: Spans, parts: int) -> Ints:
+    """The first cell of every part, each of which is one interval; 0 for parts without cells."""
+    first = np.zeros(parts, dtype=np.int64)
+    first[spans.part] = spans.start
+    return first
 
 
 def _row_major(shapes: Ints) -> Ints:

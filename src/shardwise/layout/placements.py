@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.geometry import Ints, Spans, ints, totals
 from shardwise.layout.checks import checked_sizes, counted, not_too_many
-from shardwise.notation import LONGEST, OPERATIONS, PLACEMENT, SPLIT
+from shardwise.notation import EXPERTS, LONGEST, OPERATIONS, PLACEMENT, SPLIT
 from shardwise.quoting import brief
 
 
@@ -153,6 +153,52 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Dim `dim` is experts of equal size: expert e is on rank `ranks[e]` of a mesh axis, or on several ranks.
+
+    A rank has its experts in rising order. (A list of owners without a mesh: `Layout.experts`.)
+
+    >>> from shardwise.layout import Layout, Mesh
+    >>> hot = Layout.on_mesh((4, 64), Mesh(ep=3), [Experts(0, [0, (1, 2), 2, 0])])  # expert 1 on two ranks
+    >>> [[piece.box.lo[0] for piece in hot.pieces(rank)] for rank in range(3)]
+    [[0, 3], [1], [1, 2]]
+    """
+
+    dim: int
+    ranks: Sequence[int | Sequence[int]]
+
+    def __post_init__(self) -> None:
+        rows = tuple(self.ranks) if isinstance(self.ranks, Iterable) and not isinstance(self.ranks, str) else ()
+        if not rows:
+            raise LayoutError(f"experts need a rank, or a list of ranks, for each expert, not {brief(self.ranks)}")
+        object.__setattr__(self, "ranks", tuple(_ranks_of(row, expert) for expert, row in enumerate(rows)))
+
+    def __str__(self) -> str:
+        return f"experts{self.dim}={','.join('+'.join(map(str, ranks)) for ranks in self._rows())}"
+
+    def _rows(self) -> tuple[tuple[int, ...], ...]:
+        return cast(tuple[tuple[int, ...], ...], self.ranks)
+
+    def split(self, dim: Dim, count: int) -> Spans:
+        """Every expert on its ranks."""
+        if dim.parts > 1:
+            raise LayoutError(
+                f"{brief(str(self))} after another split of dim {dim.number}: its experts are spread already. "
+                f"Put the mesh axis of the experts before the others that split dim {dim.number}"
+            )
+        rows = self._rows()
+        if dim.size % len(rows):
+            raise LayoutError(f"dim {dim.number} of shape {dim.shape} is not {len(rows)} experts of equal size")
+        ranks = ints([rank for row in rows for rank in row])
+        if ranks.max() >= count:
+            raise LayoutError(
+                f"an expert on rank {ranks.max()} of a mesh axis of {count} ranks: they are 0..{count - 1}"
+            )
+        size, expert = dim.size // len(rows), np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        return Spans(expert * size, (expert + 1) * size, ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class Zigzag:
     """Split dim `dim` into two chunks for every rank of a mesh axis: rank i has chunk i and the i-th from the end.
 
@@ -219,8 +265,9 @@ class Partial:
         return "P" if self.reduce_op == "sum" else f"P{self.reduce_op}"
 
 
-Split = Shard | StridedShard | Fused | Heads | Zigzag | Cyclic
+Split = Shard | StridedShard | Fused | Heads | Experts | Zigzag | Cyclic
 Placement = Split | Replicate | Partial
+MAY_REPLICATE = (Fused, Heads, Experts)  # splits that may give cells to several ranks
 
 
 def placement(given: object) -> Placement:
@@ -249,9 +296,11 @@ def placement(given: object) -> Placement:
 
 
 def _read(word: str) -> Placement:
-    plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
+    if experts := EXPERTS.fullmatch(word.strip()):
+        return Experts(int(experts["dim"]), [_listed(ranks, "+") for ranks in experts["ranks"].split(",")])
     if split := SPLIT.fullmatch(word.strip()):
         return _split(split["kind"], int(split["dim"]), _listed(split["numbers"]), _listed(split["heads"]))
+    plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
     match = PLACEMENT.fullmatch(plain)  # DTensor writes S(0), P(max) and _S(0, 2)
     if not match and plain[:1] == "P" and len(plain) <= LONGEST:
         return Partial(plain[1:])  # which knows the reductions
@@ -279,12 +328,22 @@ def _split(kind: str, dim: int, numbers: tuple[int, ...], heads: tuple[int, ...]
 def _not_a_placement(word: str) -> LayoutError:
     return LayoutError(
         f"{brief(word)} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax, "
-        f"fused0=64,16,16 (segments), fused0=64,16,16:8,2,2 (and their heads), heads0=8, zigzag0 or cyclic0=8"
+        f"fused0=64,16,16 (segments), fused0=64,16,16:8,2,2 (and their heads), heads0=8, zigzag0, cyclic0=8, "
+        f"or experts0=0,1,1+2 (the ranks of each expert)"
     )
 
 
-def _listed(text: str | None) -> tuple[int, ...]:
-    return tuple(map(int, text.split(","))) if text else ()
+def _listed(text: str | None, between: str = ",") -> tuple[int, ...]:
+    return tuple(map(int, text.split(between))) if text else ()
+
+
+def _ranks_of(given: object, expert: int) -> tuple[int, ...]:
+    """The ranks of an expert, rising."""
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    ranks = _numbers(given if several else [given], f"the ranks of expert {expert}")
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise LayoutError(f"expert {expert} needs one rank, or several different ones, not {brief(given)}")
+    return tuple(sorted(ranks))
 
 
 def _numbers(given: object, what: str) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh
 from shardwise.notation import OPERATIONS
 
-NEED_A_DIM = ("chunk", "split", "cyclic", "zigzag", "fused")
-KINDS = ("chunk", "split", "mesh", "partial", "boxes", "overlapping", "replicated", "cyclic", "zigzag", "flat", "fused")
+NEED_A_DIM = ("chunk", "split", "cyclic", "zigzag", "experts", "fused")
+KINDS = ("mesh", "partial", "boxes", "overlapping", "replicated", "flat", *NEED_A_DIM)
 
 
 def shapes(max_dims: int = 3, max_size: int = 9, min_dims: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
@@ -49,6 +49,9 @@ def layouts(
             return Layout.cyclic(size, dim, draw(st.integers(1, 4)), owners)
         case "zigzag":
             return Layout.zigzag(size, dim, owners)
+        case "experts":
+            ranks = draw(_experts(size[dim], len(owners)))
+            return Layout.experts(size, dim, [[owners[rank] for rank in row] for row in ranks])
         case "flat":
             ends = draw(_cuts(prod(size), len(owners)))
             starts = [sum(ends[:i]) for i in range(len(ends))]
@@ -101,11 +104,14 @@ def _meshes(draw: st.DrawFn, shape: tuple[int, ...], *, partial: bool) -> Layout
 @st.composite
 def _splits(draw: st.DrawFn, dim: int, size: int, count: int, *, whole: bool, replicas: bool) -> str:
     """The word of a split of a dim over `count` ranks; some need a dim that is `whole`, and may give `replicas`."""
-    kind = draw(st.sampled_from(["S", "S:", "zigzag", "cyclic", *["fused", "heads"] * whole]))
+    kind = draw(st.sampled_from(["S", "S:", "zigzag", "cyclic", *["fused", "heads", "experts"] * whole]))
     match kind:
         case "S:" | "cyclic":
             number = draw(st.integers(1, 3))
             return f"S{dim}:{number}" if kind == "S:" else f"cyclic{dim}={number}"
+        case "experts":
+            ranks = draw(_experts(size, count)) if replicas else [(n % count,) for n in range(size or 1)]
+            return f"experts{dim}={','.join('+'.join(map(str, row)) for row in ranks)}"
         case "heads":
             return f"heads{dim}={draw(_heads(size, count))}"
         case "fused":
@@ -118,6 +124,13 @@ def _splits(draw: st.DrawFn, dim: int, size: int, count: int, *, whole: bool, re
 def _heads(size: int, count: int) -> st.SearchStrategy[int]:
     """Numbers of heads that a size may have on so many ranks."""
     return st.sampled_from([n for n in range(1, 10) if size % n == 0 and (n % count == 0 or count % n == 0)])
+
+
+def _experts(size: int, ranks: int) -> st.SearchStrategy[list[list[int]]]:
+    """The ranks of every expert; they have equal sizes."""
+    row = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks, unique=True)
+    counts = st.sampled_from([n for n in range(1, 10) if size % n == 0])
+    return counts.flatmap(lambda count: st.lists(row, min_size=count, max_size=count))
 
 
 @st.composite
