@@ -1,8 +1,12 @@
 """Experts move to other ranks, and sequences to heads and back, between real processes."""
 
 import numpy as np
+import pytest
+import torch
 from ranks import ranks  # noqa: F401
 from sharded import expect, held
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardwise as sw
 
@@ -59,3 +63,18 @@ def test_ulysses_is_a_reshard_there_and_back(ranks):  # noqa: F811
         return tuple(heads.shards[0].shape)
 
     assert ranks(4, attend) == [(10, 1, 3)] * 4
+
+
+def test_dtensors_refuse_placements_that_torch_does_not_have(ranks):  # noqa: F811
+    words = ["heads0=2", "fused0=4,4", "zigzag0", "cyclic0=2", "experts0=0,1", sw.Heads(0, 2)]
+
+    def ask(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
+        for word in words:
+            with pytest.raises(sw.ShardwiseError, match=f"DTensor has no placement {word}.*Layout.on_mesh"):
+                sw.reshard(whole, (mesh, [word]))
+        heads = sw.reshard(whole, sw.Layout.on_mesh((8,), (2,), ["fused0=4,4"]))
+        return heads.shards[0].tolist()
+
+    assert ranks(2, ask) == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -107,8 +107,8 @@ class Layout:
     def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: object) -> Layout:
         """One placement per mesh axis, in DTensor's meaning: applied from left to right.
 
-        Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax"), Shard/Replicate/Partial, or torch's own objects,
-        in a sequence, or in a mapping axis name -> placement.
+        Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax", "fused0=64,16,16", "heads0=8"), values such as
+        Shard(0) or Heads(0, 8), or torch's own objects, in a sequence, or in a mapping axis name -> placement.
 
         >>> print(Layout.on_mesh((8, 6), Mesh(fsdp=4, tp=2), ["S0", "R"]))
         8x6/S0,R@fsdp=4,tp=2
