@@ -185,7 +185,16 @@ def test_errors_survive_pickling():
 
 
 @pytest.mark.parametrize(
-    "text", [f"{'9' * 5000}/R@1", f"8/S0@{'9' * 5000}", "8/S0@ranks=2", "8/S0@self=2", "8/S0@hosts=2"]
+    "text",
+    [
+        "0/fused0=0:9999999999999999998@2",
+        "0/heads0=9999999999999999998@2",
+        f"{'9' * 5000}/R@1",
+        f"8/S0@{'9' * 5000}",
+        "8/S0@ranks=2",
+        "8/S0@self=2",
+        "8/S0@hosts=2",
+    ],
 )
 def test_odd_numbers_and_names_give_a_layout_or_an_error_of_ours(text):
     assert_layout_or_refusal(text)

@@ -82,6 +82,8 @@ class Fused:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", _numbers(self.segments, "the segments of a fused dim"))
+        if not self.segments:
+            raise LayoutError("a fused dim needs at least one segment, such as Fused(0, [64, 16, 16])")
         if self.heads is not None:
             object.__setattr__(self, "heads", _numbers(self.heads, "the heads of a fused dim"))
 
@@ -91,11 +93,7 @@ class Fused:
 
     def split(self, dim: Dim, count: int) -> Spans:
         """Every segment cut into `count`, by heads if they are known."""
-        if dim.parts > 1:
-            raise LayoutError(
-                f"{self} after another split of dim {dim.number}: its segments are cut already. "
-                f"Put the mesh axis of {self} before the others that split dim {dim.number}"
-            )
+        check_whole(dim, str(self))
         lengths = checked_sizes(self.segments, dim.shape, dim.number, "segments")
         segments = Spans.pieces(ints(lengths), np.arange(len(lengths)))
         if self.heads is None:
@@ -107,7 +105,7 @@ class Fused:
         not_too_many(len(lengths) * count, "intervals of a fused dim")
         for length, heads in zip(lengths, self.heads, strict=True):
             check_heads(heads, length, count, f"a segment of {self}")
-        return segments.shared(ints(self.heads), count).fused(count)
+        return segments.shared(ints([min(heads, count) for heads in self.heads]), count).fused(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class Heads:
         """The heads of every part cut into `count`."""
         if dim.parts == 1:
             check_heads(self.count, dim.size, count, str(self))
-            return dim.spans.shared(ints([self.count]), count)
+            return dim.spans.shared(ints([min(self.count, count)]), count)
         heads = self._heads_of_parts(dim)
         if dim.size:
             check_heads(int(heads[0]), int(heads[0]), count, f"every part of {self}")
@@ -181,21 +179,15 @@ class Experts:
 
     def split(self, dim: Dim, count: int) -> Spans:
         """Every expert on its ranks."""
-        if dim.parts > 1:
-            raise LayoutError(
-                f"{brief(str(self))} after another split of dim {dim.number}: its experts are spread already. "
-                f"Put the mesh axis of the experts before the others that split dim {dim.number}"
-            )
+        check_whole(dim, brief(str(self)))
         rows = self._rows()
         if dim.size % len(rows):
             raise LayoutError(f"dim {dim.number} of shape {dim.shape} is not {len(rows)} experts of equal size")
-        ranks = ints([rank for row in rows for rank in row])
-        if ranks.max() >= count:
-            raise LayoutError(
-                f"an expert on rank {ranks.max()} of a mesh axis of {count} ranks: they are 0..{count - 1}"
-            )
+        last = max(row[-1] for row in rows)
+        if last >= count:
+            raise LayoutError(f"an expert on rank {last} of a mesh axis of {count} ranks: they are 0..{count - 1}")
         size, expert = dim.size // len(rows), np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-        return Spans(expert * size, (expert + 1) * size, ranks)
+        return Spans(expert * size, (expert + 1) * size, ints([rank for row in rows for rank in row]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +344,15 @@ def _numbers(given: object, what: str) -> tuple[int, ...]:
         return tuple(counted(number, f"each of {what}", least=0) for number in cast(Iterable[object], given))
     except TypeError:
         raise LayoutError(f"{what} must be a sequence of whole numbers, not {brief(given)}") from None
+
+
+def check_whole(dim: Dim, what: str) -> None:
+    """Refuse a split by sizes of the whole dim where another placement has split it before."""
+    if dim.parts > 1:
+        raise LayoutError(
+            f"{what} after another split of dim {dim.number}: its numbers are for the whole dim, not for parts. "
+            f"Put the mesh axis of {what} before the others that split dim {dim.number}"
+        )
 
 
 def check_heads(heads: object, size: int, ranks: int, what: str) -> None:
