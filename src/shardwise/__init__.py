@@ -15,7 +15,21 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.geometry import Box
-from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
+from shardwise.layout import (
+    Cyclic,
+    Experts,
+    Fused,
+    Heads,
+    Layout,
+    Mesh,
+    Partial,
+    Piece,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+    parse,
+)
 from shardwise.planning import Copies, Copy, Part, Plan, plan
 
 if _typing.TYPE_CHECKING:
@@ -51,9 +65,13 @@ __all__ = [
     "Concat",
     "Copies",
     "Copy",
+    "Cyclic",
     "EngineError",
     "ExchangeError",
+    "Experts",
+    "Fused",
     "Handle",
+    "Heads",
     "Interleaved",
     "Layout",
     "LayoutError",
@@ -76,6 +94,7 @@ __all__ = [
     "StridedShard",
     "Transposed",
     "UnsupportedError",
+    "Zigzag",
     "empty",
     "fingerprint",
     "flatten_sharded_tensors",

@@ -52,7 +52,7 @@ from shardwise.checkpoint.files import readable
 from shardwise.errors import LayoutError
 from shardwise.job.names import matched
 from shardwise.layout import Layout, Mesh, Placement, Replicate, Shard
-from shardwise.layout.mesh import placement
+from shardwise.layout.placements import placement
 from shardwise.quoting import brief
 
 DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # allowed format specs of numbers in file names

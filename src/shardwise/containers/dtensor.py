@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import shardwise.layout.mesh as ours
+import shardwise.layout.placements as ours
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
@@ -135,7 +135,11 @@ def _torchs(placement: ours.Placement, shape: tuple[int, ...]) -> Placement:
             return _StridedShard(checked_dim(dim, shape), split_factor=factor)
         case ours.Partial(op):
             return Partial(op)
-    return Replicate()
+        case ours.Replicate():
+            return Replicate()
+    raise LayoutError(
+        f"DTensor has no placement {placement}: use Layout.on_mesh(shape, mesh, placements), for a ShardedTensor"
+    )
 
 
 @lru_cache(maxsize=4096)

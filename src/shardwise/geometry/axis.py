@@ -15,7 +15,7 @@ from shardwise.geometry.ragged import Ints, heads, ints, running, spread, starts
 
 
 class Spans(NamedTuple):
-    """Intervals `start:stop` with the part that each belongs to, in increasing order."""
+    """Intervals `start:stop` with the part that each belongs to, in increasing order. Parts may share cells."""
 
     start: Ints
     stop: Ints
@@ -41,14 +41,9 @@ class Spans(NamedTuple):
         if len(self.part) == 1:  # as most are, and in a few steps
             return self._chunk_one(count)
         first, length = self._offsets()
-        size = np.maximum(-(-length // count), 1)[self.part]  # the ceil rule: trailing chunks are smaller or empty
-        last = first + self.stop - self.start - 1
-        row, nth = spread(np.where(last >= first, last // size - first // size + 1, 0))
-        chunk = first[row] // size[row] + nth
-        shift = self.start[row] - first[row]
-        start = np.maximum(self.start[row], chunk * size[row] + shift)
-        stop = np.minimum(self.stop[row], (chunk + 1) * size[row] + shift)
-        return Spans(start, stop, self.part[row] * count + chunk)
+        size = -(-length // count)  # the ceil rule: trailing chunks are smaller or empty
+        start, stop, part, chunk = self._cut(first, size)
+        return Spans(start, stop, part * count + chunk)
 
     def _chunk_one(self, count: int) -> Spans:
         (start, stop, part) = (int(values[0]) for values in self)
@@ -65,6 +60,53 @@ class Spans(NamedTuple):
         """
         start, stop, part = self.chunk(factor).chunk(count)
         return Spans(start, stop, part // (factor * count) * count + part % count)
+
+    def zigzag(self, count: int) -> Spans:
+        """Every part cut into 2 * `count` chunks; chunk i and the i-th from the end together are one part.
+
+        >>> Spans.whole(8).zigzag(2).part.tolist()
+        [0, 1, 1, 0]
+        """
+        start, stop, part = self.chunk(2 * count)
+        chunk = part % (2 * count)
+        return Spans(start, stop, part // (2 * count) * count + np.minimum(chunk, 2 * count - 1 - chunk))
+
+    def cyclic(self, block: int, count: int) -> Spans:
+        """Every part cut into blocks, which are dealt out to `count` parts in turn.
+
+        >>> Spans.whole(10).cyclic(2, count=2).part.tolist()
+        [0, 1, 0, 1, 0]
+        """
+        first, length = self._offsets()
+        start, stop, part, nth = self._cut(first, np.full_like(length, block))
+        return Spans(start, stop, part * count + nth % count)
+
+    def shared(self, units: Ints, count: int) -> Spans:
+        """Every part cut into `count` equal ones; where it has fewer `units`, each goes to count / units in a row.
+
+        >>> Spans.pieces(ints([8, 2]), ints([0, 1])).shared(ints([4, 1]), count=2).start.tolist()
+        [0, 4, 8, 8]
+        """
+        first, length = self._offsets()
+        chunks = np.clip(units[: len(length)], 1, count)
+        start, stop, part, nth = self._cut(first, length // chunks)
+        copies = count // chunks[part]
+        row, copy = spread(copies)
+        return Spans(start[row], stop[row], (part * count + nth * copies)[row] + copy)
+
+    def fused(self, count: int) -> Spans:
+        """Part i of each run of `count` parts together is one part: segments that were all cut into `count`."""
+        return Spans(self.start, self.stop, self.part % count)
+
+    def _cut(self, first: Ints, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Every part cut into blocks of its size: start, stop, the part, and which of its blocks."""
+        size = np.maximum(size, 1)[self.part]
+        last = first + self.stop - self.start - 1
+        row, nth = spread(np.where(last >= first, last // size - first // size + 1, 0))
+        block, shift, size = first[row] // size[row] + nth, self.start[row] - first[row], size[row]
+        start = np.maximum(self.start[row], block * size + shift)
+        stop = np.minimum(self.stop[row], (block + 1) * size + shift)
+        return start, stop, self.part[row], block
 
     def _offsets(self) -> tuple[Ints, Ints]:
         """Where each interval lies in its part, and the length of every part."""
@@ -251,15 +293,9 @@ def block_shape(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(axis.lengths[part]) for axis, part in zip(axes, parts, strict=True))
 
 
-def axes_of(spans: Sequence[Spans], parts: Sequence[int]) -> tuple[list[Ints], list[Axis], list[Ints]]:
-    """For every dim: the length of each part, empty ones too; the axis; and which part each part of the axis was."""
-    lengths = [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
-    axes, kept = list[Axis](), list[Ints]()
-    for one in spans:
-        axis, numbers = Axis.of(one)
-        axes.append(axis)
-        kept.append(numbers)
-    return lengths, axes, kept
+def part_lengths(spans: Sequence[Spans], parts: Sequence[int]) -> list[Ints]:
+    """For every dim the length of each part, empty ones too."""
+    return [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
 
 
 def outer(columns: Sequence[Ints]) -> Ints:

@@ -17,7 +17,7 @@ from shardwise.containers.sharded import is_sharded
 from shardwise.job.names import matched, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.side import PlainContainer
-from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
+from shardwise.layout import Layout, Placement, Replicate
 from shardwise.state.traverse import StateDict
 from shardwise.transports import GroupTransport
 
@@ -144,4 +144,4 @@ def _are_placements(target: object) -> bool:
         return not (target and is_mesh(target[0]))
     if isinstance(target, Mapping):
         return True  # by the names of the axes
-    return isinstance(target, Shard | Replicate | Partial | StridedShard) or is_placement(target)
+    return isinstance(target, Placement) or is_placement(target)
