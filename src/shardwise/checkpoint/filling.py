@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.assignment import assign_readers
-from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
 from shardwise.containers.memory import check_written
-from shardwise.exchange.overflow import Losses
-from shardwise.job.agree import agree_on
+from shardwise.exchange.overflow import Losses, Lost
+from shardwise.job.agree import Callers, agree_on
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Count, Progress, shown
@@ -24,13 +24,21 @@ from shardwise.job.side import LiveSide
 from shardwise.layout import Layout
 
 
+class FillOptions(NamedTuple):
+    """How to move bytes from files to tensors."""
+
+    max_bytes: int | None
+    progress: Progress
+    count_losses: bool  # of casts
+
+
 class Prepared(NamedTuple):
     """What a load does on a rank: the tensors to fill, what all ranks know of them, all filled names, other values."""
 
     streams: Mapping[str, Stream]
     targets: Mapping[str, TensorInfo]
     linked: set[str]
-    others: Sequence[str]
+    others: Mapping[str, object]
 
     def links(self) -> list[Link]:
         """Of all tensors."""
@@ -49,19 +57,25 @@ def _check(target: LiveSide, infos: Mapping[str, TensorInfo], me: int) -> None:
 
 
 def fill_each(
-    callers: Callers,
-    flat: Mapping[str, object],
-    prepare: Callable[[], Prepared],
-    progress: Progress,
-    *,
-    count_losses: bool,
+    callers: Callers, flat: Mapping[str, object], prepare: Callable[[], Prepared], options: FillOptions
 ) -> tuple[Prepared, Losses]:
+    """Every rank fills its part. Returns when all have: what was prepared, and the losses of casts."""
+    prepared, by_rank = callers.tell(lambda: _fill_part(callers, flat, prepare(), options))
+    losses = Losses()
+    for lost in chain.from_iterable(by_rank.values()):
+        losses.keep_worst(lost)  # ranks may have read the same values
+    return prepared, losses
+
+
+def _fill_part(
+    callers: Callers, flat: Mapping[str, object], prepared: Prepared, options: FillOptions
+) -> tuple[Prepared, list[Lost]]:
     """Fill this rank's part. All positions are found before the first read, so that errors come early.
 
-    Returns what was prepared, and the casts' losses, which are counted in the same pass.
+    Losses of casts are counted in the same pass.
     """
-    prepared, losses = prepare(), Losses()
-    target, counted = LiveSide(flat, prepared.targets), losses if count_losses else None
+    losses, target = Losses(), LiveSide(flat, prepared.targets)
+    counted = losses if options.count_losses else None
     _check(target, prepared.targets, callers.me)
 
     def readings(names: Iterable[str]) -> list[Reading]:
@@ -74,13 +88,13 @@ def fill_each(
     delivered = {name for name, tensor in prepared.targets.items() if tensor.delivered}
     todo = readings(name for name in prepared.streams if name not in delivered)
     total = sum(reading.bytes for reading in todo) + sum(prepared.streams[name].size for name in delivered)
-    with shown(progress, total, "load", here=callers.first) as tell:
+    with shown(options.progress, total, "load", here=callers.first) as tell:
         count = Count(tell, total)
         read_into(todo, count.add)
         for names in target.deliveries():  # one after the other: each needs memory
             read_into(readings(names), count.add)
             target.filled(names)
-    return prepared, losses
+    return prepared, losses.listed()
 
 
 def _reading(
@@ -94,17 +108,11 @@ def _reading(
 
 
 def fill_once(
-    callers: Callers,
-    flat: Mapping[str, object],
-    prepare: Callable[[], Prepared],
-    progress: Progress,
-    *,
-    count_losses: bool,
-    max_bytes: int | None,
+    callers: Callers, flat: Mapping[str, object], prepare: Callable[[], Prepared], options: FillOptions
 ) -> tuple[Prepared, Losses]:
     """Fill the targets of all ranks: a job whose source is the mapped files, of which every rank reads an equal share.
 
-    Returns what was prepared, and the casts' losses among what this rank reads.
+    Returns when all are filled: what was prepared, and the losses of casts.
     """
 
     def make() -> tuple[ModelPlan, Prepared]:
@@ -112,16 +120,21 @@ def fill_once(
         entries = prepared.entries()
         layouts = assign_readers(entries.values(), callers.owners)
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        return ModelPlan.of(prepared.links(), sources, prepared.targets, max_bytes=max_bytes), prepared
+        return ModelPlan.of(prepared.links(), sources, prepared.targets, max_bytes=options.max_bytes), prepared
 
     transport = group_transport(callers.group)
     plan, prepared = agree_on(transport, "load", make)
-    job = Job(transport, plan, "load", overflow="count" if count_losses else "allow")
+    job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
     source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)
-    with shown(progress, job.total, "load", here=callers.first) as tell:
+    with shown(options.progress, job.total, "load", here=callers.first) as tell:
         check = partial(_check, target, plan.targets, callers.me)
         job.run(source, target, check=check, fresh=False, progress=tell)
-    return prepared, job.losses
+    # no rank returns while another still reads: the caller may delete the files
+    _, by_rank = callers.tell(lambda: (None, job.losses.listed()))
+    losses = Losses()
+    for lost in chain.from_iterable(by_rank.values()):
+        losses.add(lost)  # each value was read by one rank
+    return prepared, losses
 
 
 class FileSide:

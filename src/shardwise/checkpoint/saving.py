@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, write_tensor
-from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
@@ -27,7 +26,9 @@ from shardwise.containers.sharded import is_sharded
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
 from shardwise.geometry import Box, Boxes, Strides, Window
+from shardwise.job.agree import Callers
 from shardwise.job.plan import TensorInfo
+from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
@@ -175,7 +176,7 @@ def _all_tensors(
     descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
     refuse_several_jobs(descriptions, callers.transport)
     tensors = combine_descriptions(descriptions, "state dict")
-    callers.check(tensors)
+    check_owners(callers.owners, {f"{name!r} of the state dict,": one.layout for name, one in tensors.items()})
     _check_whole(tensors)
     return tensors
 

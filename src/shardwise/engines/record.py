@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint import open as open_checkpoint
-from shardwise.checkpoint.callers import Callers
 from shardwise.containers.container import layout_of
 from shardwise.containers.delivered import DeliveredTensor, Delivery
 from shardwise.containers.description import is_tensor
@@ -34,6 +33,7 @@ from shardwise.engines.memory import Untraceable
 from shardwise.engines.recorder import as_meta
 from shardwise.errors import EngineError
 from shardwise.geometry import Box
+from shardwise.job.agree import Callers
 from shardwise.layout import Layout
 from shardwise.state.traverse import StateDict, flatten_state_dict
 

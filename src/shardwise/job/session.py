@@ -218,15 +218,15 @@ def release_staging() -> int:
     return sum(transport.release() for transport in transports)
 
 
-def check_owners(transport: GroupTransport, layouts: Mapping[str, Layout]) -> None:
+def check_owners(callers: Sequence[int], layouts: Mapping[str, Layout]) -> None:
     """Refuse layouts with owners that are not callers. The first of them is reported, by its name here."""
-    known = set[int]()  # a model has thousands of tensors, but few different layouts
+    known, calling = set[int](), set(callers)  # a model has thousands of tensors, but few different layouts
     for side, layout in layouts.items():
-        missing = [] if id(layout) in known else [owner for owner in layout.owners() if owner not in transport.rows]
+        missing = [] if id(layout) in known else [owner for owner in layout.owners() if owner not in calling]
         known.add(id(layout))
         if not missing:
             continue
         raise RefusedValueError(
-            f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(transport.owners)}: "
+            f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(callers)}: "
             f"use a group that has all of them, or other owners"
         )

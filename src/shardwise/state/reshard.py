@@ -127,8 +127,8 @@ def _plan(
     hosts: HostsOption,
 ) -> ModelPlan:
     targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(containers)
-    check_owners(transport, {f"{name!r}, as it is,": sources[name].layout for name in containers})
-    check_owners(transport, {f"{name!r}, as it is to be,": one.layout for name, one in containers.items()})
+    check_owners(transport.owners, {f"{name!r}, as it is,": sources[name].layout for name in containers})
+    check_owners(transport.owners, {f"{name!r}, as it is to be,": one.layout for name, one in containers.items()})
     for name, container in containers.items():
         source = sources[name]
         request = casts.request(name, source.dtype) or CastRequest(source.dtype, named=False)

@@ -176,7 +176,7 @@ def _plan(
     hosts: HostsOption,
 ) -> ModelPlan:
     for side, tensors in zip(("source", "target"), known, strict=True):
-        check_owners(transport, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
+        check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     planned = links(*shapes, rename=rename, remap=remap, strict=strict)

@@ -239,7 +239,7 @@ class Plans:
         self._transport.check_choice(options.transport)
         check_overflow(options.overflow)
         check_dtype(options.dtype)
-        check_owners(self._transport, {"the source": facts.source, "the target": target})
+        check_owners(self._transport.owners, {"the source": facts.source, "the target": target})
         ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
         theirs = TensorInfo(target.shape, options.dtype or facts.dtype, target, facts.device)
         plan, me = single(ours, theirs, options.max_bytes, options.hosts), self._transport.me
