@@ -21,7 +21,8 @@ from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
 from shardwise.job.plan import SINGLE, HostsOption
 from shardwise.job.session import accepts_wire, group_transport, transport_for
 from shardwise.layout import Layout
-from shardwise.tensor.call import Call, Options, Source, check_whole
+from shardwise.tensor.call import Call, Options, Source
+from shardwise.tensor.output import check_whole
 from shardwise.transports import TransportChoice
 
 Output = Sharded | Sequence[torch.Tensor] | None
