@@ -13,6 +13,7 @@ from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
 from shardwise.containers.memory import check_written
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Lost
 from shardwise.job.agree import Callers, agree_on
 from shardwise.job.job import Job
@@ -142,15 +143,15 @@ class FileSide:
 
     def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
         self._entries, self._plan, self._me = entries, plan, me
-        self._mapped = dict[str, list[torch.Tensor]]()
+        self._mapped = dict[str, Tensors]()
 
-    def memory(self, name: str) -> list[torch.Tensor]:
+    def memory(self, name: str) -> Tensors:
         """Of its share."""
         if name not in self._mapped:
             self._mapped[name] = self._map(self._entries[name], self._plan.sources[name].layout)
         return self._mapped[name]
 
-    def _map(self, entry: Entry, layout: Layout) -> list[torch.Tensor]:
+    def _map(self, entry: Entry, layout: Layout) -> Tensors:
         if self._me not in layout:
             return []
         boxes = [piece.box for piece in sorted(layout.pieces(self._me), key=lambda piece: piece.buffer)]

@@ -31,6 +31,7 @@ from shardwise.checkpoint.files import (
     unreadable,
 )
 from shardwise.errors import CheckpointError
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Window
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class LocalFiles(Files):
                 self.check(one)
         return parts
 
-    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> list[torch.Tensor]:
+    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> Tensors:
         """As views of the mapped files."""
         return [self._element_view(file, window, dtype) for file, window in windows]
 

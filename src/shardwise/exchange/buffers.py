@@ -66,7 +66,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffers = dict[torch.device, torch.Tensor]()
 
-    def take(self, sizes: list[int], device: torch.device, *, align: int) -> list[torch.Tensor]:
+    def take(self, sizes: list[int], device: torch.device, *, align: int) -> Tensors:
         """Room for messages of these sizes, each from a multiple of `align` on. What was taken before is free again."""
         total = sum(_up(size, align) for size in sizes)
         buffer = self._buffers.get(device)
@@ -96,7 +96,7 @@ def _up(size: int, align: int) -> int:
 
 
 T = TypeVar("T")
-Sides = tuple[list[torch.Tensor], list[torch.Tensor]]  # views of the same cells
+Sides = tuple[Tensors, Tensors]  # views of the same cells
 
 
 class ViewCache:
@@ -163,7 +163,7 @@ class ViewCache:
         return self.known(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: Tensors, sources: Tensors) -> None:
     """All of them in one call: what a call costs is more than what a small copy does."""
     if targets:
         torch._foreach_copy_(targets, sources)

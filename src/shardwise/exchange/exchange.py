@@ -260,7 +260,7 @@ class Exchange:
         ]
         return self.transport.post_round(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
 
-    def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> list[torch.Tensor]:
+    def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> Tensors:
         """The tensors that a peer could read a message from.
 
         Not where it is terms, is cast on the way, or lies on a device that the transport cannot reach.

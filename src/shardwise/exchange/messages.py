@@ -15,6 +15,9 @@ from shardwise.geometry import Boxes, Ints, Places, Strides, Window, heads, ints
 from shardwise.layout import places_of
 from shardwise.planning import Copies, Plan
 
+Tensors = list[torch.Tensor]
+FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
+
 
 class Pair(NamedTuple):
     """The same cells in our tensors, and in a message (or in other tensors of ours, to where they are copied)."""
@@ -192,10 +195,6 @@ def _in_messages(received: Copies) -> Places:
     return replace(packed, offset=offset).take(back)
 
 
-Tensors = Sequence[torch.Tensor]
-FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
-
-
 class MessagePart(NamedTuple):
     """What a message has of tensor number `move`: bytes `start` to `stop`."""
 
@@ -218,7 +217,7 @@ class Message:
     bytes: int
     parts: tuple[MessagePart, ...]
 
-    def views(self, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views(self, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[Tensors, Tensors]:
         """Its cells in our tensors, and in the message. (Terms have no place among our own.)"""
         ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
         for part in self.parts:

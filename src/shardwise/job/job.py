@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 
 from shardwise.exchange import Exchange, Move, Proposal, ViewCache
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.session import SerialQueue
-from shardwise.job.side import Side, Tensors
+from shardwise.job.side import Side
 from shardwise.job.subtensor import Subtensor, subtensor_views
 from shardwise.job.verify import verify as verify_moves
 from shardwise.job.verify import worst_of_all
@@ -60,7 +61,7 @@ class Job:
         return Losses()
 
     @property
-    def written(self) -> list[torch.Tensor]:
+    def written(self) -> Tensors:
         """The tensors that kept moves write to."""
         return [tensor for move in self._moves.values() for tensor in move.target]
 

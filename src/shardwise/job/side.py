@@ -15,11 +15,10 @@ from shardwise.containers.description import Descriptions, TensorDescription, me
 from shardwise.containers.memory import ExpectedMemory, check_local
 from shardwise.containers.own_container import OwnContainer
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.job.plan import TensorInfo
 from shardwise.layout import Layout, local_shapes
 from shardwise.transports import GroupTransport
-
-Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PlainContainer(OwnContainer):
         """Where it is to be."""
         return self.on
 
-    def disassemble(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def disassemble(self, x: torch.Tensor) -> Tensors:
         """Itself."""
         return [x]
 

@@ -23,6 +23,7 @@ import torch
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Exchange, Move, Proposal, Transport, view_of
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Loss, Lost
 from shardwise.exchange.reduce import blocks
 from shardwise.exchange.reduce import check as check_reduction
@@ -93,9 +94,6 @@ def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.T
 
 def number(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-Tensors = Sequence[torch.Tensor]
 
 
 class PartialTensor(NamedTuple):

@@ -43,7 +43,7 @@ from shardwise.sharded_tensor.metadata import (
 )
 from shardwise.sharded_tensor.pickling import loaded, place, unplaced
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
-from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget, Tensors
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import gather, result_of, start_call
@@ -100,7 +100,7 @@ class ShardedTensor(ShardedTensorBase):
         return cls.holding(container, [torch.empty(m.shard_sizes, device=device_of(m), **how) for m in container.mine])
 
     @classmethod
-    def holding(cls, container: SpecContainer, tensors: Tensors) -> Self:
+    def holding(cls, container: SpecContainer, tensors: Sequence[torch.Tensor]) -> Self:
         """One of that container with these tensors of this rank."""
         first = tensors[0] if tensors else None
         dtype = container.properties.dtype if first is None else first.dtype
@@ -108,7 +108,9 @@ class ShardedTensor(ShardedTensorBase):
             container, tensors
         )
 
-    def _become(self, container: SpecContainer, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
+    def _become(
+        self, container: SpecContainer, tensors: Sequence[torch.Tensor], stand_in: torch.Tensor | None = None
+    ) -> Self:
         """Take over another container and its tensors."""
         known = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
         self._container, self._stand_in = container.with_properties(**known).with_fields(everywhere=False), stand_in
@@ -135,7 +137,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @staticmethod
     def _init_from_local_tensor(
-        local_tensor: torch.Tensor | Tensors,
+        local_tensor: torch.Tensor | Sequence[torch.Tensor],
         sharding_spec: SpecLike,
         *global_size: int | Sequence[int],
         process_group: Group = None,
@@ -196,7 +198,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def to_torch(self) -> TorchShardedTensor:
         """The same as torch's own ShardedTensor. The tensors are shared."""
-        return torchs_sharded(self.shards, self.metadata(), self.sharding_spec(), self.group)
+        return torchs_sharded(list(self.shards), self.metadata(), self.sharding_spec(), self.group)
 
     # --- what it is --------------------------------------------------------------------------------------------------
 

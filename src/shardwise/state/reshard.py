@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.containers.container import Container
 from shardwise.containers.description import Descriptions, describe_all, is_tensor, memory_of
 from shardwise.containers.memory import storage_of
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
@@ -153,7 +154,7 @@ class FreedSide(LiveSide):
         """Record the last reader of every storage. Tensors that are not moved keep their memory."""
         self._plan = plan
         self._last = dict[int, int]()  # by storage, the last link that reads it
-        self._waiting = dict[int, list[torch.Tensor]]()  # sent tensors, by storage, until its last reader is done
+        self._waiting = dict[int, Tensors]()  # sent tensors, by storage, until its last reader is done
         for at, planned in enumerate(plan.links):
             for tensor in memory_of(self.values.get(planned.link.source), apart=False):
                 self._last[storage_of(tensor)] = at
@@ -173,7 +174,7 @@ class FreedSide(LiveSide):
                     _release(self._waiting.pop(storage))
 
 
-def _release(tensors: list[torch.Tensor]) -> None:
+def _release(tensors: Tensors) -> None:
     """Empty tensors that were sent, and release their storage unless other tensors use a part of it."""
     storage = tensors[0].untyped_storage()
     parts = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.is_contiguous()}

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from shardwise.containers.description import Descriptions, describe_all, tensors_in
 from shardwise.containers.memory import check_written, shared
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
@@ -21,7 +22,7 @@ from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
-from shardwise.job.side import FreshSide, LiveSide, Tensors, combine_descriptions, refuse_several_jobs
+from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 

@@ -18,6 +18,7 @@ from shardwise.containers.container import Container, container_of, on_transport
 from shardwise.containers.memory import check_memory
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Exchange, Move, Proposal
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.casts import check_dtype
 from shardwise.job.job import Job
@@ -225,9 +226,9 @@ class Source:
         facts = (layout and layout.shape, self.dtype, layout, device, self.gradient)
         return {name: fact for name, fact in zip(FACTS, facts, strict=True) if fact is not None}
 
-    def local(self, facts: Facts, me: int, expected: Shapes) -> list[torch.Tensor]:
+    def local(self, facts: Facts, me: int, expected: Shapes) -> Tensors:
         """This rank's local tensors, which must be those of the layout."""
-        tensors = [] if self.container is None else self.container.local(self.tensors)
+        tensors = [] if self.container is None else self.container.local(list(self.tensors))
         shapes = tuple(tuple(t.shape) for t in tensors)
         if not tensors and all(0 in shape for shape in expected):
             return [torch.empty(shape, dtype=facts.dtype, device=facts.device) for shape in expected]

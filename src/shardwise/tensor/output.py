@@ -11,6 +11,7 @@ from shardwise.containers.memory import check_memory, check_written, shared
 from shardwise.containers.sharded import is_sharded
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.job.casts import ONLY_PLAIN, PLAIN, check_cast
 from shardwise.transports import GroupTransport
 
@@ -25,9 +26,9 @@ def memory_for(
     dtype: torch.dtype,
     *,
     device: torch.device,
-    source: list[torch.Tensor],
+    source: Tensors,
     followed: bool,
-) -> list[torch.Tensor]:
+) -> Tensors:
     """This rank's local tensors of the target, of these shapes, to be written: those of `out`, or new ones."""
     me = transport.me
     if out is None:
@@ -49,7 +50,7 @@ def memory_for(
     return given
 
 
-def _given(out: Any, target: Container, transport: GroupTransport) -> list[torch.Tensor]:
+def _given(out: Any, target: Container, transport: GroupTransport) -> Tensors:
     if is_sharded(out):
         container = on_transport(container_of(out), transport)
         if container.layout != target.layout:
@@ -90,7 +91,7 @@ def check_whole(out: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *, 
     _check_out([out], [])
 
 
-def _check_out(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+def _check_out(out: Tensors, source: Tensors) -> None:
     """Refuse what would be read after it was written, what would be written twice, and what must not be written."""
     for tensor in out:
         check_memory(tensor, "out=")

@@ -17,6 +17,7 @@ from shardwise.containers.container import Container, Sharded, Target, on_transp
 from shardwise.containers.own_container import OwnContainer
 from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import ExchangeError
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
 from shardwise.job.plan import SINGLE, HostsOption
 from shardwise.job.session import accepts_wire, group_transport, transport_for
@@ -216,7 +217,7 @@ def gather(
     return out if fits else out.copy_(whole)
 
 
-def with_autograd(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def with_autograd(call: Call) -> tuple[Tensors, torch.Tensor | None]:
     """The finished call's tensors as autograd sees them.
 
     A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
@@ -236,7 +237,7 @@ class Reshard(torch.autograd.Function):
     """Ties tensors that an exchange has filled to those that it read."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, outputs: Tensors, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Nothing is left to do."""
         ctx.source, ctx.target, ctx.holds = call.source.container, call.target, bool(outputs)
         ctx.transport, ctx.facts, ctx.options = call.transport, call.facts, call.options
