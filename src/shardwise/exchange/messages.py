@@ -88,31 +88,27 @@ def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[S
     part = plan.for_owner(owner)
     here = places_of(plan.source, owner, source)
     there = places_of(plan.target, owner, target)
-    copies, stages = part.copies, dict[tuple[int, int], Stage]()
-    edges = [*np.flatnonzero(heads(copies.step, copies.round)).tolist(), len(copies)]
-    for start, stop in pairwise(edges):
-        some = copies[start:stop]
-        step, round_ = int(some.step[0]), int(some.round[0])
+    stages = dict[tuple[int, int], Stage]()
+    for step, round_, copies in part.copies.stages():
         reducing = plan.reducing and step == 0
-        stages[step, round_] = _stage(some, owner, here if step == 0 else there, there, reducing=reducing)
+        stages[step, round_] = _stage(copies, owner, here if step == 0 else there, there, reducing=reducing)
     return Program(stages, part.fill, plan.reducing)
 
 
 def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reducing: bool) -> Stage:
-    sent = copies.take((copies.source == owner) & copies.remote)
-    received = copies.take((copies.target == owner) & copies.remote)
-    kept = copies.take(~copies.remote)
-    sends = _peer_cells(sent.boxes, sent.target, source)
-    receives = _peer_cells(received.boxes, received.source, None if reducing else target)
+    remote = copies.source != copies.target
+    received = np.flatnonzero(remote & (copies.target == owner))
+    sends = _peer_cells(copies.boxes, copies.target, np.flatnonzero(remote & (copies.source == owner)), source)
+    receives = _peer_cells(copies.boxes, copies.source, received, None if reducing else target)
     if reducing:
-        return Stage(sends, receives, (), _reductions(received, kept, source, target))
-    return Stage(sends, receives, _local(kept.boxes, source, target), ())
+        return Stage(sends, receives, (), _reductions(copies.take(received), copies.take(~remote), source, target))
+    return Stage(sends, receives, _local(copies.boxes.take(~remote), source, target), ())
 
 
-def _peer_cells(boxes: Boxes, peer: Ints, places: Places | None) -> tuple[PeerCells, ...]:
-    """The boxes for each peer: in a message of its own, and where they lie here (nowhere yet where they are terms)."""
-    order = np.argsort(peer, kind="stable")
-    peer, boxes = peer[order], boxes.take(order)
+def _peer_cells(boxes: Boxes, peer: Ints, rows: Ints, places: Places | None) -> tuple[PeerCells, ...]:
+    """Some boxes, for each peer: in a message of its own, and where they lie here (terms do not yet)."""
+    rows = rows[np.argsort(peer[rows], kind="stable")]
+    peer, boxes = peer[rows], boxes.take(rows)
     volumes, starts = boxes.volumes(), np.flatnonzero(heads(peer))
     totals = np.add.reduceat(volumes, starts).tolist() if len(starts) else []
     peers = peer[starts].tolist()
@@ -143,11 +139,11 @@ def across(
     copies = plan.for_owner(owner).copies
     step, round_ = key
     chosen = (copies.step == step) & (copies.round == round_) & (copies.source == peer) & (copies.target == owner)
-    boxes = copies.boxes.take(chosen)
     there = places_of(plan.source if step == 0 else plan.target, peer, theirs)
     if not ours:
-        return tuple(pair for cells in _peer_cells(boxes, ints([peer] * boxes.count), there) for pair in cells.pairs)
-    return _local(boxes, there, places_of(plan.target, owner, ours))
+        cells = _peer_cells(copies.boxes, copies.source, np.flatnonzero(chosen), there)
+        return tuple(pair for one in cells for pair in one.pairs)
+    return _local(copies.boxes.take(chosen), there, places_of(plan.target, owner, ours))
 
 
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:

@@ -148,9 +148,13 @@ class FreshSide:
 
 def check_side(what: str, memories: Mapping[str, Tensors], infos: Mapping[str, TensorInfo], me: int) -> None:
     """Refuse memory, by the name of its tensor, that is not what the layouts give this rank."""
+    layouts = {id(infos[name].layout): infos[name].layout for name in memories}  # few, however many tensors
+    shapes = {key: local_shapes(layout, me) for key, layout in layouts.items()}
     check_local(
-        ExpectedMemory(f"{name!r} of the {what}", memory, local_shapes(infos[name].layout, me), infos[name].dtype)
-        for name, memory in memories.items()
+        [
+            ExpectedMemory(f"{name!r} of the {what}", memory, shapes[id(infos[name].layout)], infos[name].dtype)
+            for name, memory in memories.items()
+        ]
     )
 
 

@@ -88,6 +88,6 @@ def _shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def _memory() -> SharedTensors:
     if sys.platform != "linux":
         raise ExchangeError("shared memory between ranks needs Linux")
-    from shardwise.transports.this_process import this_process
+    from shardwise.transports.segments import this_process
 
     return this_process.shared_tensors

@@ -28,8 +28,7 @@ from shardwise.transports.guarded_group import CauseError
 from shardwise.transports.local_peers import LocalPeers
 from shardwise.transports.message_location import LocatedTensors, MessageLocation
 from shardwise.transports.process_group import GroupMessages, GroupTransport
-from shardwise.transports.segments import SharedMemoryError, SharedSegment, SharedStaging
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import SharedMemoryError, SharedSegment, SharedStaging, this_process
 from shardwise.transports.unix_packets import (
     FAILED,
     Packet,
