@@ -1,4 +1,4 @@
-"""Comparisons: the contents of two checkpoints (verify), and the paths of their names."""
+"""Comparisons: the contents of two checkpoints (verify)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Progress, check_progress, shown
 from shardwise.job.remap import Remap
 from shardwise.quoting import brief, in_line
-from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, spelled
+from shardwise.state.traverse import OBJ_PATH, Key, Place
 
 SUGGESTIONS = 8  # missing names for which a similar one is searched
 PATH_STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # the container that a key leads into
-Paths = Mapping[str, OBJ_PATH]
 
 
 @dataclass(frozen=True)
@@ -194,30 +193,7 @@ def _around(boxes: Boxes, numbers: Ints) -> Box:
     return Box(lo, tuple(start + int(side.max()) + 1 for start, side in zip(box.lo, sides, strict=True)))
 
 
-# --- names and paths of two sides ------------------------------------------------------------------------------------
-
-
-def names_there(paths: Paths, there: Checkpoint) -> dict[str, str]:
-    """The names that a checkpoint has for the leaves of these paths, if several leaves have one dotted name.
-
-    {"a.b": x, "a": {"b": y}} has two leaves called a.b. The name of one of them is its full path, which one depends on
-    the order of the dict. So names do not help there, but paths do. Few state dicts have such leaves.
-    """
-    shared = _shared(paths) | _shared(there.paths)
-    if not shared:
-        return {}
-    known = {_typed((name,)): name for name in shared if name not in there.paths}
-    known |= {_typed(path): name for name, path in there.paths.items() if dotted(path) in shared}
-    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if dotted(path) in shared}
-
-
-def _shared(paths: Paths) -> set[str]:
-    """The dotted names of several leaves."""
-    return {dotted(path) for name, path in paths.items() if ":" in name and dotted(path) != name}
-
-
-def _typed(path: OBJ_PATH) -> tuple[tuple[type, object], ...]:
-    return tuple((type(key), key) for key in path)
+# --- paths of two sides ------------------------------------------------------------------------------------
 
 
 def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:

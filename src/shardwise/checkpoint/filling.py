@@ -20,7 +20,6 @@ from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.progress import Count, Progress, shown
 from shardwise.job.remap import Link
-from shardwise.job.session import group_transport
 from shardwise.job.side import LiveSide
 from shardwise.layout import Layout
 
@@ -123,7 +122,8 @@ def fill_once(
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
         return ModelPlan.of(prepared.links(), sources, prepared.targets, max_bytes=options.max_bytes), prepared
 
-    transport = group_transport(callers.group)
+    transport = callers.transport
+    assert transport is not None, "one rank alone fills its own part"
     plan, prepared = agree_on(transport, "load", make)
     job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
     source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)

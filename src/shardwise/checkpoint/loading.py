@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.comparing import compare_streams, names_there
+from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.filling import FillOptions, Prepared, fill_each, fill_once
@@ -23,6 +23,7 @@ from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeate
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor
 from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
+from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Overflow, check_overflow, refusal
 from shardwise.job.agree import Callers
@@ -33,8 +34,7 @@ from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
-from shardwise.job.ties import Ties, tied, ties_of
-from shardwise.state.traverse import FLATTEN_MAPPING, flatten_state_dict, set_element
+from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
 
 T = TypeVar("T")
 Read = Literal["each", "once"]
@@ -147,11 +147,34 @@ def _target(
         into, rename, remap = module.state, module.rename, module.remap
     leaves, nested = flatten_state_dict(into)
     refuse_modules(leaves)
-    names = names_there(nested, checkpoint)
+    names = _names_there(nested, checkpoint)
     flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
     paths = {names.get(name, name): path for name, path in nested.items()}
     fresh = _replacements(flat)
     return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap)
+
+
+def _names_there(paths: Mapping[str, OBJ_PATH], there: Checkpoint) -> dict[str, str]:
+    """The names that a checkpoint has for the leaves of these paths, if several leaves have one dotted name.
+
+    {"a.b": x, "a": {"b": y}} has two leaves called a.b. The name of one of them is its full path, which one depends on
+    the order of the dict. So names do not help there, but paths do. Few state dicts have such leaves.
+    """
+    shared = _shared(paths) | _shared(there.paths)
+    if not shared:
+        return {}
+    known = {_typed((name,)): name for name in shared if name not in there.paths}
+    known |= {_typed(path): name for name, path in there.paths.items() if dotted(path) in shared}
+    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if dotted(path) in shared}
+
+
+def _shared(paths: Mapping[str, OBJ_PATH]) -> set[str]:
+    """The dotted names of several leaves."""
+    return {dotted(path) for name, path in paths.items() if ":" in name and dotted(path) != name}
+
+
+def _typed(path: OBJ_PATH) -> tuple[tuple[type, object], ...]:
+    return tuple((type(key), key) for key in path)
 
 
 def _describe(
@@ -228,7 +251,7 @@ def _streams(
     for name in sources:
         if infos[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
-    check_casts(checkpoint, sources, infos, lambda change: cast.check(change, checkpoint, infos))
+    check_casts(checkpoint, sources, infos, partial(cast.check, sources=checkpoint, targets=infos))
     return {name: Stream(name, infos[name].shape, infos[name].dtype, some) for name, some in sources.items()}
 
 

@@ -112,16 +112,19 @@ class LocalFiles(Files):
 
     def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> Tensors:
         """As views of the mapped files."""
-        return [self._element_view(file, window, dtype) for file, window in windows]
+        stops = [window.offset + window.reach * dtype.itemsize for _, window in windows]
+        return [
+            self._element_view(file, window, stop, dtype) for (file, window), stop in zip(windows, stops, strict=True)
+        ]
 
-    def _element_view(self, file: str, window: Window, dtype: torch.dtype) -> torch.Tensor:
+    def _element_view(self, file: str, window: Window, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """The elements up to byte `stop`."""
         data, tensors = self._map(file)
-        source = ByteRange.of(file, window, dtype.itemsize)
-        if source.start < 0 or source.stop > len(data):
-            self.check(source)
-        first, skip = divmod(source.start, dtype.itemsize)
+        if window.offset < 0 or stop > len(data):
+            self.check(ByteRange(file, window.offset, stop))
+        first, skip = divmod(window.offset, dtype.itemsize)
         if skip and dtype.itemsize == 16:
-            return elements(data, source.start, dtype, window.shape, window.strides)
+            return elements(data, window.offset, dtype, window.shape, window.strides)
         whole = tensors.get((dtype, skip))
         if whole is None:
             count = (len(data) - skip) // dtype.itemsize

@@ -23,6 +23,7 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor, lists_chunks, memory_of
 from shardwise.containers.sharded import is_sharded
+from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
 from shardwise.geometry import Box, Boxes, Strides, Window
@@ -30,7 +31,6 @@ from shardwise.job.agree import Callers
 from shardwise.job.plan import TensorInfo
 from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
-from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from mmap import MAP_PRIVATE, mmap
 from typing import IO, TypeVar
@@ -83,7 +84,7 @@ class Stream:
     def losses(self, chunk: int = CHUNK) -> Losses:
         """What the cast loses of all cells; nothing is read where it can lose nothing."""
         losses = Losses()
-        for part in self._parts(self.whole, chunk) if self.may_overflow else ():
+        for part, _ in self._parts(self.whole, chunk) if self.may_overflow else ():
             for entry, sources, _ in self._copies(part):
                 if may_overflow(entry.dtype, self.dtype):
                     losses.look(repr(self.name), entry.views(sources), self.dtype)
@@ -111,18 +112,17 @@ class Stream:
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same buffer for its cells."""
-        buffer = _buffer(min(self._cells(chunk), box.volume), self.dtype)
-        for part in self._parts(box, chunk):
-            yield part, buffer[: int(part.volumes().sum())]
+        buffer = None
+        for part, cells in self._parts(box, chunk):
+            buffer = _buffer(cells, self.dtype) if buffer is None else buffer  # the first is the largest
+            yield part, buffer[:cells]
 
-    def _parts(self, box: Box, chunk: int) -> Iterator[Boxes]:
-        cells = self._cells(chunk)
-        for start in range(0, box.volume, cells):
-            stop = min(start + cells, box.volume)
-            yield cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))[1]
-
-    def _cells(self, chunk: int) -> int:
-        return max(1, chunk // self.dtype.itemsize)
+    def _parts(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, int]]:
+        """With the number of cells in each."""
+        volume, cells, whole = box.volume, max(1, chunk // self.dtype.itemsize), Boxes.of([box], len(self.shape))
+        for start in range(0, volume, cells):
+            stop = min(start + cells, volume)
+            yield cut(whole, ints([start]), ints([stop]))[1], stop - start
 
 
 def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -155,7 +155,7 @@ def streams_of(
     _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
     _check_used(opened, "cast=", casts.unused(targets), targets)
     streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
-    check_casts(opened, sources, streams, lambda change: _check_cast(change, opened, casts))
+    check_casts(opened, sources, streams, partial(_check_cast, opened=opened, casts=casts))
     for stream in streams.values():
         stream.check()
     return streams
@@ -207,7 +207,7 @@ def check_casts(
     """Refuse casts that `check` refuses."""
     named = [(name, entry) for name, several in sources.items() for _, entry in several]
     try:
-        check_changes((Change(entry.name, name, entry.dtype, targets[name].dtype) for name, entry in named), check)
+        check_changes([Change(entry.name, name, entry.dtype, targets[name].dtype) for name, entry in named], check)
     except ValueError as error:
         raise RefusedCastError(f"{opened.path}: {error}") from error
 
