@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Proposal
-from shardwise.job.session import SerialQueue, group_transport
+from shardwise.job.session import group_transport
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
@@ -113,7 +113,7 @@ def tell_all(
         exchange.finish()
         return transport.all_gather(message)
 
-    messages = SerialQueue.of(transport).run(tell)
+    messages = transport.queue.run(tell)
     assert kept_and_shared is not None, "or all have raised"
     kept, shared = kept_and_shared
     values = {one: shared if one == message else pickle.loads(one) for one in set(messages)}  # most ranks send the same

@@ -13,7 +13,6 @@ from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import ModelPlan, TensorInfo
-from shardwise.job.session import SerialQueue
 from shardwise.job.side import Side
 from shardwise.job.subtensor import Subtensor, subtensor_views
 from shardwise.job.verify import verify as verify_moves
@@ -50,10 +49,6 @@ class Job:
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
         self._writing = False  # into the target: from when all have agreed on the first bucket
-
-    @cached_property
-    def _queue(self) -> SerialQueue:
-        return SerialQueue.of(self.transport)
 
     @cached_property
     def losses(self) -> Losses:
@@ -221,7 +216,7 @@ class Job:
             all_moves += moves if verify else ()
         if exchange is not None:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
-            self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
+            self.transport.queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
         source.sent(range(len(self.plan.links)) if verify else before)
         self.deliver(lambda: target.filled(self._filled_by[-1] if self._filled_by else ()))
 
@@ -244,9 +239,9 @@ class Job:
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         views = self._views_of(bucket, moves) if keep else None
         exchange = self.exchange(bucket, moves, Proposal(fields, error=error), fresh=fresh, views=views)
-        exchange.start(alone=self._queue.idle)
+        exchange.start(alone=self.transport.queue.idle)
         try:
-            self._queue.run(exchange.finish)
+            self.transport.queue.run(exchange.finish)
         finally:
             self._writing |= exchange.writing
         return exchange

@@ -23,7 +23,7 @@ from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.casts import check_dtype
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo, single
-from shardwise.job.session import SerialQueue, check_owners
+from shardwise.job.session import check_owners
 from shardwise.layout import Layout, local_shapes
 from shardwise.planning import Plan
 from shardwise.tensor.output import Shapes, memory_for
@@ -88,7 +88,6 @@ class Call:
         self.transport, self.source, self.options, self.operation = transport, source, options, operation
         self._target, self._out = target, out
         self._exchange: Exchange | None = None
-        self._queue = SerialQueue.of(transport)
 
     @property
     def plan(self) -> Plan:
@@ -100,16 +99,16 @@ class Call:
         known = self.source.facts()
         self._exchange = self._make_exchange(known, frozenset(FACTS).difference(known))
         with self._noting():
-            self._exchange.start(alone=alone and self._queue.idle)
+            self._exchange.start(alone=alone and self.transport.queue.idle)
         return self
 
     def run(self) -> Call:
         """Carry it out and wait for it."""
-        return self._queue.run(self._finish)
+        return self.transport.queue.run(self._finish)
 
     def submit(self) -> Future[Call]:
         """Carry it out beside the caller, after the calls that were submitted before."""
-        return self._queue.submit(self._finish)
+        return self.transport.queue.submit(self._finish)
 
     def _finish(self) -> Call:
         assert self._exchange is not None, "start first"

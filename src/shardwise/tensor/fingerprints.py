@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.containers.container import Sharded
 from shardwise.exchange import Exchange, Proposal
 from shardwise.exchange.messages import Tensors
-from shardwise.job.session import SerialQueue, transport_for
+from shardwise.job.session import transport_for
 from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread_evenly, sums
 from shardwise.layout import Layout
 from shardwise.planning import plan
@@ -37,7 +37,7 @@ def fingerprint(x: Sharded | None, *, group: dist.ProcessGroup | None = None) ->
     fields = {name: known.get(name, "unknown") for name in FIELDS}
     proposal = Proposal({"operation": "fingerprint", **fields}, frozenset(FIELDS).difference(known), source.error)
     exchange = Exchange(transport, proposal).start()
-    return SerialQueue.of(transport).run(lambda: _fingerprint(transport, source, exchange))
+    return transport.queue.run(lambda: _fingerprint(transport, source, exchange))
 
 
 def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) -> str:
