@@ -19,8 +19,8 @@ from shardwise.checkpoint.streams import (
     Stream,
     check_jobs,
     check_losses,
-    chosen,
-    ordered,
+    map_in_order,
+    selector,
     stream_of,
     streams_of,
 )
@@ -29,7 +29,7 @@ from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
-from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import Remap
 from shardwise.quoting import brief, in_line
 from shardwise.state.traverse import OBJ_PATH, Key, Place
@@ -86,7 +86,7 @@ def verify(
         differences += _absent(other, streams, one.path)
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
     differences += compare_streams(pairs, jobs=jobs, progress=progress)
-    differences += _structure(one, other, [*pairs, *filter(chosen(one, select), one.objects)])
+    differences += _structure(one, other, [*pairs, *filter(selector(one, select), one.objects)])
     return differences + _values(one, other, select, objects)
 
 
@@ -130,7 +130,7 @@ def uncompared(
 
 def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, object], dict[str, object]]:
     """The selected values of both."""
-    mine = {name: one.objects[name] for name in filter(chosen(one, select), one.objects)}
+    mine = {name: one.objects[name] for name in filter(selector(one, select), one.objects)}
     return mine, {name: value for name, value in other.objects.items() if select is None or name in mine}
 
 
@@ -149,8 +149,8 @@ def compare_streams(
 ) -> list[Difference]:
     """The differences, in the order of the names."""
     total, done, differences = sum(a.size for a, _ in pairs.values()), 0, list[Difference]()
-    with shown(progress, total, "verify", here=True) as tell:
-        for name, difference in ordered(pairs, lambda name: _difference(name, *pairs[name], chunk), jobs):
+    with reporter(progress, total, "verify", here=True) as tell:
+        for name, difference in map_in_order(pairs, lambda name: _difference(name, *pairs[name], chunk), jobs):
             differences += [difference] if difference is not None else []
             done += pairs[name][0].size
             if tell is not None:

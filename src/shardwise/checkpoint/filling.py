@@ -18,7 +18,7 @@ from shardwise.exchange.overflow import Losses, Lost
 from shardwise.job.agree import Callers, agree_on
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo
-from shardwise.job.progress import Count, Progress, shown
+from shardwise.job.progress import Count, Progress, reporter
 from shardwise.job.remap import Link
 from shardwise.job.side import LiveSide
 from shardwise.layout import Layout
@@ -88,13 +88,13 @@ def _fill_part(
     delivered = {name for name, tensor in prepared.targets.items() if tensor.delivered}
     todo = readings(name for name in prepared.streams if name not in delivered)
     total = sum(reading.bytes for reading in todo) + sum(prepared.streams[name].size for name in delivered)
-    with shown(options.progress, total, "load", here=callers.first) as tell:
+    with reporter(options.progress, total, "load", here=callers.first) as tell:
         count = Count(tell, total)
         read_into(todo, count.add)
         for names in target.deliveries():  # one after the other: each needs memory
             read_into(readings(names), count.add)
             target.filled(names)
-    return prepared, losses.listed()
+    return prepared, losses.per_tensor()
 
 
 def _reading(
@@ -127,11 +127,11 @@ def fill_once(
     plan, prepared = agree_on(transport, "load", make)
     job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
     source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)
-    with shown(options.progress, job.total, "load", here=callers.first) as tell:
+    with reporter(options.progress, job.total, "load", here=callers.first) as tell:
         check = partial(_check, target, plan.targets, callers.me)
         job.run(source, target, check=check, fresh=False, progress=tell)
     # no rank returns while another still reads: the caller may delete the files
-    _, by_rank = callers.tell(lambda: (None, job.losses.listed()))
+    _, by_rank = callers.tell(lambda: (None, job.losses.per_tensor()))
     losses = Losses()
     for lost in chain.from_iterable(by_rank.values()):
         losses.add(lost)  # each value was read by one rank

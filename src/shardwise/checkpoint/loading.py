@@ -19,7 +19,7 @@ from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
+from shardwise.checkpoint.streams import Stream, by_target, check_casts, duplicates
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor
 from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
@@ -82,8 +82,8 @@ def load(
     with torch.no_grad():
         prepared, losses = (fill_once if once else fill_each)(callers, target.flat, prepare, options.filling())
     with callers.refusals():
-        if losses.listed():
-            raise RefusedCastError(refusal(losses.listed(), "All tensors of the target were written"))
+        if losses.per_tensor():
+            raise RefusedCastError(refusal(losses.per_tensor(), "All tensors of the target were written"))
     for name, value in {**prepared.others, **_filled(target.replacements, prepared.linked)}.items():
         set_element(target.state_dict, target.paths[name], value)
     if target.module is not None:
@@ -214,12 +214,12 @@ def _prepare(
 
 def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Tensors with memory that replace those on the meta device, by name. Tied names get one tensor."""
-    made, replacements = dict[Hashable, torch.Tensor](), dict[str, torch.Tensor]()
+    by_memory, replacements = dict[Hashable, torch.Tensor](), dict[str, torch.Tensor]()
     for name, value in flat.items():
         if isinstance(value, torch.Tensor) and is_meta(value):
             local, spec = local_of(value)
             key = storage_of(local), local.storage_offset(), local.shape, local.stride(), local.dtype, spec
-            replacements[name] = made[key] if key in made else made.setdefault(key, with_memory(value))
+            replacements[name] = by_memory[key] if key in by_memory else by_memory.setdefault(key, with_memory(value))
     return replacements
 
 
@@ -265,7 +265,7 @@ def _first_of_tied(
     checkpoint: Checkpoint, streams: Mapping[str, Stream], ties: Mapping[str, str], *, check: bool
 ) -> dict[str, Stream]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
-    again = repeated({name: ties.get(name, name) for name in streams})
+    again = duplicates({name: ties.get(name, name) for name in streams})
     for name, one in again.items() if check else ():
         same = streams[one].same_bytes(streams[name])
         differences = compare_streams({name: (streams[one], streams[name])}) if not same else []

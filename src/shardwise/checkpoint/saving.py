@@ -58,7 +58,7 @@ def save(
     with a warning. `durable`: wait until the data is on disk.
     """
     callers = Callers("save", group)
-    flat, paths, tensors, ties, differing = _described(callers, state_dict, format, path)
+    flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)
     layouts = _layouts(tensors, differing)
     layouts |= {name: layouts[one] for name, one in ties.items()}
     others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
@@ -139,7 +139,7 @@ def _claim(
     return next(iter(tokens.values())), mine
 
 
-def _described(
+def _describe(
     callers: Callers, state_dict: StateDict, format: str, path: PathLike
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
     """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""

@@ -143,7 +143,7 @@ def streams_of(
 ) -> dict[str, Stream]:
     """The tensors by their new names. Patterns that match nothing are refused."""
     remap, casts = list(remap), Casts.of(cast)
-    shapes = {name: opened[name].shape for name in filter(chosen(opened, select), opened)}
+    shapes = {name: opened[name].shape for name in filter(selector(opened, select), opened)}
     if not shapes and len(opened):
         _check_used(opened, "select=", _patterns(select), opened)
     targets = shapes_after(shapes, rename=rename, remap=remap)
@@ -161,7 +161,7 @@ def streams_of(
     return streams
 
 
-def chosen(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
+def selector(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
     """A function that is True for the selected names of a checkpoint."""
     if select is None:
         return lambda name: True
@@ -223,16 +223,20 @@ def check_losses(
     """The values that casts lose; refused, unless `overflow` allows it. Other tensors are not read."""
     check_overflow(overflow)
     watched = [stream for stream in streams.values() if stream.may_overflow]
-    lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
+    lost = [
+        one
+        for _, losses in map_in_order(watched, lambda stream: stream.losses(chunk), jobs)
+        for one in losses.per_tensor()
+    ]
     if lost and overflow == "refuse":
         raise RefusedCastError(refusal(lost, outcome))
     return tuple(lost)
 
 
-def repeated(keys: Mapping[str, Hashable]) -> dict[str, str]:
+def duplicates(keys: Mapping[str, Hashable]) -> dict[str, str]:
     """The names whose key an earlier name has, with that name.
 
-    >>> repeated({"a": 1, "b": 2, "c": 1})
+    >>> duplicates({"a": 1, "b": 2, "c": 1})
     {'c': 'a'}
     """
     first = dict[Hashable, str]()
@@ -245,7 +249,7 @@ def check_jobs(jobs: int) -> None:
         raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
 
 
-def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
+def map_in_order(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
     """The results of `work` on every item, by several threads, in the order of the items."""
     if jobs <= 1:
         yield from ((item, work(item)) for item in items)

@@ -277,10 +277,10 @@ class Exchange:
                 return []
             tensors += source[part.move]
         kind = self.device.type
-        alike = all(
+        readable = all(
             t.dtype == part.dtype and t.device.type == kind for part in message.parts for t in source[part.move]
         )
-        return tensors if alike else []
+        return tensors if readable else []
 
     def _reduce(self, round_: Round, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""

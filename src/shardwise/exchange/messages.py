@@ -138,12 +138,12 @@ def across(
     peer, owner = ends
     copies = plan.for_owner(owner).copies
     step, round_ = key
-    chosen = (copies.step == step) & (copies.round == round_) & (copies.source == peer) & (copies.target == owner)
+    rows = (copies.step == step) & (copies.round == round_) & (copies.source == peer) & (copies.target == owner)
     there = places_of(plan.source if step == 0 else plan.target, peer, theirs)
     if not ours:
-        cells = _peer_cells(copies.boxes, copies.source, np.flatnonzero(chosen), there)
+        cells = _peer_cells(copies.boxes, copies.source, np.flatnonzero(rows), there)
         return tuple(pair for one in cells for pair in one.pairs)
-    return _local(copies.boxes.take(chosen), there, places_of(plan.target, owner, ours))
+    return _local(copies.boxes.take(rows), there, places_of(plan.target, owner, ours))
 
 
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
@@ -151,20 +151,20 @@ def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
     return tuple(map(Pair, read.windows(), written.windows()))
 
 
-def _reductions(received: Copies, kept: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
+def _reductions(received: Copies, local: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
     """For every box its terms in order, cut where it spans several pieces of ours."""
     if not len(received):
         return ()
-    box = _numbers(Boxes.concat([received.boxes, kept.boxes]))
-    received_box, kept_box = box[: len(received)], box[len(received) :]
-    terms = int(max(received.term.max(), kept.term.max(initial=0))) + 1
+    box = _numbers(Boxes.concat([received.boxes, local.boxes]))
+    received_box, local_box = box[: len(received)], box[len(received) :]
+    terms = int(max(received.term.max(), local.term.max(initial=0))) + 1
     arrived = np.full((int(box.max()) + 1, terms), -1)
     arrived[received_box, received.term] = np.arange(len(received))
     messages = _in_messages(received)
-    apart = np.flatnonzero((received.term == 0) & ~np.isin(received_box, kept_box))  # boxes with no term of our own
-    part_of, own = source.within(kept.boxes)
+    apart = np.flatnonzero((received.term == 0) & ~np.isin(received_box, local_box))  # boxes with no term of our own
+    part_of, own = source.within(local.boxes)
     read = Places.concat([own, messages.take(apart)])
-    read_box = np.concatenate([kept_box[part_of], received_box[apart]])
+    read_box = np.concatenate([local_box[part_of], received_box[apart]])
     number, written = target.within(read.boxes)
     columns = list[list[Term]]()
     for term in range(terms):

@@ -49,15 +49,15 @@ def agree_on(
     """
 
     def say() -> tuple[tuple[M, K], str]:
-        made = make()
-        return made, made[0].fingerprint
+        both = make()
+        return both, both[0].fingerprint
 
-    (made, own), prints = tell_all(transport, operation, say, same)
+    (common, own), prints = tell_all(transport, operation, say, same)
     if len(set(prints.values())) > 1:  # find the difference, for the error
-        _, contents = tell_all(transport, operation, lambda: (None, made.contents()))
+        _, contents = tell_all(transport, operation, lambda: (None, common.contents()))
         with refusals(operation):
             _differ(contents)
-    return made, own
+    return common, own
 
 
 def _differ(by_rank: Mapping[int, dict[str, object]]) -> None:
@@ -98,13 +98,13 @@ def tell_all(
     the `same` values. Without a transport, this process is the only rank.
     """
     if transport is None:
-        kept, shared = say()
-        return kept, {job_rank(): shared}
+        own, shared = say()
+        return own, {job_rank(): shared}
     message, error = b"", None
-    kept_and_shared: tuple[K, S] | None = None
+    both: tuple[K, S] | None = None
     try:
-        kept_and_shared = say()
-        message = pickle.dumps(kept_and_shared[1])
+        both = say()
+        message = pickle.dumps(both[1])
     except Exception as failure:  # raised after the other ranks know of it
         error = failure
     exchange = Exchange(transport, Proposal({"operation": operation, **(same or {})}, error=error)).start()
@@ -114,10 +114,10 @@ def tell_all(
         return transport.all_gather(message)
 
     messages = transport.queue.run(tell)
-    assert kept_and_shared is not None, "or all have raised"
-    kept, shared = kept_and_shared
+    assert both is not None, "or all have raised"
+    own, shared = both
     values = {one: shared if one == message else pickle.loads(one) for one in set(messages)}  # most ranks send the same
-    return kept, {owner: values[one] for owner, one in zip(transport.owners, messages, strict=True)}
+    return own, {owner: values[one] for owner, one in zip(transport.owners, messages, strict=True)}
 
 
 @contextmanager

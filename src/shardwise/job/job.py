@@ -113,7 +113,7 @@ class Job:
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
             tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)
             losses.look(self._shown(link.target), tensors, theirs.dtype)
-        refuse_loss(losses.listed())
+        refuse_loss(losses.per_tensor())
 
     def exchange(
         self,

@@ -17,7 +17,7 @@ from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
-from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import Link
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
@@ -64,7 +64,7 @@ def reshard_state_dict(
     (bytes done, bytes in total), or "bar".
     """
     over = group_transport(group)
-    flat, paths, sources = _described(state_dict, over)
+    flat, paths, sources = _describe(state_dict, over)
 
     def make() -> tuple[ModelPlan, dict[str, Container]]:
         check_progress(progress)
@@ -85,13 +85,13 @@ def reshard_state_dict(
             source.look(made)
 
     first = over.me == over.owners[0]
-    with over.budget(), torch.no_grad(), shown(progress, job.total, "reshard", here=first) as tell:
+    with over.budget(), torch.no_grad(), reporter(progress, job.total, "reshard", here=first) as tell:
         job.run(source, target, check=check, verify=verify, progress=tell)
     moved = {name: containers[name].assemble(containers[name].from_local(target.memory(name))) for name in made.targets}
     return unflatten_state_dict({name: moved.get(name, flat.get(name)) for name in paths}, paths)
 
 
-def _described(
+def _describe(
     state_dict: StateDict | None, transport: GroupTransport
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo]]:
     """This rank's flat state dict and the paths of its names, and the descriptions of all ranks' tensors."""

@@ -38,27 +38,27 @@ def memory_for(
             "out= cannot be written while autograd follows the source: on the ranks that hold it, "
             "call under torch.no_grad() or pass x.detach()"
         )
-    given = _given(out, target, transport)
-    found = [(tuple(t.shape), t.dtype) for t in given]
-    if given and not shapes:
+    tensors = _tensors_of(out, target, transport)
+    kinds = [(tuple(t.shape), t.dtype) for t in tensors]
+    if tensors and not shapes:
         raise ExchangeError(f"rank {me} holds nothing of the target: pass out=None there")
-    if found != [(shape, dtype) for shape in shapes]:
+    if kinds != [(shape, dtype) for shape in shapes]:
         raise ExchangeError(
-            f"out= must have tensors of shapes {list(shapes)} and {dtype} on rank {me}, but has {found}"
+            f"out= must have tensors of shapes {list(shapes)} and {dtype} on rank {me}, but has {kinds}"
         )
-    _check_out(given, source)
-    return given
+    _check_out(tensors, source)
+    return tensors
 
 
-def _given(out: Any, target: Container, transport: GroupTransport) -> Tensors:
+def _tensors_of(out: Any, target: Container, transport: GroupTransport) -> Tensors:
     if is_sharded(out):
         container = on_transport(container_of(out), transport)
         if container.layout != target.layout:
             raise ExchangeError(f"out= lies as {container.layout!r}, but the target is {target.layout!r}")
-        taken = container.disassemble(out)
-        for tensor in taken:
+        parts = container.disassemble(out)
+        for tensor in parts:
             _check_leaf(tensor)
-        tensors = container.local(taken)
+        tensors = container.local(parts)
     else:
         tensors = list(out) if isinstance(out, list | tuple) else [out]
     for tensor in tensors:

@@ -213,7 +213,7 @@ def gather(
     if not fits and overflow == "refuse":
         losses = Losses()
         losses.look(SINGLE, [whole], out.dtype)
-        refuse_loss(losses.listed())
+        refuse_loss(losses.per_tensor())
     return out if fits else out.copy_(whole)
 
 
@@ -248,13 +248,13 @@ class Reshard(torch.autograd.Function):
         """Gradients of the target, moved to where those of the source belong."""
         dtype, mine = ctx.facts.dtype, grads if ctx.holds else ()
         becomes = ctx.options.dtype or dtype
-        given = Source.by(ctx.target.gradient_of(mine), mine, becomes)
+        gradient = Source.by(ctx.target.gradient_of(mine), mine, becomes)
         source = ctx.source or OwnContainer(ctx.facts.source)
         # gradients that overflow are inf, as torch's own are: those who scale losses look for it
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
         # a rank that holds nothing of the source cannot know what arrives at the others
-        arrived = given.container if all(owner in source.layout for owner in ctx.transport.owners) else None
+        arrived = gradient.container if all(owner in source.layout for owner in ctx.transport.owners) else None
         operation = "backward of a reshard"
-        call = Call(ctx.transport, given, lambda _: source.gradient(arrived), options, operation=operation)
+        call = Call(ctx.transport, gradient, lambda _: source.gradient(arrived), options, operation=operation)
         moved, _ = with_autograd(call.start().run())
         return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

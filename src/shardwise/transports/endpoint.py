@@ -162,9 +162,9 @@ class Endpoint:
         """The one object of this type that belongs to the transport, made at first use."""
         if kind not in self._resources:
             self._resources[kind] = make()
-        kept = self._resources[kind]
-        assert isinstance(kept, kind), "made by another function"
-        return kept
+        resource = self._resources[kind]
+        assert isinstance(resource, kind), "made by another function"
+        return resource
 
     def budget(self) -> AbstractContextManager[None]:
         """By default a transport has no timeout."""
@@ -221,11 +221,11 @@ class Endpoint:
 
     def release(self) -> int:
         """Give back staging and the views of repeated exchanges; the number of bytes of staging."""
-        kept = self.staging.bytes
+        size = self.staging.bytes
         self.staging.release()
         for views in list(self.views):
             views.release()
-        return kept
+        return size
 
 
 class MessageRound:

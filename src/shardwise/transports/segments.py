@@ -189,18 +189,18 @@ class SharedStaging:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[SharedSegment, torch.Tensor] | None = None
+        self._current: tuple[SharedSegment, torch.Tensor] | None = None
         self._read, self._lock = True, RLock()
 
     def take(self, size: int) -> tuple[SharedSegment, torch.Tensor]:
         """A segment of at least that many bytes. What was packed before is overwritten."""
         with self._lock:
-            if self._kept is None or self._kept[0].size < size:
+            if self._current is None or self._current[0].size < size:
                 self.give_back()  # before a larger one is allocated
                 segment = SharedSegment.allocate(size)
-                self._kept = segment, segment.mapped()
+                self._current = segment, segment.mapped()
             self._read = False
-            return self._kept
+            return self._current
 
     def mark_read(self) -> None:
         """All peers have read what was packed."""
@@ -209,20 +209,20 @@ class SharedStaging:
     def give_back(self) -> None:
         """Release the segment, and its pages at once if no peer reads it: peers unmap it only when they are told."""
         with self._lock:
-            if self._kept is not None and self._read:
-                give_back(self._kept[1])
+            if self._current is not None and self._read:
+                give_back(self._current[1])
             self.release()
 
     @property
     def bytes(self) -> int:
         """The size of the segment that is kept."""
-        kept = self._kept
-        return kept[0].size if kept else 0
+        current = self._current
+        return current[0].size if current else 0
 
     def release(self) -> None:
         """Pack into this segment no more; peers may still read it."""
         with self._lock:
-            self._kept, self._read = None, True
+            self._current, self._read = None, True
 
 
 SEGMENT, FREED = range(2)  # kinds of packets of transport 0: a segment, tagged by its number; numbers of freed segments

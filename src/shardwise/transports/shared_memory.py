@@ -81,11 +81,11 @@ class SharedMemoryTransport(GroupTransport):
 
     def release(self) -> int:
         """Give back the shared staging too, and unmap segments that peers have freed."""
-        kept = self.shared_staging.bytes
+        size = self.shared_staging.bytes
         self.shared_staging.give_back()
         if self.local_peers.addresses:
             this_process.peer_segments.tidy()
-        return kept + super().release()
+        return size + super().release()
 
     def check_choice(self, choice: object) -> None:
         """Every choice is possible if everybody is on this host."""
