@@ -23,6 +23,7 @@ from shardwise.containers.torch_sharded import (
     torchs_sharded,
 )
 from shardwise.errors import ExchangeError, LayoutError
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
 from shardwise.job.agree import together
@@ -100,17 +101,12 @@ class ShardedTensor(ShardedTensorBase):
         return cls.holding(container, [torch.empty(m.shard_sizes, device=device_of(m), **how) for m in container.mine])
 
     @classmethod
-    def holding(cls, container: SpecContainer, tensors: Sequence[torch.Tensor]) -> Self:
+    def holding(cls, container: SpecContainer, tensors: Tensors) -> Self:
         """One of that container with these tensors of this rank."""
-        first = tensors[0] if tensors else None
-        dtype = container.properties.dtype if first is None else first.dtype
-        return cls._wrapper(container.layout.shape, dtype, None if first is None else first.device)._become(
-            container, tensors
-        )
+        dtype, device = (tensors[0].dtype, tensors[0].device) if tensors else (container.properties.dtype, None)
+        return cls._wrapper(container.layout.shape, dtype, device)._become(container, tensors)
 
-    def _become(
-        self, container: SpecContainer, tensors: Sequence[torch.Tensor], stand_in: torch.Tensor | None = None
-    ) -> Self:
+    def _become(self, container: SpecContainer, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
         """Take over another container and its tensors."""
         known = vars(TensorProperties.create_from_tensor(tensors[0])) if tensors else {}
         self._container, self._stand_in = container.with_properties(**known).with_fields(everywhere=False), stand_in

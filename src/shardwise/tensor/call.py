@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class Options:
     transport: TransportChoice = "auto"
     overflow: Overflow = "refuse"
 
+    @cached_property
     def fields(self) -> dict[str, object]:
         """What all ranks must give alike, by the names of the keywords."""
         hosts = self.hosts
@@ -175,7 +177,7 @@ class Call:
 
     def _proposal(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Proposal:
         fields = {"operation": self.operation, **{name: facts[name] for name in FACTS}, "target": target}
-        return Proposal(fields | self.options.fields(), unknown)
+        return Proposal(fields | self.options.fields, unknown)
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Plans:
 
     def of(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
         """Checked and planned when it comes for the first time."""
-        key = facts, target, tuple((type(value), str(value)) for value in options.fields().values())
+        key = facts, target, tuple((type(value), str(value)) for value in options.fields.values())
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= MOST_PLANS:

@@ -14,7 +14,7 @@ from contextvars import copy_context
 from functools import cached_property
 from itertools import count
 from threading import Condition, Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 from zlib import crc32
 
@@ -28,19 +28,7 @@ from shardwise.exchange.transport import PeerBuffer, PostedMessages, PostedRound
 T = TypeVar("T")
 
 
-class Messages(Protocol):
-    """What can send messages: an end of a transport."""
-
-    me: int
-    owners: tuple[int, ...]
-    rows: dict[int, int]  # the number of each owner in `owners`
-
-    def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
-        """Post the receives, then the sends as the iterator yields them. Both sides know all sizes beforehand."""
-        ...
-
-
-def all_to_all(over: Messages, rows: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+def all_to_all(over: Endpoint, rows: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
     """Send row i to `owners[i]`; the function that is returned waits for the rows of all owners."""
     mine, result = over.rows[over.me], torch.empty_like(rows)
     result[mine] = rows[mine]
@@ -55,7 +43,7 @@ def all_to_all(over: Messages, rows: torch.Tensor, tag: int) -> Callable[[], tor
     return wait
 
 
-def all_reduce(over: Messages, numbers: torch.Tensor, op: ReduceOp, tag: int) -> torch.Tensor:
+def all_reduce(over: Endpoint, numbers: torch.Tensor, op: ReduceOp, tag: int) -> torch.Tensor:
     """By doubling: after step k an owner has the result of 2**k owners. Those past a power of two join in first."""
     me, count = over.rows[over.me], len(over.owners)
     most = 1 << (count.bit_length() - 1)
@@ -71,7 +59,7 @@ def all_reduce(over: Messages, numbers: torch.Tensor, op: ReduceOp, tag: int) ->
     return numbers
 
 
-def all_gather(over: Messages, value: T, tag: int, device: torch.device) -> list[T]:
+def all_gather(over: Endpoint, value: T, tag: int, device: torch.device) -> list[T]:
     """Everybody's values, pickled. Equal values are one object: they must not be changed.
 
     After step k an owner has the values of the next 2**k owners, so large groups need few messages too.
@@ -93,7 +81,7 @@ def wait_for(posted: PostedMessages) -> None:
 
 
 def _exchange_numbers(
-    over: Messages, row: int, tag: int, *, send: torch.Tensor | None = None, like: torch.Tensor | None = None
+    over: Endpoint, row: int, tag: int, *, send: torch.Tensor | None = None, like: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Send numbers to an owner, and receive as many as `like` has."""
     peer, result = over.owners[row], torch.empty(0) if like is None else torch.empty_like(like)
@@ -108,7 +96,7 @@ def _combine(a: torch.Tensor, b: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _pass_on(
-    over: Messages, pickles: list[bytes], target: int, source: int, tag: int, device: torch.device
+    over: Endpoint, pickles: list[bytes], target: int, source: int, tag: int, device: torch.device
 ) -> list[bytes]:
     """Send pickles to one owner and receive those of another: the size first, since only the sender knows it."""
     once = {text: text for text in pickles}  # pickle writes an object once, so equal values travel once
