@@ -202,31 +202,41 @@ def combine_descriptions(by_rank: Mapping[int, Descriptions | None], side: str) 
     return {name: tensor for name, tensor in infos.items() if tensor is not None}
 
 
+Present = Sequence[tuple[list[int], TensorDescription]]  # ranks, and what they all say of a tensor
+
+
 def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
     present = [(ranks, one) for ranks, one in descriptions if one is not None]
     if not present:
         return None
+    shape, dtype, device = (_same(what, field, present) for field in ("shape", "dtype", "device"))
+    delivered = any(one.delivered for _, one in present)
+    dtype = dtype or torch.get_default_dtype()
+    return TensorInfo(shape, dtype, _layout(what, shape, present), device or "cpu", delivered=delivered)
 
-    def same(field: str) -> Any:
-        values = [(ranks[0], value) for ranks, one in present if (value := getattr(one, field)) is not None]
-        for rank, value in values[1:]:
-            if value != values[0][1]:
-                there = f"{values[0][1]} on rank {values[0][0]}"
-                raise ValueError(f"{what} has {field} {there}, but {value} on rank {rank}")
-        return values[0][1] if values else None
 
-    shape, dtype, device = same("shape"), same("dtype") or torch.get_default_dtype(), same("device") or "cpu"
+def _same(what: str, field: str, present: Present) -> Any:
+    """A field of all descriptions; None if nobody knows it."""
+    values = [(ranks[0], value) for ranks, one in present if (value := getattr(one, field)) is not None]
+    for rank, value in values[1:]:
+        if value != values[0][1]:
+            there = f"{values[0][1]} on rank {values[0][0]}"
+            raise ValueError(f"{what} has {field} {there}, but {value} on rank {rank}")
+    return values[0][1] if values else None
+
+
+def _layout(what: str, shape: tuple[int, ...], present: Present) -> Layout:
+    """Over the ranks of all descriptions. Plain tensors are the same on every rank that has them."""
     plain = [ranks for ranks, one in present if one.layout is None]
     if len(plain) == len(present):
-        return TensorInfo(
-            shape, dtype, _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks))), device
-        )
+        return _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks)))
     if plain:
         raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
-    # usually one
     layouts = tuple({id(one.layout): one.layout for _, one in present if one.layout is not None}.values())
-    layout = layouts[0] if len(layouts) == 1 else _join(tuple(dict.fromkeys(layouts))) or same("layout")
-    return TensorInfo(shape, dtype, layout, device, delivered=any(one.delivered for _, one in present))
+    if len(layouts) == 1:  # as usual
+        return layouts[0]
+    layout: Layout = _join(tuple(dict.fromkeys(layouts))) or _same(what, "layout", present)
+    return layout
 
 
 @lru_cache(maxsize=4096)
