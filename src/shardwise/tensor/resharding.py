@@ -142,9 +142,10 @@ def start_call(
 def result_of(call: Call, out: Output = None) -> tuple[Any, torch.Tensor | None]:
     """The user's result, and a stand-in for backward on a rank that gets nothing."""
     tensors, stand_in = with_autograd(call)
-    if out is not None:
-        for tensor in call.move.target:  # autograd does not see what is received
-            increment_version(tensor)
+    if out is None:
+        return call.target.assemble(tensors), stand_in
+    for tensor in call.move.target:  # autograd does not see what is received
+        increment_version(tensor)
     return (out if is_sharded(out) else call.target.assemble(tensors)), stand_in
 
 
