@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.callers import Callers
+from shardwise.job.agree import Callers
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves

@@ -32,9 +32,9 @@ from shardwise.checkpoint.streams import (
     Stream,
     check_jobs,
     check_losses,
-    chosen,
-    ordered,
-    repeated,
+    duplicates,
+    map_in_order,
+    selector,
     stream_of,
     streams_of,
 )
@@ -44,7 +44,7 @@ from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
-from shardwise.job.progress import Count, Progress, check_progress, shown
+from shardwise.job.progress import Count, Progress, check_progress, reporter
 from shardwise.job.remap import Remap
 from shardwise.layout import Layout
 from shardwise.planning import size
@@ -167,7 +167,7 @@ def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequ
 def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
     """The selected values other than tensors, without those of unknown classes unless objects='carry'."""
     check_objects(objects)
-    values = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
+    values = {key: opened.objects[key] for key in filter(selector(opened, select), opened.objects)}
     lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
         raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
@@ -203,7 +203,7 @@ def _write_files(
 ) -> dict[int, object]:
     """Write all files. Returns what the writer reports of each."""
     total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
-    with shown(progress, total, "convert", here=True) as tell:
+    with reporter(progress, total, "convert", here=True) as tell:
         count = Count(tell, total)
         parts = _parts(streams, contents, chunk, count)
 
@@ -213,7 +213,7 @@ def _write_files(
                 count.add(sum(part.bytes for part in parts[owner]))
             return file
 
-        return dict(ordered(owners, write, jobs))
+        return dict(map_in_order(owners, write, jobs))
 
 
 def _chunk(max_bytes: int, jobs: int) -> int:
@@ -285,7 +285,7 @@ def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
     """Tied names, each with the earlier name of the same bytes and layout."""
     shared = {name: stream for name, stream in streams.items() if stream.origin is not None and stream.size}
     layouts = {name: rules and rules.layout(name, stream.shape) for name, stream in shared.items()}
-    return repeated({name: (stream.origin, layouts[name]) for name, stream in shared.items()})
+    return duplicates({name: (stream.origin, layouts[name]) for name, stream in shared.items()})
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:

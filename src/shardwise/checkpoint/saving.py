@@ -17,19 +17,20 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, write_tensor
-from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor, lists_chunks, memory_of
 from shardwise.containers.sharded import is_sharded
+from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
 from shardwise.geometry import Box, Boxes, Strides, Window
+from shardwise.job.agree import Callers
 from shardwise.job.plan import TensorInfo
+from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
-from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
@@ -57,7 +58,7 @@ def save(
     with a warning. `durable`: wait until the data is on disk.
     """
     callers = Callers("save", group)
-    flat, paths, tensors, ties, differing = _described(callers, state_dict, format, path)
+    flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)
     layouts = _layouts(tensors, differing)
     layouts |= {name: layouts[one] for name, one in ties.items()}
     others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
@@ -138,7 +139,7 @@ def _claim(
     return next(iter(tokens.values())), mine
 
 
-def _described(
+def _describe(
     callers: Callers, state_dict: StateDict, format: str, path: PathLike
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
     """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""
@@ -175,7 +176,7 @@ def _all_tensors(
     descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
     refuse_several_jobs(descriptions, callers.transport)
     tensors = combine_descriptions(descriptions, "state dict")
-    callers.check(tensors)
+    check_owners(callers.owners, {f"{name!r} of the state dict,": one.layout for name, one in tensors.items()})
     _check_whole(tensors)
     return tensors
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in, tensors_in
 from shardwise.checkpoint.rules import Rules, read_rules
-from shardwise.checkpoint.streams import Select, repeated
+from shardwise.checkpoint.streams import Select, duplicates
 from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
 from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
@@ -196,7 +196,7 @@ def summary(checkpoint: Checkpoint) -> str:
 def tied(checkpoint: Checkpoint) -> dict[str, str]:
     """The names whose tensors share the bytes of an earlier name, with that name."""
     shared = {name: entry for name, entry in checkpoint.items() if entry.shared is not None and entry.bytes}
-    return repeated({name: (entry.shared, entry.shape, entry.dtype) for name, entry in shared.items()})
+    return duplicates({name: (entry.shared, entry.shape, entry.dtype) for name, entry in shared.items()})
 
 
 def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:

@@ -14,11 +14,10 @@ from shardwise.containers.dtensor import is_dtensor
 from shardwise.containers.memory import chunks_in, is_chunked, local_of, whole_shape
 from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import LayoutError
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import job_rank
-
-Tensors = list[torch.Tensor]
 
 
 def memory_of(value: object, *, apart: bool = True) -> Tensors:

@@ -160,11 +160,11 @@ class ExpectedMemory(NamedTuple):
 def check_local(memories: Iterable[ExpectedMemory]) -> None:
     """Refuse memory that is not what the layout gives this rank."""
     for what, tensors, shapes, dtype in memories:
-        given = [(tuple(t.shape), t.dtype) for t in tensors]
+        kinds = [(tuple(t.shape), t.dtype) for t in tensors]
         if not tensors and all(0 in shape for shape in shapes):
             continue
-        if given != [(shape, dtype) for shape in shapes]:
-            raise ValueError(f"{what} should have {list(shapes)} of {dtype} on this rank, but has {given}")
+        if kinds != [(shape, dtype) for shape in shapes]:
+            raise ValueError(f"{what} should have {list(shapes)} of {dtype} on this rank, but has {kinds}")
         for one in tensors:
             check_memory(one, what)
             if one.is_conj() or one.is_neg():

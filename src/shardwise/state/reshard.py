@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.containers.container import Container
 from shardwise.containers.description import Descriptions, describe_all, is_tensor, memory_of
 from shardwise.containers.memory import storage_of
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
-from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import Link
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
@@ -63,7 +64,7 @@ def reshard_state_dict(
     (bytes done, bytes in total), or "bar".
     """
     over = group_transport(group)
-    flat, paths, sources = _described(state_dict, over)
+    flat, paths, sources = _describe(state_dict, over)
 
     def make() -> tuple[ModelPlan, dict[str, Container]]:
         check_progress(progress)
@@ -84,13 +85,13 @@ def reshard_state_dict(
             source.look(made)
 
     first = over.me == over.owners[0]
-    with over.budget(), torch.no_grad(), shown(progress, job.total, "reshard", here=first) as tell:
+    with over.budget(), torch.no_grad(), reporter(progress, job.total, "reshard", here=first) as tell:
         job.run(source, target, check=check, verify=verify, progress=tell)
     moved = {name: containers[name].assemble(containers[name].from_local(target.memory(name))) for name in made.targets}
     return unflatten_state_dict({name: moved.get(name, flat.get(name)) for name in paths}, paths)
 
 
-def _described(
+def _describe(
     state_dict: StateDict | None, transport: GroupTransport
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo]]:
     """This rank's flat state dict and the paths of its names, and the descriptions of all ranks' tensors."""
@@ -127,8 +128,8 @@ def _plan(
     hosts: HostsOption,
 ) -> ModelPlan:
     targets, named, casts = dict[str, TensorInfo](), set[str](), casts.among(containers)
-    check_owners(transport, {f"{name!r}, as it is,": sources[name].layout for name in containers})
-    check_owners(transport, {f"{name!r}, as it is to be,": one.layout for name, one in containers.items()})
+    check_owners(transport.owners, {f"{name!r}, as it is,": sources[name].layout for name in containers})
+    check_owners(transport.owners, {f"{name!r}, as it is to be,": one.layout for name, one in containers.items()})
     for name, container in containers.items():
         source = sources[name]
         request = casts.request(name, source.dtype) or CastRequest(source.dtype, named=False)
@@ -153,7 +154,7 @@ class FreedSide(LiveSide):
         """Record the last reader of every storage. Tensors that are not moved keep their memory."""
         self._plan = plan
         self._last = dict[int, int]()  # by storage, the last link that reads it
-        self._waiting = dict[int, list[torch.Tensor]]()  # sent tensors, by storage, until its last reader is done
+        self._waiting = dict[int, Tensors]()  # sent tensors, by storage, until its last reader is done
         for at, planned in enumerate(plan.links):
             for tensor in memory_of(self.values.get(planned.link.source), apart=False):
                 self._last[storage_of(tensor)] = at
@@ -173,7 +174,7 @@ class FreedSide(LiveSide):
                     _release(self._waiting.pop(storage))
 
 
-def _release(tensors: list[torch.Tensor]) -> None:
+def _release(tensors: Tensors) -> None:
     """Empty tensors that were sent, and release their storage unless other tensors use a part of it."""
     storage = tensors[0].untyped_storage()
     parts = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.is_contiguous()}

@@ -12,16 +12,17 @@ from torch.autograd.graph import increment_version
 
 from shardwise.containers.description import Descriptions, describe_all, tensors_in
 from shardwise.containers.memory import check_written, shared
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
-from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
-from shardwise.job.side import FreshSide, LiveSide, Tensors, combine_descriptions, refuse_several_jobs
+from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
@@ -61,7 +62,7 @@ class Resharder:
         transport: TransportChoice = "auto",
     ) -> None:
         self._verify, self._progress, self._transport = verify, progress, group_transport(group)
-        values, by_rank = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
+        values, by_rank = tell_all(self._transport, "Resharder", lambda: _describe(self._transport, source, target))
         with refusals("Resharder"):
             sources, targets = ({rank: both[side] for rank, both in by_rank.items()} for side in (0, 1))
             refuse_several_jobs(sources, self._transport)
@@ -92,7 +93,7 @@ class Resharder:
     def run(self) -> None:
         """Move the current values. Every rank of the group calls. All waits share one timeout, that of the group."""
         first = self._transport.me == self._transport.owners[0]
-        bar = shown(self._progress, self._job.total, "sync", here=first)
+        bar = reporter(self._progress, self._job.total, "sync", here=first)
         with self._transport.budget(), torch.no_grad(), bar as progress:
             if self._verify:
                 self._run_verified(progress)
@@ -161,7 +162,7 @@ Infos = dict[str, TensorInfo]
 Values = tuple[Mapping[str, object], Mapping[str, object]]
 
 
-def _described(
+def _describe(
     transport: GroupTransport, source: StateDict | None, target: StateDict | None
 ) -> tuple[Values, tuple[Descriptions | None, Descriptions | None]]:
     """This rank's tensors of both sides, and their descriptions."""
@@ -181,7 +182,7 @@ def _plan(
     hosts: HostsOption,
 ) -> ModelPlan:
     for side, tensors in zip(("source", "target"), known, strict=True):
-        check_owners(transport, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
+        check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     sources, targets = known
     shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
     planned = links(*shapes, rename=rename, remap=remap, strict=strict)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
+from operator import sub
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -202,8 +203,8 @@ class StoredParts(NamedTuple):
         """The file, the end of the key, and the shape of a box."""
         part = self.known.get(row)
         if part is None:
-            box = self.stored.boxes.box(row)
-            part = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
+            lo, hi = (side[row].tolist() for side in self.stored.boxes)
+            part = self.known[row] = int(self.file[row]), key_of("", lo), tuple(map(sub, hi, lo))
         return part
 
 
