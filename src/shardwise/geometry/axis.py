@@ -39,17 +39,13 @@ class Spans(NamedTuple):
         [3, 6, 9, 10]
         """
         if len(self.part) == 1:  # as most are, and in a few steps
-            return self._chunk_one(count)
+            low, high, only = (int(values[0]) for values in self)
+            edges = _edges(low, high, -(-(high - low) // count))
+            return Spans(edges[:-1], edges[1:], np.arange(only * count, only * count + len(edges) - 1))
         first, length = self._offsets()
         size = -(-length // count)  # the ceil rule: trailing chunks are smaller or empty
         start, stop, part, chunk = self._cut(first, size)
         return Spans(start, stop, part * count + chunk)
-
-    def _chunk_one(self, count: int) -> Spans:
-        (start, stop, part) = (int(values[0]) for values in self)
-        size = max(-(-(stop - start) // count), 1)
-        edges = np.minimum(np.arange(start, stop + size, size), stop)
-        return Spans(edges[:-1], edges[1:], np.arange(part * count, part * count + len(edges) - 1))
 
     def strided(self, factor: int, count: int) -> Spans:
         """Every part cut into `factor` chunks, these into `count`; chunk i of each together is one part.
@@ -77,6 +73,10 @@ class Spans(NamedTuple):
         >>> Spans.whole(10).cyclic(2, count=2).part.tolist()
         [0, 1, 0, 1, 0]
         """
+        if len(self.part) == 1:
+            low, high, only = (int(values[0]) for values in self)
+            edges = _edges(low, high, block)
+            return Spans(edges[:-1], edges[1:], only * count + np.arange(len(edges) - 1) % count)
         first, length = self._offsets()
         start, stop, part, nth = self._cut(first, np.full_like(length, block))
         return Spans(start, stop, part * count + nth % count)
@@ -115,6 +115,12 @@ class Spans(NamedTuple):
         offset = np.empty_like(size)
         offset[order] = running(size[order], self.part[order])
         return offset, totals(size, self.part, int(self.part.max(initial=-1)) + 1)
+
+
+def _edges(start: int, stop: int, size: int) -> Ints:
+    """Where blocks of a size begin and end in an interval."""
+    size = max(size, 1)
+    return np.minimum(np.arange(start, stop + size, size), stop)
 
 
 @dataclass(frozen=True, eq=False)

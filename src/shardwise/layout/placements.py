@@ -166,7 +166,7 @@ class Experts:
     ranks: Sequence[int | Sequence[int]]
 
     def __post_init__(self) -> None:
-        rows = tuple(self.ranks) if isinstance(self.ranks, Iterable) and not isinstance(self.ranks, str) else ()
+        rows = _several(self.ranks)
         if not rows:
             raise LayoutError(f"experts need a rank, or a list of ranks, for each expert, not {brief(self.ranks)}")
         object.__setattr__(self, "ranks", tuple(_ranks_of(row, expert) for expert, row in enumerate(rows)))
@@ -329,10 +329,15 @@ def _listed(text: str | None, between: str = ",") -> tuple[int, ...]:
     return tuple(map(int, text.split(between))) if text else ()
 
 
+def _several(given: object) -> list[object] | None:
+    """The items of a sequence; None for a single value."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+
+
 def _ranks_of(given: object, expert: int) -> tuple[int, ...]:
     """The ranks of an expert, rising."""
-    several = isinstance(given, Iterable) and not isinstance(given, str)
-    ranks = _numbers(given if several else [given], f"the ranks of expert {expert}")
+    several = _several(given)
+    ranks = _numbers([given] if several is None else several, f"the ranks of expert {expert}")
     if not ranks or len(set(ranks)) < len(ranks):
         raise LayoutError(f"expert {expert} needs one rank, or several different ones, not {brief(given)}")
     return tuple(sorted(ranks))
