@@ -19,7 +19,7 @@ from shardwise.state.traverse import StateDict, flatten_state_dict
 def remapped(state_dict: StateDict, callers: Callers, rename: Rename, remap: Sequence[Remap]) -> StateDict:
     """The tensors under their new names; other values as they are. Without `remap`, they are the same tensors."""
     if not remap:
-        return _renamed(state_dict, rename)
+        return callers.tell(lambda: (_renamed(state_dict, rename), None))[0]
     if callers.alone:
         return _alone(state_dict, rename, remap)
 
