@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise import Resharder, checkpoint, reshard_state_dict
 from shardwise.errors import CheckpointError
-from shardwise.job import ties
+from shardwise.containers import ties
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled:UserWarning")
