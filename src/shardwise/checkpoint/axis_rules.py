@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import gcd
 from typing import Literal
 
@@ -176,10 +177,14 @@ class Owners:
         >>> Owners(Expression("expert % ep")).submesh(Mesh(ep=4, tp=2), "ep", Known({"expert": 7, "ep": 4}))
         Mesh(ep=1, tp=2, ranks=[[6, 7]])
         """
-        at = mesh.names.index(axis)
-        sizes = [1 if name == axis else size for name, size in zip(mesh.names, mesh.shape, strict=True)]
-        position = self.on(mesh.shape[at], known)
-        return Mesh.of(sizes, mesh.names, ranks=mesh.ranks.take([position], axis=at))
+        return _at_position(mesh, axis, self.on(mesh.shape[mesh.names.index(axis)], known))
+
+
+@lru_cache(maxsize=4096)
+def _at_position(mesh: Mesh, axis: str, position: int) -> Mesh:
+    """The ranks at one position of an axis."""
+    sizes = [1 if name == axis else size for name, size in zip(mesh.names, mesh.shape, strict=True)]
+    return Mesh.of(sizes, mesh.names, ranks=mesh.ranks.take([position], axis=mesh.names.index(axis)))
 
 
 AxisRule = WholeHeads | Segments | Owners

@@ -252,10 +252,18 @@ class Rules:
         >>> print(read_rules("llama").with_mesh(tp=4).layout("model.embed_tokens.weight", (32000, 4096)))
         32000x4096/S0@tp=4
         """
-        rule, known = self.placed(name)
-        with at(f"{rule.where}: {name!r}"):
-            self.facts.check_shape(name, shape, known)
-            return rule.layout(shape, self.known_mesh(), known)
+        key = name, tuple(shape)
+        if key not in self._layouts:
+            rule, known = self.placed(name)
+            with at(f"{rule.where}: {name!r}"):
+                self.facts.check_shape(name, shape, known)
+                self._layouts[key] = rule.layout(shape, self.known_mesh(), known)
+        return self._layouts[key]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[str, tuple[int, ...]], Layout]:
+        """Layouts so far: a conversion asks for each several times."""
+        return {}
 
     def check(self, shapes: Shapes, *, whole: bool = True) -> None:
         """Refuse tensors that the rules or the config.json contradict. `whole`: they are all tensors of the model.

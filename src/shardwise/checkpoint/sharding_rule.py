@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from shardwise.checkpoint.axis_rules import Known, Owners, Segments, WholeHeads, Word, check_experts
 from shardwise.checkpoint.expressions import Expression
@@ -19,7 +20,7 @@ FIELD = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)  # a number in a name: {expe
 DIGITS = re.compile("[0-9]{1,18}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardingRule:
     """Where tensors lie whose names match one of `patterns`. `where`: the file and the rule, for messages."""
 
@@ -43,15 +44,18 @@ class ShardingRule:
 
     def on(self, mesh: Mesh) -> tuple[Word, ...]:
         """What it says of every axis of a mesh."""
+        return _on(self, mesh).words
+
+    def _on(self, mesh: Mesh) -> RuleOnMesh:
         with at(self.where):
-            words = self._words(mesh)
-            if (axis := self._owner_axis(mesh)) is not None:
+            words, axis = self._words(mesh), self._owner_axis(mesh)
+            if axis is not None:
                 number = mesh.names.index(axis)
                 if not isinstance(words[number], Replicate):
                     raise LayoutError(f"owners and placements both speak of axis {axis!r}: one of them must not")
                 if self.owners is not None and self.owners.dim is not None:
                     words[number] = self.owners
-            return tuple(words)
+            return RuleOnMesh(tuple(words), axis)
 
     def _words(self, mesh: Mesh) -> list[Word]:
         """Without owners. Axes that the rule does not name replicate."""
@@ -96,7 +100,7 @@ class ShardingRule:
 
     def check(self, mesh: Mesh, known: Known, experts: Expression | None = None) -> None:
         """Refuse a mesh that would cut heads, or has more ranks for experts than there are."""
-        words, axis = self.on(mesh), self._owner_axis(mesh)
+        words, axis = _on(self, mesh)
         with at(f"{self.where}: {mesh}"):
             if axis is not None and experts is not None and not experts.names - known.numbers.keys():
                 check_experts(known.count(experts, "the number of experts"), mesh, axis, known.explained(experts))
@@ -106,8 +110,8 @@ class ShardingRule:
 
     def placements(self, mesh: Mesh, known: Known) -> tuple[Placement, ...] | None:
         """The placement on every axis, if it is the same for all shapes."""
-        words = self.on(mesh)
-        if self._owner_axis(mesh) is not None or any(isinstance(word, Segments) for word in words):
+        words, axis = _on(self, mesh)
+        if axis is not None or any(isinstance(word, Segments) for word in words):
             return None
         return tuple(
             word.for_any_shape(ranks_of(word, words, mesh), known) if isinstance(word, WholeHeads) else word
@@ -121,20 +125,38 @@ class ShardingRule:
 
     def submesh(self, mesh: Mesh, known: Known) -> Mesh:
         """The part of a mesh that has the tensor."""
-        axis = self._owner_axis(mesh)
+        axis = _on(self, mesh).owner_axis
         if self.owners is None or self.owners.dim is not None or axis is None:
             return mesh
         return self.owners.submesh(mesh, axis, known)
 
 
+class RuleOnMesh(NamedTuple):
+    """What a rule says of every axis of a mesh, and the axis of its owners."""
+
+    words: tuple[Word, ...]
+    owner_axis: str | None
+
+
+@lru_cache(maxsize=1024)
+def _on(rule: ShardingRule, mesh: Mesh) -> RuleOnMesh:
+    return rule._on(mesh)
+
+
 def layout_on(shape: Sequence[int], mesh: Mesh, words: Sequence[Word], known: Known) -> Layout:
     """The layout of a tensor of that shape, by what rules say of every axis of the mesh."""
-    placements = [
+    placements = tuple(
         word.placement(tuple(shape), ranks_of(word, words, mesh), known)
         if isinstance(word, WholeHeads | Segments | Owners)
         else word
         for word in words
-    ]
+    )
+    return _on_mesh(tuple(shape), mesh, placements)
+
+
+@lru_cache(maxsize=4096)
+def _on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    """Cached: a model has many tensors of few kinds."""
     return Layout.on_mesh(shape, mesh, placements)
 
 
