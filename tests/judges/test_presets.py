@@ -197,6 +197,29 @@ def test_attention_and_mlp_of_all_ranks_add_up(tmp_path, name, computed, tp):
         torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+def test_attention_and_mlp_of_transposed_weights_add_up(tmp_path, tp):
+    model, parts, hidden = made("gpt2", tmp_path), Parts(tmp_path, tp), torch.randn(2, 12, 64)
+    attention = mlp = 0
+    for rank in range(tp):
+        w = {
+            x: parts(f"transformer.h.0.{x}.weight", rank)
+            for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        }
+        b = {x: parts(f"transformer.h.0.{x}.bias", rank) for x in w}
+        qkv = (hidden @ w["attn.c_attn"] + b["attn.c_attn"]).chunk(3, dim=-1)
+        heads = (x.view(2, 12, -1, 8).transpose(1, 2) for x in qkv)
+        found = scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        attention += found @ w["attn.c_proj"] + (b["attn.c_proj"] if rank == 0 else 0)
+        features = model.transformer.h[0].mlp.act(hidden @ w["mlp.c_fc"] + b["mlp.c_fc"])
+        mlp += features @ w["mlp.c_proj"] + (b["mlp.c_proj"] if rank == 0 else 0)
+    block = model.transformer.h[0]
+    with torch.no_grad():
+        expected = block.attn(hidden, attention_mask=torch.full((12, 12), -torch.inf).triu(1)[None, None])[0]
+        torch.testing.assert_close(mlp, block.mlp(hidden), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(attention, expected, rtol=1e-4, atol=1e-4)
+
+
 INTERLEAVED = {  # rows of query_key_value: heads or groups, and what each is made of
     "gpt_neox": ("gpt_neox.layers.0.attention", 8, 3),
     "bloom": ("transformer.h.0.self_attention", 8, 3),
@@ -230,5 +253,5 @@ def test_gate_and_up_of_interleaved_experts_match_the_rows_of_down(tmp_path):
     with torch.no_grad():
         for expert in range(8):
             chosen, weights = torch.full((5, 1), expert), torch.ones(5, 1)
-            expected = experts(hidden[0], router_indices=chosen, routing_weights=weights)
+            expected = experts(hidden[0], chosen, weights)
             torch.testing.assert_close(total[expert], expected.view(5, 64), rtol=1e-4, atol=1e-4)
