@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise import Layout, LayoutError, Mesh, checkpoint
 from shardwise.checkpoint import Rules, read_rules
@@ -390,6 +392,47 @@ def test_experts_on_an_axis_of_their_own():
     alone = Rules.of(config, Mesh(ep=4))
     assert alone.layout(name, (64, 48)) == Layout.replicated((64, 48), [2])
     assert alone.layout(Q, (64, 64)) == Layout.replicated((64, 64), 4)
+
+
+def heads_of(layout, rank, head_dim):
+    """The heads along dim 0 that a rank has, in the order of its buffer."""
+    pieces = sorted(layout.pieces(rank), key=lambda piece: piece.offset)
+    rows = [row for piece in pieces for row in range(piece.box.lo[0], piece.box.hi[0])]
+    assert [row % head_dim for row in rows] == list(range(head_dim)) * (len(rows) // head_dim), "a head is cut"
+    return [row // head_dim for row in rows[::head_dim]]
+
+
+@given(
+    kv=st.integers(1, 6),
+    group=st.integers(1, 6),
+    head_dim=st.integers(1, 3),
+    tp=st.integers(1, 24),
+    name=st.sampled_from(["llama", "phi3"]),
+)
+def test_every_head_of_q_is_with_its_head_of_k_and_v_or_the_mesh_is_refused(kv, group, head_dim, tp, name):
+    heads = kv * group
+    config = {"model_type": name, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim}
+    possible = heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    if not possible:
+        with pytest.raises(LayoutError, match=rf"{tp} ranks cut \d+ heads"):
+            Rules.of(config, {"tp": tp})
+        return
+    rules = Rules.of(config, {"tp": tp})
+    for rank in range(tp):
+        if name == "llama":
+            q, k = (heads_of(rules.layout(x, (n * head_dim, 1)), rank, head_dim) for x, n in ((Q, heads), (K, kv)))
+            v = k
+        else:
+            layout = rules.layout(f"{LAYER}.self_attn.qkv_proj.weight", ((heads + 2 * kv) * head_dim, 1))
+            every = heads_of(layout, rank, head_dim)
+            q, k = (
+                [n - first for n in every if first <= n < last] for first, last in ((0, heads), (heads, heads + kv))
+            )
+            v = [n - heads - kv for n in every if n >= heads + kv]
+            assert every == [*q, *(n + heads for n in k), *(n + heads + kv for n in v)]
+        assert q == list(range(rank * heads // tp, (rank + 1) * heads // tp))
+        assert [k[at * len(k) // len(q)] for at in range(len(q))] == [head // group for head in q]
+        assert k == v
 
 
 # --- without a config ------------------------------------------------------------------------------------------------

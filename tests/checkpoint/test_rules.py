@@ -4,9 +4,11 @@ from math import prod
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise import Layout, LayoutError, Mesh, Replicate, Shard, StridedShard
+from shardwise import Box, Layout, LayoutError, Mesh, Replicate, Shard, StridedShard
 from shardwise.checkpoint.rules import read_rules
 from shardwise.errors import CheckpointError
 from shardwise.layout import Experts, Fused, Heads
@@ -314,6 +316,18 @@ def test_stacked_experts_lie_where_the_expression_says():
         ruled(rule, {"ep": 2, "tp": 2}).layout("experts", (70000, 4))
     with pytest.raises(LayoutError, match="no dim 0 in a 0-d tensor"):
         ruled(rule, {"ep": 2, "tp": 2}).layout("experts", ())
+
+
+@given(ep=st.integers(1, 5), count=st.integers(1, 12), step=st.integers(0, 7), first=st.integers(0, 7))
+def test_experts_in_one_tensor_and_in_many_are_on_the_same_ranks(ep, count, step, first):
+    owners = f"(expert * {step} + {first}) % ep"
+    named, stacked = ({"name": "*.{expert}", "owners": owners}, {"name": "*", "owners": owners, "dim": 1})
+    rules = read_rules({"mesh": {"ep": ep, "tp": 2}, "rule": [named, stacked]})
+    layout = rules.layout("all", (3, count))
+    for expert in range(count):
+        position = (expert * step + first) % ep
+        assert rules.layout(f"one.{expert}", (3,)).owners() == (2 * position, 2 * position + 1)
+        assert layout.owners(Box((0, expert), (3, expert + 1))) == (2 * position, 2 * position + 1)
 
 
 def test_experts_move_by_one_resharder():
