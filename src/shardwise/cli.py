@@ -41,6 +41,7 @@ SHELL = {  # options as errors of the library name them, and as the shell does
     r"\boverflow='allow'": "--allow-overflow",
     r"\bobjects='(\w+)'": r"--objects \1",
     r"\bformat='([\w.]+)'": r"--format \1",
+    r"\brules='([\w./-]+)'": r"--rules \1",
     r"\brules=": "--rules",
     r"\bsource_rules=": "--source-rules",
 }
@@ -115,7 +116,8 @@ def plan(
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
 RulesFile = Annotated[
-    str | None, typer.Option(help="Rules (TOML, or llama, mistral, mixtral, qwen) of per-rank files.")
+    str | None,
+    typer.Option(help="Rules of per-rank files: auto (by config.json), a model such as llama, or a TOML file."),
 ]
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
@@ -189,7 +191,11 @@ def convert(
         str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
     ] = None,
     rules: Annotated[
-        str | None, typer.Option(help="How to shard what is written: TOML, or llama, mistral, mixtral, qwen.")
+        str | None,
+        typer.Option(
+            help="How to shard what is written: auto (by the config.json beside the weights), a model such as llama, "
+            "gemma or gpt2, the path of a config.json, or a TOML file."
+        ),
     ] = None,
     mesh: MeshSizes = None,
     source_rules: RulesFile = None,

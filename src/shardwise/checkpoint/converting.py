@@ -19,13 +19,13 @@ from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
-from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
+from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
+from shardwise.checkpoint.rules import Rules, RulesSource, rules_for
 from shardwise.checkpoint.streams import (
     CHUNK,
     Select,
@@ -51,7 +51,6 @@ from shardwise.planning import size
 from shardwise.quoting import brief
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-CONFIG = "config.json"  # of the model, beside its weights
 WRITERS: dict[str, type[Writer]] = {
     "safetensors": SafetensorsWriter,
     "sharded": ShardedWriter,
@@ -103,9 +102,11 @@ def convert(
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    sharding = None if rules is None else _for_model(read_rules(rules), opened)
+    sharding = None if rules is None else rules_for(rules, opened.files)
     streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
     streams = {key: stream for key, stream in streams.items() if sharding is None or not sharding.skips(key)}
+    if sharding is not None:
+        sharding.check({key: stream.shape for key, stream in streams.items()}, whole=select is None)
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
@@ -239,13 +240,6 @@ def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, Outpu
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
         return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
     return chosen_format, OutputFolder(path, durable=durable), None
-
-
-def _for_model(rules: Rules, source: Checkpoint) -> Rules:
-    """With the config.json beside the weights, where there is one: it knows the number of heads."""
-    if not rules.needs_config or rules.config is not None or not source.files.has(CONFIG):
-        return rules
-    return rules.with_config(parse_json(source.files.read(CONFIG), source.files.label(CONFIG)))
 
 
 def _layouts(
