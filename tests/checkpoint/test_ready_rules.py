@@ -462,12 +462,12 @@ def test_ready_rules_refuse_what_they_do_not_know(ready):
 
 def test_numbers_that_rules_need_are_asked_for():
     with pytest.raises(
-        LayoutError, match=r"needs the number 'num_attention_heads': no config\.json was given.*Rules\.of"
+        LayoutError, match=r"the number 'num_attention_heads' is needed: no config\.json was given.*Rules\.of"
     ):
         read_rules("phi3").with_mesh(tp=2).layout(f"{LAYER}.self_attn.qkv_proj.weight", (96, 64))
-    with pytest.raises(LayoutError, match=r"needs the number 'new_decoder_architecture'"):
+    with pytest.raises(LayoutError, match=r"the number 'new_decoder_architecture' is needed"):
         read_rules("falcon").with_mesh(tp=2).layout(f"{H}.self_attention.query_key_value.weight", (96, 64))
-    with pytest.raises(LayoutError, match=r"needs the number 'num_attention_heads': it is not in config\.json"):
+    with pytest.raises(LayoutError, match=r"the number 'num_attention_heads' is needed: it is not in config\.json"):
         Rules.of({"model_type": "llama"}, {"tp": 2}).layout(Q, (64, 64))
 
 
@@ -550,5 +550,9 @@ def test_automatic_rules_need_a_config(saved):
     (saved / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         checkpoint.convert(saved, saved / "out", format="sharded", rules=auto)
+    with pytest.raises(LayoutError, match=r"the mesh must be a Mesh or a mapping such as \{'tp': 4\}, not 'tp=2'"):
+        Rules.of(llama(), "tp=2")
+    with pytest.raises(LayoutError, match=r"config must be the path of a folder or config\.json, or a mapping, not 3"):
+        Rules.of(3)
     with pytest.raises(LayoutError, match="must be a mapping, not 3"):
         read_rules("auto").with_config(3)

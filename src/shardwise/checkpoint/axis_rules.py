@@ -35,7 +35,8 @@ class Known:
         missing = sorted(expression.names - self.numbers.keys())
         if missing:
             why = "it is not in config.json" if self.config else f"no config.json was given. {REMEDY}"
-            raise LayoutError(f"{expression.text!r} needs the number {missing[0]!r}: {why}")
+            what = "" if expression.text == missing[0] else f" for {expression.text!r}"
+            raise LayoutError(f"the number {missing[0]!r} is needed{what}: {why}")
         return expression.value(self.numbers)
 
     def count(self, expression: Expression, what: str) -> int:
