@@ -427,6 +427,9 @@ def test_an_output_layer_that_is_not_tied_must_be_there():
     with pytest.raises(LayoutError, match=r"no tensor matches '\*head', but config\.json says .*tie_word_embeddings"):
         untied.check({"w": (3,)})
     untied.check({"w": (3,)}, whole=False)
+    rules.with_config({"tie_word_embeddings": False, "architectures": ["LlamaModel"]}).check({"w": (3,)})
+    with pytest.raises(LayoutError, match="tie_word_embeddings"):
+        rules.with_config({"tie_word_embeddings": False, "architectures": ["GPT2LMHeadModel"]}).check({"w": (3,)})
 
 
 def test_rules_add_to_built_in_ones():
