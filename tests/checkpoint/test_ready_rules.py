@@ -326,7 +326,7 @@ def test_a_mesh_that_contradicts_the_config_is_refused_at_once():
         Rules.of(llama(num_attention_heads=12, num_key_value_heads=6), {"tp": 4})
     with pytest.raises(LayoutError, match=r"16 ranks cut 8 heads"):
         Rules.of(MODELS["Phi-3"][0], {"tp": 16})
-    with pytest.raises(LayoutError, match=r"8 ranks cut 4 heads \(intermediate_size // 32 = 4\)"):
+    with pytest.raises(LayoutError, match=r"8 ranks cut 4 blocks \(intermediate_size // 32 = 4\)"):
         Rules.of(MODELS["gpt-oss"][0], {"tp": 8})
     Rules.of({**MODELS["gpt-oss"][0], "quantization_config": None}, {"tp": 8})
     for model, number in (("gpt-oss", "num_local_experts"), ("Qwen3-MoE", "num_experts")):
@@ -374,6 +374,54 @@ def test_experts_that_the_config_does_not_have_are_refused():
         Rules.of(config, {"tp": 2}).check({name: shape for name, shape in shapes.items() if ".3.w1." not in name})
     with pytest.raises(LayoutError, match="number 4 is too many"):
         Rules.of(config, {"tp": 2}).check(shapes | {f"{LAYER}.block_sparse_moe.experts.4.w1.weight": (48, 64)})
+
+
+DEEPSEEK = {  # the real one, in fp8
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_shared_experts": 1,
+    "quantization_config": {"weight_block_size": [128, 128]},
+}
+BLOCKS = {
+    "model.layers.0.mlp.down_proj": (7168, 18432),
+    "model.layers.0.mlp.up_proj": (18432, 7168),
+    "model.layers.3.self_attn.q_a_proj": (1536, 7168),
+    "model.layers.3.self_attn.q_b_proj": (24576, 1536),
+    "model.layers.3.self_attn.kv_a_proj_with_mqa": (576, 7168),
+    "model.layers.3.self_attn.kv_b_proj": (32768, 512),
+    "model.layers.3.self_attn.o_proj": (7168, 16384),
+    "model.layers.3.mlp.experts.255.gate_proj": (2048, 7168),
+    "model.layers.3.mlp.experts.0.down_proj": (7168, 2048),
+    "model.layers.3.mlp.shared_experts.up_proj": (2048, 7168),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scales_lie_with_their_blocks_of_codes(name):
+    rules, shape = Rules.of(DEEPSEEK, {"ep": 2, "tp": 8}), BLOCKS[name]
+    codes = rules.layout(f"{name}.weight", shape)
+    scales = rules.layout(f"{name}.weight_scale_inv", tuple(-(-size // 128) for size in shape))
+    assert codes.owners() == scales.owners()
+    for rank in codes.owners():
+        (one,), (other,) = codes.pieces(rank), scales.pieces(rank)
+        assert tuple(at // 128 for at in one.box.lo) == other.box.lo
+        assert tuple(-(-at // 128) for at in one.box.hi) == other.box.hi
+
+
+def test_a_mesh_that_cuts_blocks_of_scales_is_refused():
+    with pytest.raises(LayoutError, match=r"32 ranks cut 144 blocks \(intermediate_size // 128 = 144\)"):
+        Rules.of(DEEPSEEK, {"tp": 32})
 
 
 def test_a_padded_vocabulary_fits():
@@ -462,12 +510,12 @@ def test_ready_rules_refuse_what_they_do_not_know(ready):
 
 def test_numbers_that_rules_need_are_asked_for():
     with pytest.raises(
-        LayoutError, match=r"needs the number 'num_attention_heads': no config\.json was given.*Rules\.of"
+        LayoutError, match=r"the number 'num_attention_heads' is needed: no config\.json was given.*Rules\.of"
     ):
         read_rules("phi3").with_mesh(tp=2).layout(f"{LAYER}.self_attn.qkv_proj.weight", (96, 64))
-    with pytest.raises(LayoutError, match=r"needs the number 'new_decoder_architecture'"):
+    with pytest.raises(LayoutError, match=r"the number 'new_decoder_architecture' is needed"):
         read_rules("falcon").with_mesh(tp=2).layout(f"{H}.self_attention.query_key_value.weight", (96, 64))
-    with pytest.raises(LayoutError, match=r"needs the number 'num_attention_heads': it is not in config\.json"):
+    with pytest.raises(LayoutError, match=r"the number 'num_attention_heads' is needed: it is not in config\.json"):
         Rules.of({"model_type": "llama"}, {"tp": 2}).layout(Q, (64, 64))
 
 
@@ -550,5 +598,9 @@ def test_automatic_rules_need_a_config(saved):
     (saved / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         checkpoint.convert(saved, saved / "out", format="sharded", rules=auto)
+    with pytest.raises(LayoutError, match=r"the mesh must be a Mesh or a mapping such as \{'tp': 4\}, not 'tp=2'"):
+        Rules.of(llama(), "tp=2")
+    with pytest.raises(LayoutError, match=r"config must be the path of a folder or config\.json, or a mapping, not 3"):
+        Rules.of(3)
     with pytest.raises(LayoutError, match="must be a mapping, not 3"):
         read_rules("auto").with_config(3)

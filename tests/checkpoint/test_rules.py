@@ -289,9 +289,9 @@ def test_segments_by_heads_of_the_config():
             ruled(fused, {"tp": tp})
     with pytest.raises(LayoutError, match=r"50 cells of dim 0 cannot be cut into 12 heads of equal size: \[8, 2, 2\]"):
         ruled(fused, {"tp": 2}).layout("qkv", (50, 4))
-    with pytest.raises(LayoutError, match=r"needs the number 'num_attention_heads': no config\.json was given"):
+    with pytest.raises(LayoutError, match=r"the number 'num_attention_heads' is needed: no config\.json was given"):
         ruled(fused, {"tp": 2}, None).layout("qkv", (48, 4))
-    with pytest.raises(LayoutError, match=r"needs the number 'num_attention_heads': it is not in config\.json"):
+    with pytest.raises(LayoutError, match=r"the number 'num_attention_heads' is needed: it is not in config\.json"):
         ruled(fused, {"tp": 2}, {"name": "x"}).layout("qkv", (48, 4))
 
 
@@ -302,7 +302,7 @@ def test_an_expert_lies_at_one_position():
         assert rules.layout(f"a.{expert}.w", (8, 4)) == Layout.on_mesh((8, 4), submesh, "R,R,S0")
     with pytest.raises(LayoutError, match="its layout depends on its shape or number"):
         rules.placements("a.0.w")
-    with pytest.raises(LayoutError, match="'expert % ep' needs the number 'expert'"):
+    with pytest.raises(LayoutError, match="the number 'expert' is needed for 'expert % ep'"):
         rules.layout("w", (8, 4))
 
 
@@ -376,7 +376,7 @@ def test_rules_of_another_kind_of_model_are_passed_over():
     rules = read_rules(table).with_mesh(tp=2)
     assert not rules.with_config({"multi_query": False}).skips("w")
     assert rules.with_config({"multi_query": True}).skips("w")
-    with pytest.raises(LayoutError, match=r"rule 1 .*needs the number 'multi_query'"):
+    with pytest.raises(LayoutError, match=r"rule 1 .*the number 'multi_query' is needed for '1 - multi_query'"):
         rules.layout("w", (4,))
 
 
@@ -427,6 +427,9 @@ def test_an_output_layer_that_is_not_tied_must_be_there():
     with pytest.raises(LayoutError, match=r"no tensor matches '\*head', but config\.json says .*tie_word_embeddings"):
         untied.check({"w": (3,)})
     untied.check({"w": (3,)}, whole=False)
+    rules.with_config({"tie_word_embeddings": False, "architectures": ["LlamaModel"]}).check({"w": (3,)})
+    with pytest.raises(LayoutError, match="tie_word_embeddings"):
+        rules.with_config({"tie_word_embeddings": False, "architectures": ["GPT2LMHeadModel"]}).check({"w": (3,)})
 
 
 def test_rules_add_to_built_in_ones():

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import conv1d, pad, scaled_dot_product_attention, silu, softplus
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers_models import TOKENS
 
@@ -239,6 +239,30 @@ def test_a_rank_has_whole_groups_of_heads(tmp_path, name, tp):
         found = parts(f"{where}.query_key_value.weight", rank).view(-1, heads, 8, 64)
         first = rank * groups // tp
         torch.testing.assert_close(found, every[first : first + max(groups // tp, 1)], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_the_inner_channels_of_mamba_add_up(tmp_path, tp):
+    model, parts, hidden = made("mamba", tmp_path), Parts(tmp_path, tp), torch.randn(2, 5, 64)
+    mixer, where, outs = model.backbone.layers[0].mixer, "backbone.layers.0.mixer", []
+    names = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias")
+    ranks = [{x: parts(f"{where}.{x}", rank) for x in (*names, "A_log", "D", "out_proj.weight")} for rank in range(tp)]
+    for w in ranks:
+        x, w["gate"] = (hidden @ w["in_proj.weight"].T).chunk(2, dim=-1)
+        x = conv1d(pad(x.mT, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=x.shape[-1]).mT
+        w["x"] = silu(x)
+    sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    step, b, c = sum(w["x"] @ w["x_proj.weight"].T for w in ranks).split(sizes, dim=-1)  # all ranks need the sum
+    for w in ranks:
+        dt = softplus(step @ w["dt_proj.weight"].T + w["dt_proj.bias"])
+        state, seen = torch.zeros(2, dt.shape[-1], sizes[1]), []
+        for at in range(5):
+            decay = torch.exp(dt[:, at, :, None] * -torch.exp(w["A_log"]))
+            state = decay * state + (dt[:, at] * w["x"][:, at])[..., None] * b[:, at, None]
+            seen.append((state * c[:, at, None]).sum(-1))
+        outs.append(((torch.stack(seen, 1) + w["x"] * w["D"]) * silu(w["gate"])) @ w["out_proj.weight"].T)
+    with torch.no_grad():
+        torch.testing.assert_close(sum(outs), mixer(hidden), rtol=1e-3, atol=1e-3)
 
 
 def test_gate_and_up_of_interleaved_experts_match_the_rows_of_down(tmp_path):

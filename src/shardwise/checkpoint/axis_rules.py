@@ -35,7 +35,8 @@ class Known:
         missing = sorted(expression.names - self.numbers.keys())
         if missing:
             why = "it is not in config.json" if self.config else f"no config.json was given. {REMEDY}"
-            raise LayoutError(f"{expression.text!r} needs the number {missing[0]!r}: {why}")
+            what = "" if expression.text == missing[0] else f" for {expression.text!r}"
+            raise LayoutError(f"the number {missing[0]!r} is needed{what}: {why}")
         return expression.value(self.numbers)
 
     def count(self, expression: Expression, what: str) -> int:
@@ -202,4 +203,5 @@ def check_heads(count: int, ranks: int, repeat: bool, named: str) -> None:
     """Refuse ranks among which heads cannot be dealt out whole, each to one rank or to equally many."""
     if count % ranks and (ranks % count or not repeat):
         fits = f"a number of ranks that divides {count}" + f" or is a multiple of it (not {ranks})" * repeat
-        raise LayoutError(f"{ranks} ranks cut {count} heads ({named}): use {fits}")
+        what = "heads" if "head" in named else "blocks"  # of features, whose scales or pairs stay together
+        raise LayoutError(f"{ranks} ranks cut {count} {what} ({named}): use {fits}")

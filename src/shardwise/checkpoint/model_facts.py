@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from shardwise.checkpoint.expressions import LARGEST, Expression
 from shardwise.checkpoint.sharding_rule import numbered, numbers_in
 from shardwise.errors import LayoutError
 
+BARE = re.compile(r"\w*(?<!LMHead)Model")  # the class of a model without an output layer
 THESE = "is it the config.json of these weights?"
 
 
@@ -75,12 +77,18 @@ class ModelFacts:
         every = list(names)
         for pattern, count in self.counts.items():
             _check_count(pattern, known, count, every)
-        tied = {**config, **text_config(config)}.get("tie_word_embeddings")
-        if self.head is not None and tied is False and not any(numbers_in(self.head, one) is not None for one in every):
+        if self._must_have_head(config) and not any(numbers_in(self.head or "", one) is not None for one in every):
             raise LayoutError(
                 f"no tensor matches {self.head!r}, but config.json says that the output layer is not tied to the "
                 f"embeddings (tie_word_embeddings = false): {THESE}"
             )
+
+    def _must_have_head(self, config: Mapping[str, object]) -> bool:
+        """True for a model whose output layer is not tied. (LlamaModel is the class of a Llama without one.)"""
+        tied = {**config, **text_config(config)}.get("tie_word_embeddings")
+        classes = config.get("architectures")
+        bare = isinstance(classes, list | tuple) and any(BARE.fullmatch(str(name)) for name in classes)
+        return self.head is not None and tied is False and not bare
 
 
 def config_numbers(config: Mapping[str, object]) -> dict[str, int]:

@@ -131,6 +131,8 @@ class Rules:
         """
         if isinstance(config, Mapping):
             found, where = config, CONFIG
+        elif not isinstance(config, str | os.PathLike):
+            raise LayoutError(f"config must be the path of a folder or config.json, or a mapping, not {brief(config)}")
         else:
             files, file = files_at(config)
             name = file if file is not None and file.endswith(".json") else CONFIG
@@ -152,6 +154,8 @@ class Rules:
         return self._on(sizes)
 
     def _on(self, mesh: Mesh | Mapping[str, int]) -> Rules:
+        if not isinstance(mesh, Mesh | Mapping):
+            raise LayoutError(f"the mesh must be a Mesh or a mapping such as {{'tp': 4}}, not {brief(mesh)}")
         made = replace(self, mesh=mesh if isinstance(mesh, Mesh) else Mesh.of(list(mesh.values()), list(mesh)))
         made._check_mesh()
         return made
@@ -211,7 +215,10 @@ class Rules:
             found = rule.match(name)
             if found is not None and rule.applies(self._known):
                 return rule, self._known.with_numbers(found)
-        raise LayoutError(f"{self.where}: none of {len(self.rules)} rules matches {name!r}: add one that does")
+        raise LayoutError(
+            f"{self.where}: none of {len(self.rules)} rules matches {name!r}: add one that does (a TOML file with "
+            f'base = "llama" adds to those built-in rules)'
+        )
 
     def skips(self, name: str) -> bool:
         """True for a name that the rules leave out."""
