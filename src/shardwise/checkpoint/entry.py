@@ -386,11 +386,12 @@ class LazyMapping(Mapping[str, V]):
         self._names, self._make, self._made = names, make, dict[str, V]()
 
     def __getitem__(self, name: str) -> V:
-        if name not in self._made:
-            if name not in self._names:
-                raise KeyError(name)
-            self._made[name] = self._make(name)
-        return self._made[name]
+        if name in self._made:
+            return self._made[name]
+        if name not in self._names:
+            raise KeyError(name)
+        value = self._made[name] = self._make(name)
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

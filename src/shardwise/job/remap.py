@@ -69,8 +69,8 @@ def links(
     given = _given(sources, rename)
     shapes = {name: sources[source] for name, source in given.items()}
     derivation = Derivation(shapes, rules, Derivation(targets, rules))
-    planned, dropped, used = list[Link](), list[Link](), set[int]()
-    for name, shape in targets.items():
+    planned, dropped, used = list[Link]() if rules else _plain(shapes, targets), list[Link](), set[int]()
+    for name, shape in targets.items() if rules else ():
         made = derivation.find(name, shape)
         if made is not None:
             _check_whole(name, shape, made)
@@ -78,10 +78,22 @@ def links(
             dropped += [_link(name, fragment) for fragment in made.dropped]
             used |= made.rules
     _check(planned, shapes, targets, [rule for at, rule in enumerate(rules) if at not in used], strict, whole)
-    if strict:
+    if strict and rules:
         _check_cells([link for link in (*planned, *dropped) if not link.zeros], shapes)
-    planned = [link for link in planned if empty or 0 not in link.target_view.shape]
+    planned = planned if empty else [link for link in planned if 0 not in link.target_view.shape]
     return [link._replace(source=given[link.source]) if rename and not link.zeros else link for link in planned]
+
+
+def _plain(sources: Shapes, targets: Shapes) -> list[Link]:
+    """What there is without rules: every target is the source of the same name."""
+    planned = list[Link]()
+    for name, shape in targets.items():
+        if name in sources:
+            if sources[name] != shape:
+                raise ValueError(f"{name!r} has shape {sources[name]} in the source, but {shape} in the target")
+            view = Subtensor.whole(shape)
+            planned.append(Link(name, name, view, view))
+    return planned
 
 
 def _link(target: str, fragment: Fragment) -> Link:

@@ -3,7 +3,7 @@
 from shardwise.layout.diagnosis import Diagnosis, Overlap
 from shardwise.layout.form import Cells, Form, Holders, Piece
 from shardwise.layout.grid import Grid
-from shardwise.layout.layout import Layout, parse
+from shardwise.layout.layout import Layout, from_spelling, parse
 from shardwise.layout.listing import Listing
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placements import (
@@ -41,6 +41,7 @@ __all__ = [
     "Shard",
     "StridedShard",
     "Zigzag",
+    "from_spelling",
     "local_boxes",
     "local_shapes",
     "parse",

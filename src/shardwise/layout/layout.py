@@ -403,7 +403,11 @@ def parse(text: str) -> Layout:
     """
     if not isinstance(text, str):
         raise LayoutError(f"the notation of a layout is a string, not {text!r}")
-    s = read(text)
+    return from_spelling(read(text))
+
+
+def from_spelling(s: Spelling) -> Layout:
+    """The layout of a string that was read before."""
     owners = s.owners if s.owners is not None else range(prod(s.mesh))
     if s.kind == "mesh":
         return _parsed_mesh(s, owners)
