@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised.references import (
+from references import (
     assert_same_bits,
     dequantised,
     factors,

@@ -44,9 +44,9 @@ from shardwise.geometry import Box
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Count, Progress, check_progress, shown
-from shardwise.job.remap import Remap
 from shardwise.layout import Layout
 from shardwise.planning import size
+from shardwise.quantised.moves import Rule
 from shardwise.quoting import brief
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -70,7 +70,7 @@ def convert(
     *,
     format: str | None = None,
     rename: Rename = None,
-    remap: Iterable[Remap] = (),
+    remap: Iterable[Rule] = (),
     select: Sequence[str] | str | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
@@ -352,7 +352,7 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents
             (name, blake2b(torch_save_bytes(value), digest_size=8).digest()) for name, value in contents.values.items()
         ]
     facts += sorted(contents.tied.items())
-    links = [str(link) for stream in streams.values() for link, _ in stream.sources]
+    links = [f"{link}{entry.made_by}" for stream in streams.values() for link, entry in stream.sources]
     return blake2b(repr((facts, links)).encode(), digest_size=8).hexdigest()
 
 

@@ -12,6 +12,7 @@ from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
+from shardwise.containers.delivered import DeliveredTensor
 from shardwise.containers.memory import check_written
 from shardwise.exchange.overflow import Losses
 from shardwise.job.agree import agree_on
@@ -25,12 +26,17 @@ from shardwise.layout import Layout
 
 
 class Prepared(NamedTuple):
-    """What a load does on a rank: the tensors to fill, what all ranks know of them, all filled names, other values."""
+    """What a load does on a rank: the tensors to fill, what all ranks know of them, all filled names, other values.
+
+    `buffers`: targets of codes and scales, which are written to other targets as values. `losses` of these values.
+    """
 
     streams: Mapping[str, Stream]
     targets: Mapping[str, TensorInfo]
     linked: set[str]
     others: Sequence[str]
+    buffers: Mapping[str, DeliveredTensor]
+    losses: Losses
 
     def links(self) -> list[Link]:
         """Of all tensors."""
@@ -61,7 +67,7 @@ def fill_each(
     Returns what was prepared, and the casts' losses, which are counted in the same pass.
     """
     prepared, losses = prepare(), Losses()
-    target, counted = LiveSide(flat, prepared.targets), losses if count_losses else None
+    target, counted = LiveSide({**flat, **prepared.buffers}, prepared.targets), losses if count_losses else None
     _check(target, prepared.targets, callers.me)
 
     def readings(names: Iterable[str]) -> list[Reading]:
@@ -117,7 +123,8 @@ def fill_once(
     transport = group_transport(callers.group)
     plan, prepared = agree_on(transport, "load", make)
     job = Job(transport, plan, "load", overflow="count" if count_losses else "allow")
-    source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)
+    source = FileSide(prepared.entries(), plan, callers.me)
+    target = LiveSide({**flat, **prepared.buffers}, plan.targets)
     with shown(progress, job.total, "load", here=callers.first) as tell:
         check = partial(_check, target, plan.targets, callers.me)
         job.run(source, target, check=check, fresh=False, progress=tell)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.callers import Callers
+from shardwise.checkpoint.coded_targets import Loading, loading
 from shardwise.checkpoint.comparing import compare_streams, names_there
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
@@ -18,6 +19,7 @@ from shardwise.checkpoint.filling import Prepared, fill_each, fill_once
 from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.quantised import quantised_in, with_values
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
 from shardwise.checkpoint.values import refuse_modules
@@ -32,6 +34,8 @@ from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
 from shardwise.job.side import combine_descriptions
 from shardwise.job.ties import Ties, tied, ties_of
+from shardwise.quantised.moves import Rule, check_used, folded, separated
+from shardwise.quantised.recognition import QuantisedTensor, recognise
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
 
 T = TypeVar("T")
@@ -44,7 +48,7 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
     rename: Rename = None,
-    remap: Iterable[Remap] = (),
+    remap: Iterable[Rule] = (),
     cast: bool | Cast = True,
     overflow: Overflow = "refuse",
     strict: bool = True,
@@ -72,6 +76,7 @@ def load(
     with `group=`). All ranks of the group call. None returns before all have read, so the files may be deleted then.
     Without a group, each rank loads on its own.
     """
+    quantised, regrouped = separated(remap)
     callers = Callers("load", group, alone=group is None and read != "once")
     once = not callers.alone and read != "each"
 
@@ -80,12 +85,12 @@ def load(
         check_overflow(overflow)
         if read not in (None, "each", "once"):
             raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
-        return path if isinstance(path, Checkpoint) else open(path, rules=rules)
+        return with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
 
     module: ModuleTarget | None = None
     if isinstance(into, torch.nn.Module):
-        target, _ = callers.tell(lambda: (ModuleTarget.of(into, opened(), rename, remap), None))
-        path, state_dict, rename, remap = target.checkpoint, target.state, target.rename, target.remap
+        target, _ = callers.tell(lambda: (ModuleTarget.of(into, opened(), rename, regrouped), None))
+        path, state_dict, rename, regrouped = target.checkpoint, target.state, target.rename, target.remap
         module = target
     else:
         state_dict = into
@@ -96,9 +101,13 @@ def load(
 
     def prepare() -> Prepared:
         others = _others(checkpoint, state.flat, strict)
-        streams = _streams(checkpoint, targets, ties, rename, remap, TargetCasts.of(cast), strict)
-        first = _first_of_tied(checkpoint, streams, ties, check=callers.first)
-        return Prepared(first, {name: targets[name] for name in first}, set(streams), others)
+        coded = recognise(targets, quantised)
+        streams, values = _streams(checkpoint, targets, coded, ties, rename, regrouped, TargetCasts.of(cast), strict)
+        check_used(quantised, coded, quantised_in(checkpoint) if quantised else ())
+        first = Loading(_first_of_tied(checkpoint, streams, ties, check=callers.first), values)
+        losses = Losses()
+        buffers = first.buffers(state.flat, callers.me, group, losses if overflow == "refuse" else None)
+        return Prepared(first.streams, first.infos(targets), {*streams, *first.values}, others, buffers, losses)
 
     how = partial(fill_once, max_bytes=max_bytes) if once else fill_each
     fill = partial(how, callers, state.flat, prepare, progress, count_losses=overflow == "refuse")
@@ -107,7 +116,8 @@ def load(
 
         def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
             prepared, losses = filled or fill()
-            return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), losses.listed()
+            lost = [*losses.listed(), *prepared.losses.listed()]
+            return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), lost
 
         # no rank returns while another still reads: the caller may delete the files
         (prepared, values), losses_by_rank = callers.tell(finish)
@@ -171,14 +181,15 @@ def _filled(replaced: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[
 def _streams(
     checkpoint: Checkpoint,
     targets: Mapping[str, TensorInfo],
+    coded: Mapping[str, QuantisedTensor],
     ties: Mapping[str, str],
     rename: Rename,
     remap: Iterable[Remap],
     cast: TargetCasts,
     strict: bool,
-) -> dict[str, Stream]:
-    """The tensors that are filled, with the entries that fill them."""
-    wanted = {name: tensor.shape for name, tensor in targets.items()}
+) -> Loading:
+    """The tensors that are filled, with the entries that fill them. `coded`: targets of codes and scales, as values."""
+    wanted = folded(targets, coded)
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap
@@ -191,12 +202,13 @@ def _streams(
         cast.check_used(targets)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    sources = by_target(planned, checkpoint)
-    for name in sources:
+    made = loading(by_target(planned, checkpoint), targets, coded, ties)
+    filled = {name: stream.sources for name, stream in made.streams.items() if name in targets}
+    for name in (*filled, *made.values):
         if targets[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
-    check_casts(checkpoint, sources, targets, lambda change: cast.check(change, checkpoint, targets))
-    return {name: Stream(name, targets[name].shape, targets[name].dtype, some) for name, some in sources.items()}
+    check_casts(checkpoint, filled, targets, lambda change: cast.check(change, checkpoint, targets))
+    return made
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:

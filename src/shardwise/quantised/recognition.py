@@ -73,7 +73,7 @@ NAMINGS = (
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """Two tensors that are one: the names of the codes, the scales and the values, their format, and their shapes."""
+    """Two tensors that are one: the names of values, codes and scales, the format, and what codes and scales are."""
 
     value: str
     codes: str
@@ -81,6 +81,12 @@ class QuantisedTensor:
     format: Format
     codes_shape: Shape
     scales_shape: Shape
+    scales_dtype: torch.dtype
+
+    @staticmethod
+    def new(names: tuple[str, str, str], format: Format, shape: Shape, dtype: torch.dtype) -> QuantisedTensor:
+        """Of values of this shape, with scales of this dtype."""
+        return QuantisedTensor(*names, format, format.codes_shape(shape), format.grid(shape), dtype)
 
     @property
     def shape(self) -> Shape:
@@ -224,7 +230,7 @@ def _checked(
         )
     for format in typed:
         if format.fits(shape, grid):
-            return QuantisedTensor(value, codes, scales, format, shape, grid)
+            return QuantisedTensor(value, codes, scales, format, shape, grid, scale)
     likely = next((one for one in typed if one.block[0] not in (1, None)), typed[0])
     more = "" if len(typed) == 1 else f" (or those of {', '.join(one.name for one in typed if one is not likely)})"
     if likely.pairs and (len(shape) < 2 or shape[-1] != 16):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.containers.container import container_of
+from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import RefusedTypeError, RefusedValueError
+from shardwise.exchange import view_of
 from shardwise.geometry import Box
+from shardwise.layout import places_of
 from shardwise.quantised.arithmetic import (
     MOST,
     Scaling,
@@ -15,7 +19,9 @@ from shardwise.quantised.arithmetic import (
     largest_magnitudes,
 )
 from shardwise.quantised.formats import EXPONENTS, Format, format_of
-from shardwise.quantised.layouts import wrong_shape
+from shardwise.quantised.layouts import scales_layout, wrong_shape
+from shardwise.tensor.resharding import reshard
+from shardwise.transports.members import owner_here
 
 VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +34,9 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 def dequantise(
     codes: torch.Tensor, scales: torch.Tensor, format: Format | str, *, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """The values of codes and scales.
+    """The values of codes and scales, plain or sharded.
+
+    Sharded codes give a ShardedTensor in their layout. The scales may have any sharding. All ranks of the group call.
 
     >>> codes, scales = quantise(torch.tensor([[1.0, -2.0], [4.0, 0.0]]), "fp8-block")
     >>> dequantise(codes, scales, "fp8-block", dtype=torch.float32)
@@ -38,10 +46,31 @@ def dequantise(
     found = format_of(format)
     check_value_dtype(dtype)
     check_tensors(codes, scales, found)
+    if is_sharded(codes) or is_sharded(scales):
+        return _dequantise_sharded(codes, scales, found, dtype)
     shape = found.value_shape(tuple(codes.shape))
     values = torch.empty(shape, dtype=dtype, device=codes.device)
     dequantise_box(values, codes, scales, found, whole_box(shape), shape)
     return values
+
+
+def _dequantise_sharded(codes: torch.Tensor, scales: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    """Every rank gets the scales of its codes, and computes its part."""
+    if not (is_sharded(codes) and is_sharded(scales)) or format.pairs:
+        raise RefusedTypeError("codes and scales must both be sharded, with a code in a byte: use load, or a Resharder")
+    container, shape = container_of(codes), tuple(codes.shape)
+    layout = container.layout
+    grid = reshard(scales, scales_layout(layout, format, tuple(scales.shape)), group=container.group)
+    me, local = owner_here(container.group), container.disassemble(codes)
+    values = [torch.empty(part.shape, dtype=dtype, device=part.device) for part in local]
+    pieces = grid.layout.pieces(me) if grid is not None and me in grid.layout else ()
+    known = {piece.box: grid.shards[piece.buffer] for piece in pieces if grid is not None}
+    here, there = (places_of(layout, me, [part.stride() for part in parts]) for parts in (local, values))
+    for at, (source, target) in enumerate(zip(here.windows(), there.windows(), strict=True)):
+        box = here.boxes.box(at)
+        factor = known[format.scales_box(box, shape, tuple(scales.shape))]
+        dequantise_box(view_of(target, values), view_of(source, local), factor, format, box, shape)
+    return ShardedTensor(values, layout, container.group)
 
 
 def quantise(
