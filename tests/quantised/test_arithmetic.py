@@ -116,7 +116,8 @@ def test_fp8_is_quantised_bit_for_bit(format, data, dtype):
     assert_same_bits(scales, grid)
 
 
-def test_large_tensors_take_several_chunks_of_rows():
+def test_large_tensors_take_several_chunks_of_rows(monkeypatch):
+    monkeypatch.setattr("shardwise.quantised.arithmetic.CELLS", 2**14)
     format = FORMATS["fp8-block"]
     codes = random_codes((300, 1000), format)
     scales = random_scales((3, 8), torch.float32)
@@ -160,6 +161,27 @@ def test_int8_with_scb_multiplies_by_the_reciprocal_of_127():
     scales = torch.rand(5, generator=torch.Generator().manual_seed(5)) * 9
     wanted = codes * scales.view(-1, 1) * 7.874015718698502e-3
     assert_same_bits(dequantise(codes, scales, "int8-scb", dtype=torch.float32), wanted)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 3e-30, 0.37, 1.0, 1e30, 3e38])
+def test_all_codes_of_fp8_are_those_of_torch(scale):
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
+    for some in (codes, codes[:, :15].contiguous(), codes.T):
+        for dtype in DTYPES:
+            found = dequantise(some, torch.full((1, 1), scale), "fp8-block", dtype=dtype)
+            wanted = (some.to(torch.float32) * torch.tensor(scale)).to(dtype)
+            np.testing.assert_array_equal(found.float().numpy(), wanted.float().numpy())
+
+
+def test_values_too_small_for_a_scale_become_zero():
+    codes, scales = quantise(torch.tensor([[1e-37, 0.0]]), "fp8-block")
+    assert codes.float().tolist() == [[0, 0]]
+    assert scales.tolist() == [[1]]
+
+
+def test_scales_that_would_be_rounded_are_refused():
+    with pytest.raises(TypeError, match=r"scales of torch.float32 or .*, not torch.bfloat16"):
+        quantise(torch.randn(4, 4), "fp8-block", scales=torch.bfloat16)
 
 
 def test_nan_codes_stay_nan():

@@ -209,7 +209,7 @@ def coded_entries(
 ) -> tuple[ComputedEntry, ComputedEntry]:
     """The codes and the scales of a tensor whose values are read in parts."""
     format = quantised.format
-    check_can_quantise(format)
+    check_can_quantise(format, quantised.scales_dtype)
     quantiser, made_by, dtype = Quantiser(quantised, read), f"quantised to {quantised}", quantised.scales_dtype
     return (
         ComputedEntry(quantised.codes, quantised.codes_shape, format.codes, quantiser.codes, origins, made_by),

@@ -17,7 +17,8 @@ from shardwise.errors import RefusedValueError
 from shardwise.geometry import Box
 from shardwise.quantised.formats import EXPONENTS, GROUP, Format, Shape
 
-CELLS = 2**16  # that are computed at a time
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+CELLS = 2**18  # that are computed at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 4-bit codes; the fourth bit is the sign
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code
 
@@ -119,31 +120,79 @@ def _dequantise_matrix(
     out: torch.Tensor, codes: torch.Tensor, grid: torch.Tensor, format: Format, matrix: Matrix, column: int
 ) -> None:
     width, skipped = codes.shape[1] * (2 if format.pairs else 1), column - matrix.column
-    cells = torch.empty(min(len(codes), max(1, CELLS // width)), width, device=codes.device)
+    rows = min(len(codes), max(1, CELLS // width))
+    decoder = _decoder(format, codes, grid, rows)
+    cells, grid = torch.empty(rows, width, device=codes.device), grid * decoder.factor
     for start, stop, first, last in matrix.rows(len(codes), width):
         here = cells[: stop - start]
-        _decode(here, codes[start:stop], format)
+        decoder.decode(here, codes[start:stop])
         matrix.multiply(here, grid[first:last])
         if format.divisor != 1:
             here.mul_(1 / format.divisor)
         out[start:stop].copy_(here[:, skipped : skipped + out.shape[1]])
 
 
-def _decode(cells: torch.Tensor, codes: torch.Tensor, format: Format) -> None:
-    """The numbers that codes stand for, without their scales."""
-    if format.pairs:
-        table = _pair_values(codes.device)
-        cells.view(len(codes), -1, 2).copy_(table[codes.long()])
-    else:
+class Decoder:
+    """Codes as the numbers that they stand for, divided by `factor`."""
+
+    factor = 1.0
+
+    def decode(self, cells: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write numbers to float32 cells."""
         cells.copy_(codes)
+
+
+class Fp8Decoder(Decoder):
+    """fp8 on the CPU, ten times as fast as torch's own conversion: the bits of a code, moved, are those of a float16.
+
+    The exponents of float16 have a bias of 15 where those of fp8 have 7, so numbers are divided by 2**8. That is exact,
+    and so is the factor of the scales. nan is the only code that differs: chunks with nan are left to torch.
+    """
+
+    factor = 2.0**8
+
+    def __init__(self, codes: torch.Tensor, rows: int) -> None:
+        self._bits = torch.empty(rows, codes.shape[1], dtype=torch.int16, device=codes.device)
+        self._magnitudes = torch.empty(rows, codes.shape[1], dtype=torch.uint8, device=codes.device)
+
+    def decode(self, cells: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write numbers to float32 cells."""
+        bits, magnitudes = self._bits[: len(codes)], self._magnitudes[: len(codes)]
+        torch.bitwise_and(codes.view(torch.uint8), 0x7F, out=magnitudes)
+        if int(magnitudes.amax()) == 0x7F:
+            cells.copy_(codes).div_(self.factor)
+            return
+        bits.copy_(codes.view(torch.int8))  # the sign is in bits 7 to 15 now
+        cells.copy_(bits.mul_(2**7).bitwise_and_(~0x4000).view(torch.float16))
+
+
+class PairDecoder(Decoder):
+    """Two codes of four bits in a byte, by a table of all bytes."""
+
+    def __init__(self, codes: torch.Tensor, rows: int) -> None:
+        self._index = torch.empty(rows * codes.shape[1], dtype=torch.int32, device=codes.device)
+
+    def decode(self, cells: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write numbers to float32 cells."""
+        index = self._index[: codes.numel()].copy_(codes.reshape(-1))
+        torch.index_select(_pair_values(codes.device), 0, index, out=cells.view(torch.int64).view(-1))
+
+
+def _decoder(format: Format, codes: torch.Tensor, grid: torch.Tensor, rows: int) -> Decoder:
+    if format.pairs:
+        return PairDecoder(codes, rows)
+    moved = codes.device.type == "cpu" and codes.dtype == torch.float8_e4m3fn
+    if moved and float(grid.abs().amax()) * Fp8Decoder.factor < torch.finfo(torch.float32).max:
+        return Fp8Decoder(codes, rows)
+    return Decoder()
 
 
 @cache
 def _pair_values(device: torch.device) -> torch.Tensor:
-    """The two numbers of every byte: that of the lower four bits comes first."""
+    """The two numbers of every byte, as one integer: that of the lower four bits comes first."""
     numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=device)
     byte = torch.arange(256, device=device)
-    return torch.stack([numbers[byte % 16], numbers[byte // 16]], 1)
+    return torch.stack([numbers[byte % 16], numbers[byte // 16]], 1).view(torch.int64).view(-1)
 
 
 def factors(scales: torch.Tensor) -> torch.Tensor:
@@ -171,7 +220,8 @@ class Scaling(NamedTuple):
     @staticmethod
     def of(largest: torch.Tensor, format: Format, dtype: torch.dtype) -> Scaling:
         """By the largest magnitude of every block, in float32, with scales of that dtype."""
-        forward = torch.where(largest > 0, MOST[format.codes] / largest, 1.0)
+        forward = MOST[format.codes] / largest
+        forward = torch.where(forward.isfinite(), forward, 1.0)  # what is too small for a scale becomes 0
         if format.divisor != 1:
             return Scaling(forward, largest.to(dtype))
         inverse = 1.0 / forward
@@ -184,19 +234,22 @@ class Scaling(NamedTuple):
 
 
 def largest_magnitudes(cells: torch.Tensor, format: Format, box: Box, values: Shape) -> torch.Tensor:
-    """The largest magnitude of every block that `box` touches, among the cells of the box, in float32."""
-    dims, grid = len(values), format.grid_box(box, values)
+    """The largest magnitude of every block that `box` touches, among the cells of the box, in float32.
+
+    Magnitudes have the same order as their bits. Integers are compared faster, and nan is larger than all others.
+    """
+    dims, grid, integers = len(values), format.grid_box(box, values), INTEGERS[cells.dtype.itemsize]
     found = torch.zeros(grid.shape, dtype=torch.float32, device=cells.device)
     matrix, indices = _matrices(box, values, format)
     sources, targets = _as_matrices(cells, dims), _as_matrices(found, dims)
     for index in indices if box.volume else ():
         source, target = sources[index], targets[index]
         for start, stop, first, last in matrix.rows(*source.shape):
-            magnitudes = source[start:stop].abs()
+            bits = source[start:stop].view(integers).bitwise_and(torch.iinfo(integers).max)  # without the sign
             if matrix.block[0] > 1:
-                magnitudes = magnitudes.amax(0, keepdim=True)
+                bits = bits.amax(0, keepdim=True)
             here = target[first:last]
-            torch.maximum(here, matrix.largest(magnitudes).to(torch.float32), out=here)
+            torch.maximum(here, matrix.largest(bits).view(cells.dtype).to(torch.float32), out=here)
     return found
 
 
@@ -212,7 +265,7 @@ def encode_box(
     """Write the codes of the cells of `box` to `out`. `forward` has the factors of all blocks that the box touches."""
     if not box.volume:
         return
-    dims, most = len(values), MOST[format.codes]
+    dims = len(values)
     matrix, indices = _matrices(box, values, format)
     targets, sources, factor = (_as_matrices(tensor, dims) for tensor in (out, cells, forward))
     for index in indices:
@@ -224,4 +277,4 @@ def encode_box(
             matrix.multiply(here, factor[index][first:last])
             if not format.codes.is_floating_point:
                 here.round_()
-            target[start:stop].copy_(here.clamp_(-most, most))
+            target[start:stop].copy_(here)  # no larger than the largest code, once it is rounded

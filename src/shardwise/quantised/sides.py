@@ -41,7 +41,7 @@ class Quantising(NamedTuple):
     @staticmethod
     def of(name: str, source: TensorInfo, target: QuantisedTensor) -> Quantising:
         """In the format of the target."""
-        check_can_quantise(target.format)
+        check_can_quantise(target.format, target.scales_dtype)
         if source.dtype not in VALUES:
             raise RefusedValueError(f"{name!r} is {source.dtype}: only float32, bfloat16 and float16 are quantised")
         if source.layout.op is not None:

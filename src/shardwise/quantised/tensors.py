@@ -83,7 +83,6 @@ def quantise(
     (tensor([[448.,  -7.]]), tensor([[1.]]))
     """
     found = format_of(format)
-    check_can_quantise(found)
     dtype, shape = scales_dtype(found, scales), tuple(values.shape)
     largest = largest_magnitudes(values, found, whole_box(shape), shape)
     check_finite(largest, "the tensor")
@@ -95,11 +94,9 @@ def quantise(
 
 def scales_dtype(format: Format, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype of new scales: float32, or exponents as bytes, if none is given."""
-    if dtype is None:
-        return torch.uint8 if format.scales == EXPONENTS else torch.float32
-    if dtype not in format.scales:
-        raise RefusedTypeError(f"scales of {format.name} cannot be {dtype}")
-    return dtype
+    found = dtype or (torch.uint8 if format.scales == EXPONENTS else torch.float32)
+    check_can_quantise(format, found)
+    return found
 
 
 def check_value_dtype(dtype: object) -> None:
@@ -108,10 +105,15 @@ def check_value_dtype(dtype: object) -> None:
         raise RefusedTypeError(f"values can be float32, bfloat16 or float16, not {dtype!r}")
 
 
-def check_can_quantise(format: Format) -> None:
-    """Refuse formats that are only read."""
+def check_can_quantise(format: Format, scales: torch.dtype) -> None:
+    """Refuse formats that are only read, and scales that would be rounded: codes are of the exact ones."""
     if format.codes not in MOST:
         raise RefusedValueError(f"{format.name} can be dequantised, but values cannot be quantised to it here")
+    if scales not in format.scales or scales not in (torch.float32, *EXPONENTS):
+        wanted = [str(one) for one in (torch.float32, *EXPONENTS) if one in format.scales]
+        raise RefusedTypeError(
+            f"values are quantised to {format.name} with scales of {' or '.join(wanted)}, not {scales}"
+        )
 
 
 def check_tensors(codes: torch.Tensor, scales: torch.Tensor, format: Format) -> None:
