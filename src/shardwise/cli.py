@@ -135,6 +135,13 @@ Concats = Annotated[
 ]
 Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
 Transposes = Annotated[list[str] | None, typer.Option(help="Names of tensors to transpose (all dims reversed).")]
+QuantisedTensors = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="'auto' dequantises what it finds; 'CODES,SCALES@FORMAT', as in '*.weight,*.weight_scale_inv@fp8-block', "
+        "also quantises."
+    ),
+]
 ObjectsOf = Annotated[
     str | None,
     typer.Option(help="Objects of unknown classes: 'carry' keeps them unchanged, 'drop' leaves them out."),
@@ -190,6 +197,7 @@ def convert(
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    quantised: QuantisedTensors = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -205,7 +213,7 @@ def convert(
     from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    changed = terminal.changes(rename, select, cast, concat, stack, transpose)
+    changed = terminal.changes(rename, select, cast, concat, stack, transpose, quantised)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -259,6 +267,7 @@ def verify(
     concat: Concats = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    quantised: QuantisedTensors = None,
     objects: ObjectsOf = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
@@ -273,7 +282,7 @@ def verify(
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
-    changed = terminal.changes(rename, select, cast, concat, stack, transpose)
+    changed = terminal.changes(rename, select, cast, concat, stack, transpose, quantised)
     differences = checkpoints.verify(
         one,
         other,

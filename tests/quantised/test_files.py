@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import assert_same_bits, dequantised, quantised_fp8, random_codes, random_scales
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from shardwise import CheckpointError, Concat, Layout, Quantised, ShardedTensor, Stack, Transposed, checkpoint
+from shardwise.cli import app
 from shardwise.quantised import FORMATS, quantise, scales_layout
 from shardwise.testing import scatter, strategies
 
@@ -227,3 +229,37 @@ def test_bad_input_is_refused_in_one_error(stored, tmp_path):
         checkpoint.convert(tmp_path / "lone.safetensors", tmp_path / "out.safetensors", remap=[RULE])
     assert "lone.safetensors" in str(error.value)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_module_is_filled_with_values(stored):
+    path, kept = stored
+    with torch.device("meta"):
+        module = torch.nn.ModuleDict({name: torch.nn.Linear(6, ATTENTION[name][0], bias=False) for name in "qkv"})
+    module = module.to(torch.bfloat16)
+    checkpoint.load(path, module, remap=[RULE])
+    wanted = values(kept)
+    assert_all_same(module.state_dict(), {f"{name}.weight": wanted[f"{name}.weight"] for name in "qkv"})
+
+
+def test_tied_tensors_get_one_value(stored):
+    path, kept = stored
+    tied = torch.zeros(8, 6, dtype=torch.bfloat16)
+    into = {"q.weight": tied, "head.weight": tied}
+    checkpoint.load(path, into, remap=[RULE], rename=[("q.*", ["q.*", "head.*"]), ("*", "*")])
+    assert_same_bits(tied, values(kept)["q.weight"])
+    other = torch.zeros(4, 6, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="share their memory, but come from different quantised tensors"):
+        checkpoint.load(path, {"k.weight": other, "v.weight": other}, remap=[RULE])
+
+
+def test_the_command_line_dequantises_and_quantises(tmp_path):
+    codes, scales = quantise(torch.randn(4, 64, generator=torch.Generator().manual_seed(9)), "mxfp8")
+    save_file({"a.weight": codes, "a.weight_scale": scales}, tmp_path / "a.safetensors")
+    a, b, c = (str(tmp_path / f"{name}.safetensors") for name in "abc")
+    run = CliRunner().invoke
+    assert run(app, ["convert", a, b, "--quantised", "auto", "--no-bar"]).exit_code == 0
+    assert_same_bits(load_file(b)["a.weight"], dequantised(codes, scales, FORMATS["mxfp8"], torch.bfloat16))
+    assert run(app, ["verify", a, b, "--quantised", "auto", "--no-bar"]).exit_code == 0
+    again = run(app, ["convert", b, c, "--quantised", "*.weight,*.weight_scale@mxfp8", "--no-bar"])
+    assert again.exit_code == 0
+    assert_all_same(load_file(c), {"a.weight": codes, "a.weight_scale": scales})

@@ -5,6 +5,8 @@ import pytest
 import torch
 from references import assert_same_bits, dequantised, quantised_fp8, random_codes, random_scales
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import Concat, Layout, Quantised, Resharder, ShardedTensor, checkpoint, fingerprint
 from shardwise.quantised import FORMATS, dequantise, scales_layout
@@ -174,6 +176,25 @@ def test_sharded_tensors_are_dequantised_where_they_are():
 
     results = on_ranks(3, check)
     assert len(set().union(*results)) == 1
+
+
+def test_values_are_written_to_dtensors(tmp_path):
+    codes, scales = stored()
+    values = dequantised(codes, scales, SMALL, torch.bfloat16)
+    save_file({"a.w": codes, "a.s": scales}, tmp_path / "a.safetensors")
+
+    def check(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        for dim in (0, 1):
+            into = {"a.w": distribute_tensor(torch.zeros(SHAPE, dtype=torch.bfloat16), mesh, [Shard(dim)])}
+            checkpoint.load(tmp_path / "a.safetensors", into, remap=[RULE], read="once")
+            assert_same_bits(into["a.w"].full_tensor(), values)
+            kept = {"a.w": on(LAYOUTS[0], codes, rank), "a.s": on(Layout.replicated(scales.shape, 3), scales, rank)}
+            into["a.w"].to_local().zero_()
+            Resharder(kept, into, remap=[RULE]).run()
+            assert_same_bits(into["a.w"].full_tensor(), values)
+
+    on_ranks(3, check)
 
 
 def test_what_one_rank_has_wrong_is_refused_on_all():

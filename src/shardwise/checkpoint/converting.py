@@ -87,18 +87,19 @@ def convert(
     """Write a checkpoint in another format, and return it opened. It needs no process group, and little memory.
 
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
-    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save"; by
-    default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split them.
-    `select`: patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point
-    tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a
-    pattern only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers
-    or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range
-    for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing are
-    refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes objects
-    of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by default those
-    without tensors are left out, and others refused. An interrupted conversion resumes: complete files are not written
-    again, and `reused` of the result lists them. Concurrent saves and conversions to `out` are refused. `verify`: read
-    it back and compare every cell.
+    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank),
+    "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join
+    tensors or split them, and Quantised turns codes and scales into values, or values into these. `select`:
+    patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point tensors,
+    or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern
+    only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or
+    bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of
+    range for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing
+    are refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes
+    objects of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by
+    default those without tensors are left out, and others refused. An interrupted conversion resumes: complete
+    files are not written again, and `reused` of the result lists them. Concurrent saves and conversions to `out`
+    are refused. `verify`: read it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)

@@ -67,14 +67,15 @@ def load(
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
 
     `path`: a path or URL, as for `open`, or an open checkpoint. `rename`, `remap`: as in `Resharder`, from the names of
-    the checkpoint. `cast`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
-    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all
-    casts. `overflow="refuse"`: raise if a value is out of range for its target; "allow" casts it. `strict=False`: keep
-    the values that the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint
-    has one of them; if it has several that differ, they are refused. `read="each"`: every rank reads what it needs;
-    "once": each byte is read by one rank and sent to all that need it, which is better for remote files (the default
-    with `group=`). All ranks of the group call. None returns before all have read, so the files may be deleted then.
-    Without a group, each rank loads on its own.
+    the checkpoint; Quantised() dequantises, if the target has values. `cast`: float64, float32, float16 and
+    bfloat16 are cast to the target's dtype; other dtypes, such as those of quantized codes, only by rules [(name,
+    dtype), ...] with the full name of the target; False refuses all casts. `overflow="refuse"`: raise if a value is
+    out of range for its target; "allow" casts it. `strict=False`: keep the values that the checkpoint lacks. Tied
+    tensors, which share all of their memory, are filled if the checkpoint has one of them; if it has several that
+    differ, they are refused. `read="each"`: every rank reads what it needs; "once": each byte is read by one rank
+    and sent to all that need it, which is better for remote files (the default with `group=`). All ranks of the
+    group call. None returns before all have read, so the files may be deleted then. Without a group, each rank
+    loads on its own.
     """
     quantised, regrouped = separated(remap)
     callers = Callers("load", group, alone=group is None and read != "once")

@@ -20,7 +20,7 @@ from shardwise.quantised.recognition import Quantised, QuantisedTensor, Tensors,
 from shardwise.quantised.tensors import check_can_quantise, scales_dtype
 
 CONFIG = "config.json"  # of the model, beside its weights
-PART = 2**22  # cells that are quantised at a time
+PART = 2**20  # cells that are quantised at a time
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Read = Callable[[Box], torch.Tensor]
 
@@ -176,12 +176,12 @@ class Quantiser:
 
     def _scaling(self, box: Box) -> Scaling:
         """Of all blocks that a box touches."""
-        grid = self._one.format.grid_box(box, self._one.shape)
-        if self._last is None or self._last[0] != grid:
+        grid, last = self._one.format.grid_box(box, self._one.shape), self._last  # which other threads change, too
+        if last is None or last[0] != grid:
             largest = self._largest(self._one.format.whole_blocks(box, self._one.shape))
             check_finite(largest, repr(self._one.value))
-            self._last = grid, Scaling.of(largest, self._one.format, self._one.scales_dtype)
-        return self._last[1]
+            last = self._last = grid, Scaling.of(largest, self._one.format, self._one.scales_dtype)
+        return last[1]
 
     def _largest(self, box: Box) -> torch.Tensor:
         format, shape = self._one.format, self._one.shape

@@ -103,7 +103,8 @@ class Stream:
         runs = self._runs(box)
         for entry, run in runs or ():
             entry.copy(run, file)
-        for part, buffer in self.chunks(box, chunk) if runs is None else ():
+        computed = any(entry.made_by for _, entry in self.sources)  # which needs memory as well
+        for part, buffer in self.chunks(box, chunk // 4 if computed else chunk) if runs is None else ():
             self.fill(part, buffer)
             file.write(buffer.view(WORDS[self.dtype.itemsize]).numpy().data)
 

@@ -20,6 +20,8 @@ from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.streams import Select, repeated
 from shardwise.job.remap import Concat, Remap, Stack, Transposed
 from shardwise.planning import size
+from shardwise.quantised.moves import Rule
+from shardwise.quantised.recognition import Quantised
 from shardwise.quoting import brief, in_line
 
 MAX_DEPTH = 32  # levels of the tree
@@ -36,7 +38,7 @@ class Changes(TypedDict):
     rename: list[tuple[str, str]] | None
     select: Sequence[str] | None
     cast: list[CastRule] | None
-    remap: list[Remap]
+    remap: list[Rule]
 
 
 def pairs(texts: Sequence[str], option: str, form: str = "pattern=new") -> list[tuple[str, str]]:
@@ -87,6 +89,22 @@ def remaps(concat: Sequence[str], stack: Sequence[str], transpose: Sequence[str]
     return [*made, *map(Transposed, transpose)]
 
 
+def quantisations(texts: Sequence[str]) -> list[Quantised]:
+    """
+    >>> quantisations(["auto", "*.w,*.s@mxfp8"])[1].scales
+    '*.s'
+    """
+    return [_quantisation(text) for text in texts]
+
+
+def _quantisation(text: str) -> Quantised:
+    names, _, format = text.partition("@")
+    codes, _, scales = names.partition(",")
+    if text != "auto" and not (codes and scales and format):
+        raise ValueError(f"--quantised {text!r}: write 'auto', or CODES,SCALES@FORMAT as in '*.w,*.w_scale@fp8-row'")
+    return Quantised() if text == "auto" else Quantised(codes, scales, format=format)
+
+
 def _count(text: str, axis: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"--mesh '{axis}={text}': write a whole number, as in tp=2")
@@ -110,13 +128,14 @@ def changes(
     concat: Sequence[str] | None,
     stack: Sequence[str] | None,
     transpose: Sequence[str] | None,
+    quantised: Sequence[str] | None = None,
 ) -> Changes:
     """The options of `convert` and `verify` that say what a checkpoint becomes."""
     return {
         "rename": pairs(rename or (), "--rename") or None,
         "select": select,
         "cast": casts(cast or ()),
-        "remap": remaps(concat or (), stack or (), transpose or ()),
+        "remap": [*quantisations(quantised or ()), *remaps(concat or (), stack or (), transpose or ())],
     }
 
 

@@ -179,6 +179,7 @@ class QuantisingSide(LiveSide):
         made = {name for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
         super().__init__(values, [*(name for name in names if name not in made), *quantised])
         self._quantised, self._transport = quantised, transport
+        self._cut = [name for name, one in quantised.items() if one.cut]
         self._by_name = {name: one for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
         self._reduced, self._scalings, self._made = (
             dict[str, torch.Tensor](),
@@ -190,18 +191,17 @@ class QuantisingSide(LiveSide):
         """Find the largest magnitudes of blocks of which several ranks have a part. All ranks call."""
         self._scalings.clear()
         self._made.clear()
-        cut = [name for name, one in self._quantised.items() if one.cut]
-        if not cut:
+        if not self._cut:
             return
 
         def say() -> tuple[list[torch.Tensor], None]:
-            return [self._largest(name).cpu().view(-1) for name in cut], None
+            return [self._largest(name).cpu().view(-1) for name in self._cut], None
 
         own, _ = tell_all(self._transport, "sync", say)
         queue, number = SerialQueue.of(self._transport), next(self._transport.numbers)
         reduce = self._transport.all_reduce(torch.cat(own), "max", number, in_order=False)
         parts = torch.split(queue.run(reduce), [len(part) for part in own])
-        self._reduced = dict(zip(cut, parts, strict=True))
+        self._reduced = dict(zip(self._cut, parts, strict=True))
 
     def _largest(self, name: str) -> torch.Tensor:
         return self._quantised[name].largest(super().memory(name), self._transport.me)

@@ -33,12 +33,13 @@ class Resharder:
     """Moves the values of a source state dict into the tensors of a target state dict, in place.
 
     Every rank of the group creates one, and all ranks call `run` together. A rank that holds nothing of one side passes
-    None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors, by a
-    mapping or rules with stars, or by a function. `remap`: Concat, Stack and Transposed, to join, split or transpose
-    tensors. `cast=True`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
-    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`:
-    write nothing if a value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without
-    a target. `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
+    None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors,
+    by a mapping or rules with stars, or by a function. `remap`: Concat, Stack and Transposed, to join, split or
+    transpose tensors; Quantised, for tensors that are codes and scales on one side or both. `cast=True`: float64,
+    float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as those of quantized codes,
+    only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`: write nothing if a
+    value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without a target.
+    `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
     `plan`: the text of a plan file, which must be of this plan. `transport`: as in `reshard`.
     """
 
@@ -204,7 +205,8 @@ def _plan(
         check_owners(transport, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     quantised, regrouped = separated(remap)
     folds = recognise(known[0], quantised), recognise(known[1], quantised)
-    check_used(quantised, *folds)
+    for rule in quantised:
+        check_used([rule], *(recognise(side, [rule]) for side in known))
     shapes = (folded(side, fold) for side, fold in zip(known, folds, strict=True))
     planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
     cast.check_used(known[1])
