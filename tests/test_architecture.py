@@ -23,6 +23,7 @@ LAYERS = [
     "containers",
     "job",
     "tensor",
+    "quantised",
     "sharded_tensor",
     "activation",
     "state",

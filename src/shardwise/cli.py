@@ -148,6 +148,13 @@ Rotaries = Annotated[
     typer.Option(help="'*.q_proj.weight=halves:128': rotary pairs as halves of heads of 128; or pairs."),
 ]
 Pads = Annotated[list[str] | None, typer.Option(help="'embed.weight=1024' or 'embed.weight=multiple:64', with zeros.")]
+QuantisedTensors = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="'auto' dequantises what it finds; 'CODES,SCALES@FORMAT', as in '*.weight,*.weight_scale_inv@fp8-block', "
+        "also quantises."
+    ),
+]
 ObjectsOf = Annotated[
     str | None,
     typer.Option(help="Objects of unknown classes: 'carry' keeps them unchanged, 'drop' leaves them out."),
@@ -210,6 +217,7 @@ def convert(
     transpose: Transposes = None,
     rotary: Rotaries = None,
     pad: Pads = None,
+    quantised: QuantisedTensors = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -225,7 +233,7 @@ def convert(
     from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    joins = {"concat": concat, "interleave": interleave, "stack": stack}
+    joins = {"quantised": quantised, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
     changed = terminal.changes(rename, select, cast, joins | rearrangements)
     with _continued():
@@ -284,6 +292,7 @@ def verify(
     transpose: Transposes = None,
     rotary: Rotaries = None,
     pad: Pads = None,
+    quantised: QuantisedTensors = None,
     objects: ObjectsOf = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
@@ -298,7 +307,7 @@ def verify(
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
-    joins = {"concat": concat, "interleave": interleave, "stack": stack}
+    joins = {"quantised": quantised, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
     changed = terminal.changes(rename, select, cast, joins | rearrangements)
     differences = checkpoints.verify(

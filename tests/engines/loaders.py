@@ -14,7 +14,7 @@ def fill(recorded, values):
                 shard.copy_(values[name][piece.box.slices])
         elif hasattr(target, "delivery") and name == target.delivery.names[0]:
             with torch.no_grad():
-                target.delivery.take([(one, values[one].clone()) for one in target.delivery.names])
+                target.delivery.take({one: [values[one].clone()] for one in target.delivery.names})
 
 
 def bits(tensor):

@@ -45,9 +45,9 @@ from shardwise.geometry import Box
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Count, Progress, check_progress, reporter
-from shardwise.job.remap import Remap
 from shardwise.layout import Layout
 from shardwise.planning import size
+from shardwise.quantised.moves import Rule
 from shardwise.quoting import brief
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -70,7 +70,7 @@ def convert(
     *,
     format: str | None = None,
     rename: Rename = None,
-    remap: Iterable[Remap] = (),
+    remap: Iterable[Rule] = (),
     select: Sequence[str] | str | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
@@ -87,18 +87,19 @@ def convert(
     """Write a checkpoint in another format, and return it opened. It needs no process group, and little memory.
 
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
-    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save"; by
-    default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split them.
-    `select`: patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point
-    tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a
-    pattern only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers
-    or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range
-    for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing are
-    refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes objects
-    of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by default those
-    without tensors are left out, and others refused. An interrupted conversion resumes: complete files are not written
-    again, and `reused` of the result lists them. Concurrent saves and conversions to `out` are refused. `verify`: read
-    it back and compare every cell.
+    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank),
+    "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join
+    tensors or split them, and Quantised turns codes and scales into values, or values into these. `select`:
+    patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point tensors,
+    or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern
+    only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or
+    bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of
+    range for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing
+    are refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes
+    objects of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by
+    default those without tensors are left out, and others refused. An interrupted conversion resumes: complete
+    files are not written again, and `reused` of the result lists them. Concurrent saves and conversions to `out`
+    are refused. `verify`: read it back and compare every cell.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -348,7 +349,7 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents
             (name, blake2b(torch_save_bytes(value), digest_size=8).digest()) for name, value in contents.values.items()
         ]
     facts += sorted(contents.tied.items())
-    links = [str(link) for stream in streams.values() for link, _ in stream.sources]
+    links = [f"{link}{entry.made_by}" for stream in streams.values() for link, entry in stream.sources]
     return blake2b(repr((facts, links)).encode(), digest_size=8).hexdigest()
 
 

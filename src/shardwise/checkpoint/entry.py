@@ -86,6 +86,7 @@ class Entry:
     paths: Sequence[str] = field(repr=False)
     files: Files = field(repr=False)
     shared: Hashable = None
+    made_by: str = ""  # how it is computed from other entries, where it is
 
     def __post_init__(self) -> None:
         if 0 in self.shape and prod(max(size, 1) for size in self.shape) >= 2**58:
@@ -113,6 +114,11 @@ class Entry:
     def boxes(self) -> Boxes:
         """What its files have."""
         return self.stored.boxes
+
+    @property
+    def becomes(self) -> torch.dtype:
+        """The dtype that a conversion writes, if no other is asked for."""
+        return self.dtype
 
     @property
     def bytes(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from shardwise.checkpoint.assignment import assign_readers
 from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
+from shardwise.containers.delivered import DeliveredTensor
 from shardwise.containers.memory import check_written
 from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Lost
@@ -34,12 +35,17 @@ class FillOptions(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a load does on a rank: the tensors to fill, what all ranks know of them, all filled names, other values."""
+    """What a load does on a rank: the tensors to fill, what all ranks know of them, all filled names, other values.
+
+    `buffers`: targets of codes and scales, which are written to other targets as values. `losses` of these values.
+    """
 
     streams: Mapping[str, Stream]
     targets: Mapping[str, TensorInfo]
     linked: set[str]
     others: Mapping[str, object]
+    buffers: Mapping[str, DeliveredTensor]
+    losses: Losses
 
     def links(self) -> list[Link]:
         """Of all tensors."""
@@ -75,7 +81,7 @@ def _fill_part(
 
     Losses of casts are counted in the same pass.
     """
-    losses, target = Losses(), LiveSide(flat, prepared.targets)
+    losses, target = prepared.losses, LiveSide({**flat, **prepared.buffers}, prepared.targets)
     counted = losses if options.count_losses else None
     _check(target, prepared.targets, callers.me)
 
@@ -129,12 +135,13 @@ def fill_once(
     assert transport is not None, "one rank alone fills its own part"
     plan, prepared = agree_on(transport, "load", make)
     job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
-    source, target = FileSide(prepared.entries(), plan, callers.me), LiveSide(flat, plan.targets)
+    source = FileSide(prepared.entries(), plan, callers.me)
+    target = LiveSide({**flat, **prepared.buffers}, plan.targets)
     with reporter(options.progress, job.total, "load", here=callers.first) as tell:
         check = partial(_check, target, plan.targets, callers.me)
         job.run(source, target, check=check, fresh=False, progress=tell)
     # no rank returns while another still reads: the caller may delete the files
-    _, by_rank = callers.tell(lambda: (None, job.losses.per_tensor()))
+    _, by_rank = callers.tell(lambda: (None, [*job.losses.per_tensor(), *prepared.losses.per_tensor()]))
     losses = Losses()
     for lost in chain.from_iterable(by_rank.values()):
         losses.add(lost)  # each value was read by one rank

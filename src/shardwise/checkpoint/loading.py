@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.coded_targets import Loading, loading
 from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
@@ -18,6 +19,7 @@ from shardwise.checkpoint.filling import FillOptions, Prepared, fill_each, fill_
 from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.quantised import quantised_in, with_values
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Stream, by_target, check_casts, duplicates
 from shardwise.checkpoint.values import refuse_modules
@@ -25,7 +27,7 @@ from shardwise.containers.description import Descriptions, describe_all, is_tens
 from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
 from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.exchange.overflow import Overflow, check_overflow, refusal
+from shardwise.exchange.overflow import Losses, Overflow, check_overflow, refusal
 from shardwise.job.agree import Callers
 from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
@@ -34,6 +36,8 @@ from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
+from shardwise.quantised.moves import Rule, check_used, folded, separated
+from shardwise.quantised.recognition import Quantised, recognise
 from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
 
 T = TypeVar("T")
@@ -46,7 +50,7 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
     rename: Rename = None,
-    remap: Iterable[Remap] = (),
+    remap: Iterable[Rule] = (),
     cast: bool | Cast = True,
     overflow: Overflow = "refuse",
     strict: bool = True,
@@ -65,20 +69,21 @@ def load(
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
 
     `path`: a path or URL, as for `open`, or an open checkpoint. `rename`, `remap`: as in `Resharder`, from the names of
-    the checkpoint. `cast`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
-    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target; False refuses all
-    casts. `overflow="refuse"`: raise if a value is out of range for its target; "allow" casts it. `strict=False`: keep
-    the values that the checkpoint lacks. Tied tensors, which share all of their memory, are filled if the checkpoint
-    has one of them; if it has several that differ, they are refused. `read="each"`: every rank reads what it needs;
-    "once": each byte is read by one rank and sent to all that need it, which is better for remote files (the default
-    with `group=`). All ranks of the group call. None returns before all have read, so the files may be deleted then.
-    Without a group, each rank loads on its own.
+    the checkpoint; Quantised() dequantises, if the target has values. `cast`: float64, float32, float16 and
+    bfloat16 are cast to the target's dtype; other dtypes, such as those of quantized codes, only by rules [(name,
+    dtype), ...] with the full name of the target; False refuses all casts. `overflow="refuse"`: raise if a value is
+    out of range for its target; "allow" casts it. `strict=False`: keep the values that the checkpoint lacks. Tied
+    tensors, which share all of their memory, are filled if the checkpoint has one of them; if it has several that
+    differ, they are refused. `read="each"`: every rank reads what it needs; "once": each byte is read by one rank
+    and sent to all that need it, which is better for remote files (the default with `group=`). All ranks of the
+    group call. None returns before all have read, so the files may be deleted then. Without a group, each rank
+    loads on its own.
     """
     options = LoadOptions(rename, remap, cast, overflow, strict, read, max_bytes, progress)
     callers = Callers("load", group, alone=group is None and read != "once")
     once = not callers.alone and read != "each"
     target, infos, ties = _describe(callers, partial(_target, path, into, rules, options), options, path, once=once)
-    prepare = partial(_prepare, target, infos, ties, options, check=callers.first)
+    prepare = partial(_prepare, callers, target, infos, ties, options)
     with torch.no_grad():
         prepared, losses = (fill_once if once else fill_each)(callers, target.flat, prepare, options.filling())
     with callers.refusals():
@@ -95,7 +100,7 @@ class LoadOptions:
     """How to load: keywords of `load`."""
 
     rename: Rename
-    remap: Iterable[Remap]
+    remap: Iterable[Rule]
     cast: bool | Cast
     overflow: Overflow
     strict: bool
@@ -129,6 +134,7 @@ class LoadTarget(NamedTuple):
     replacements: dict[str, torch.Tensor]
     rename: Rename
     remap: Iterable[Remap]
+    quantised: Sequence[Quantised]
 
 
 def _target(
@@ -139,8 +145,8 @@ def _target(
 ) -> LoadTarget:
     """Open the checkpoint, and take apart what is to be filled."""
     options.check()
-    checkpoint = path if isinstance(path, Checkpoint) else open(path, rules=rules)
-    rename, remap = options.rename, options.remap
+    rename, (quantised, remap) = options.rename, separated(options.remap)
+    checkpoint = with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
     module: ModuleTarget | None = None
     if isinstance(into, torch.nn.Module):
         module = ModuleTarget.of(into, checkpoint, rename, remap)
@@ -151,7 +157,7 @@ def _target(
     flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
     paths = {names.get(name, name): path for name, path in nested.items()}
     fresh = _replacements(flat)
-    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap)
+    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap, quantised)
 
 
 def _names_there(paths: Mapping[str, OBJ_PATH], there: Checkpoint) -> dict[str, str]:
@@ -203,13 +209,19 @@ def _describe(
 
 
 def _prepare(
-    target: LoadTarget, infos: Mapping[str, TensorInfo], ties: Mapping[str, str], options: LoadOptions, *, check: bool
+    callers: Callers,
+    target: LoadTarget,
+    infos: Mapping[str, TensorInfo],
+    ties: Mapping[str, str],
+    options: LoadOptions,
 ) -> Prepared:
-    """What is filled from which entries, and all other values. `check` compares tied tensors."""
+    """What is filled from which entries, and all other values."""
     others = _others(target.checkpoint, target.flat, options.strict)
-    streams = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
-    first = _first_of_tied(target.checkpoint, streams, ties, check=check)
-    return Prepared(first, {name: infos[name] for name in first}, set(streams), others)
+    streams, dequantised = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
+    first = Loading(_first_of_tied(target.checkpoint, streams, ties, check=callers.first), dequantised)
+    losses = Losses()
+    buffers = first.buffers(target.flat, callers.me, callers.group, losses if options.overflow == "refuse" else None)
+    return Prepared(first.streams, first.infos(infos), {*streams, *first.values}, others, buffers, losses)
 
 
 def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -231,10 +243,12 @@ def _filled(replacements: Mapping[str, torch.Tensor], names: Iterable[str]) -> d
 
 def _streams(
     target: LoadTarget, infos: Mapping[str, TensorInfo], ties: Mapping[str, str], cast: TargetCasts, strict: bool
-) -> dict[str, Stream]:
-    """The tensors that are filled, with the entries that fill them."""
+) -> Loading:
+    """The tensors that are filled, with the entries that fill them. Quantised ones are values on both sides."""
     checkpoint, rename, remap = target.checkpoint, target.rename, target.remap
-    wanted = {name: tensor.shape for name, tensor in infos.items()}
+    coded = recognise(infos, target.quantised)
+    check_used(target.quantised, coded, quantised_in(checkpoint) if target.quantised else ())
+    wanted = folded(infos, coded)
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap
@@ -247,12 +261,13 @@ def _streams(
         cast.check_used(infos)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    sources = by_target(planned, checkpoint)
-    for name in sources:
+    made = loading(by_target(planned, checkpoint), infos, coded, ties)
+    filled = {name: stream.sources for name, stream in made.streams.items() if name in infos}
+    for name in (*filled, *made.values):
         if infos[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
-    check_casts(checkpoint, sources, infos, partial(cast.check, sources=checkpoint, targets=infos))
-    return {name: Stream(name, infos[name].shape, infos[name].dtype, some) for name, some in sources.items()}
+    check_casts(checkpoint, filled, infos, partial(cast.check, sources=checkpoint, targets=infos))
+    return made
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:

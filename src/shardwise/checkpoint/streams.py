@@ -16,14 +16,17 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, FileCopies, HashableBoxes, Packed, read_into
 from shardwise.checkpoint.files import WORDS
+from shardwise.checkpoint.quantised import ValueEntry, coded_entries, quantised_names, with_values
 from shardwise.checkpoint.zeros import zeros_entry
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
 from shardwise.geometry import Box, Boxes, Window, cut, ints
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_change, check_changes
 from shardwise.job.names import Rename, matched
-from shardwise.job.remap import Link, Remap, links, shapes_after
+from shardwise.job.remap import Link, links, shapes_after
 from shardwise.job.subtensor import Subtensor
+from shardwise.quantised.moves import Rule, separated
+from shardwise.quantised.recognition import Quantised
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,6 +76,12 @@ class Stream:
         """The cells of boxes, one after the other, into a flat tensor."""
         read_into(copies.into([buffer]) for copies in self._copies(boxes))
 
+    def read(self, box: Box) -> torch.Tensor:
+        """The cells of a box, in memory of their own."""
+        values = torch.empty(box.shape, dtype=self.dtype, device="cpu")
+        self.fill(Boxes.of([box] if box.volume else [], len(box.lo)), values.view(-1))
+        return values
+
     def _copies(self, boxes: Boxes) -> Iterator[FileCopies]:
         """To the cells of boxes, one after the other."""
         memory = Packed(HashableBoxes(boxes))
@@ -97,13 +106,14 @@ class Stream:
         runs = self._runs(box)
         for entry, run in runs or ():
             entry.copy(run, file)
-        for part, buffer in self.chunks(box, chunk) if runs is None else ():
+        computed = any(entry.made_by for _, entry in self.sources)  # which needs memory as well
+        for part, buffer in self.chunks(box, chunk // 4 if computed else chunk) if runs is None else ():
             self.fill(part, buffer)
             file.write(buffer.view(WORDS[self.dtype.itemsize]).numpy().data)
 
     def _runs(self, box: Box) -> list[tuple[Entry, Window]] | None:
         """The box as bytes of files one after the other; None where it has to be packed or cast."""
-        if any(entry.dtype != self.dtype for _, entry in self.sources):
+        if any(entry.dtype != self.dtype or entry.made_by for _, entry in self.sources):
             return None
         runs = list[tuple[int, Entry, Window]]()
         for copies in self._copies(Boxes.of([box] if box.volume else [], len(box.lo))):
@@ -141,10 +151,11 @@ def stream_of(entry: Entry) -> Stream:
 
 
 def streams_of(
-    opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Remap] = (), select: Select = None, cast: Cast = None
+    opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Rule] = (), select: Select = None, cast: Cast = None
 ) -> dict[str, Stream]:
     """The tensors by their new names. Patterns that match nothing are refused."""
-    remap, casts = list(remap), Casts.of(cast)
+    (quantised, remap), casts = separated(remap), Casts.of(cast)
+    opened = with_values(opened, quantised)
     shapes = {name: opened[name].shape for name in filter(selector(opened, select), opened)}
     if not shapes and len(opened):
         _check_used(opened, "select=", _patterns(select), opened)
@@ -160,7 +171,28 @@ def streams_of(
     check_casts(opened, sources, streams, partial(_check_cast, opened=opened, casts=casts))
     for stream in streams.values():
         stream.check()
-    return streams
+    return _quantised(opened, streams, quantised) if quantised else streams
+
+
+def _quantised(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Quantised]) -> dict[str, Stream]:
+    """Values that rules name become codes and scales, unless the rule found codes and scales, which became values."""
+    used = {entry.rule for entry in opened.values() if isinstance(entry, ValueEntry)}
+    becoming = quantised_names(streams, [rule for rule in rules if rule not in used])
+    for rule in rules:
+        if rule not in used and not any(one.rule == rule for one in becoming.values()):
+            raise CheckpointError(f"{opened.path}: {rule} fits nothing: leave it out, or look for other names")
+    found = dict[str, Stream]()
+    for name, stream in streams.items():
+        if name in becoming:
+            several = coded_entries(becoming[name].tensor, stream.read, [entry for _, entry in stream.sources])
+            made = {entry.name: stream_of(entry) for entry in several}
+        else:
+            made = {name: stream}
+        twice = next((new for new in made if new in found or (new in streams and new != name)), None)
+        if twice is not None:
+            raise CheckpointError(f"{opened.path}: {twice!r} is there already: {name!r} cannot be quantised to it")
+        found |= made
+    return found
 
 
 def selector(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
@@ -184,11 +216,12 @@ def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names:
 
 
 def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -> Stream:
-    stored = {entry.dtype: None for _, entry in sources}
-    requests = {dtype: casts.request(name, dtype) or CastRequest(dtype, named=False) for dtype in stored}
-    becomes = {one.dtype for one in requests.values()}
+    stored = {(entry.dtype, entry.becomes): None for _, entry in sources}
+    becomes = {(casts.request(name, dtype) or CastRequest(kept, named=False)).dtype for dtype, kept in stored}
     if len(becomes) > 1:
-        raise CheckpointError(f"{name!r} is put together from {', '.join(map(str, stored))}: cast= makes them alike")
+        raise CheckpointError(
+            f"{name!r} is put together from {', '.join(str(dtype) for dtype, _ in stored)}: cast= makes them alike"
+        )
     return Stream(name, shape, becomes.pop(), tuple(one for one in sources if prod(one[0].target_view.shape)))
 
 

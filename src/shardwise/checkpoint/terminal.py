@@ -21,6 +21,8 @@ from shardwise.checkpoint.streams import Select, duplicates
 from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
 from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
+from shardwise.quantised.moves import Rule
+from shardwise.quantised.recognition import Quantised
 from shardwise.quoting import brief, in_line
 
 MAX_DEPTH = 32  # levels of the tree
@@ -37,7 +39,7 @@ class Changes(TypedDict):
     rename: list[tuple[str, str]] | None
     select: Sequence[str] | None
     cast: list[CastRule] | None
-    remap: list[Remap]
+    remap: list[Rule]
 
 
 def pairs(texts: Sequence[str], option: str, form: str = "pattern=new") -> list[tuple[str, str]]:
@@ -76,7 +78,7 @@ def _dtype(name: str) -> torch.dtype:
 RemapOptions = Mapping[str, Sequence[str] | None]  # the texts of every option
 
 
-def remaps(options: RemapOptions) -> list[Remap]:
+def remaps(options: RemapOptions) -> list[Rule]:
     """
     >>> remaps({"concat": ["*.qkv=*.q,*.k,*.v@0:64,32,32"], "stack": ["*.w=*.{}.w@1"]})
     [Concat(whole='*.qkv', parts=('*.q', '*.k', '*.v'), dim=0, sizes=(64, 32, 32)), Stack(whole='*.w', ...
@@ -120,13 +122,22 @@ def _pad(text: str) -> Remap:
     return Padded(name, int(size), dim=dim)
 
 
-_READ: dict[str, Callable[[str], Remap]] = {
+def _quantised(text: str) -> Quantised:
+    names, _, format = text.partition("@")
+    codes, _, scales = names.partition(",")
+    if text != "auto" and not (codes and scales and format):
+        raise ValueError(f"--quantised {text!r}: write 'auto', or CODES,SCALES@FORMAT as in '*.w,*.w_scale@fp8-row'")
+    return Quantised() if text == "auto" else Quantised(codes, scales, format=format)
+
+
+_READ: dict[str, Callable[[str], Rule]] = {
     "concat": _concat,
     "interleave": _interleave,
     "stack": _stack,
     "transpose": Transposed,
     "rotary": _rotary,
     "pad": _pad,
+    "quantised": _quantised,
 }
 
 

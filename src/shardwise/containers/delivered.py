@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,10 +19,10 @@ from shardwise.transports.members import owner_here
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """The names that are handed over in one call, and the function that takes them."""
+    """The names that are handed over in one call, and the function that takes this rank's tensors of each."""
 
     names: tuple[str, ...]
-    take: Callable[[Sequence[tuple[str, torch.Tensor]]], object]
+    take: Callable[[Mapping[str, Sequence[torch.Tensor]]], object]
 
 
 class DeliveredTensor(ShardedTensor):
@@ -44,8 +44,9 @@ class DeliveredTensor(ShardedTensor):
         *,
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
+        owner: int | None = None,
     ) -> Self:
-        target = cls._holding((), OwnContainer(layout, group), owner_here(group))
+        target = cls._holding((), OwnContainer(layout, group), owner_here(group) if owner is None else owner)
         target.delivery, target._dtype, target._device = delivery, dtype, device or torch.device("cpu")
         return target
 

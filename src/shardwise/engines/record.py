@@ -178,8 +178,8 @@ def record(
     if explanation.problems and strict:
         raise _incomplete(explanation.problems)
 
-    def take(weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        recorded.hand_over(load, weights)
+    def take(weights: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        recorded.hand_over(load, [(name, tensors[0]) for name, tensors in weights.items()])
 
     deliveries = {name: Delivery(one.names, take) for one in _through_loader(by_rank) for name in one.names}
     targets = _targets(explanation, deliveries, local, parameters, callers)

@@ -105,7 +105,7 @@ class LiveSide:
         for delivery in dict.fromkeys(self._delivered[name].delivery for name in arrived):
             if self._filled.issuperset(delivery.names):
                 self._filled.difference_update(delivery.names)
-                delivery.take([(name, self._buffers.pop(name)[0]) for name in delivery.names])
+                delivery.take({name: self._buffers.pop(name) for name in delivery.names})
 
     def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
         """All lasting memory; refused if it does not fit the layouts. Also drops buffers that a failed run left."""

@@ -58,6 +58,11 @@ class Subtensor:
         """All cells, as they are."""
         return _whole(tuple(shape))
 
+    @staticmethod
+    def of_box(box: Box, order: Sequence[int]) -> Subtensor:
+        """The cells of a box, with these of its dims. Others must have one cell."""
+        return Subtensor(box.lo, tuple(ViewDim(of, box.hi[of] - box.lo[of]) for of in order))
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""

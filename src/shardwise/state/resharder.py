@@ -13,17 +13,20 @@ from torch.autograd.graph import increment_version
 from shardwise.containers.description import Descriptions, describe_all, tensors_in
 from shardwise.containers.memory import check_written, shared
 from shardwise.exchange.messages import Tensors
-from shardwise.exchange.overflow import Overflow, check_overflow
+from shardwise.exchange.overflow import Losses, Overflow, check_overflow, refuse_loss
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.job.remap import Remap, links
+from shardwise.job.remap import links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
+from shardwise.quantised.moves import Rule, check_used, folded, separated
+from shardwise.quantised.recognition import recognise
+from shardwise.quantised.sides import CodedLinks, QuantisingSide
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -34,12 +37,12 @@ class Resharder:
     Every rank of the group creates one, and all ranks call `run` together. A rank that holds nothing of one side passes
     None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors, by a
     mapping or rules with stars, or by a function. `remap`: rules to join, split, transpose or pad tensors (Concat,
-    Interleaved, Stack, Transposed, Rotary, Padded). `cast=True`: float64, float32, float16 and bfloat16 are cast to the
-    target's dtype; other dtypes, such as those of quantized codes, only by rules [(name, dtype), ...] with the full
-    name of the target. `overflow="refuse"`: write nothing if a value is out of range for its target; "allow" casts it.
-    `strict=False`: leave out sources without a target. `max_bytes`: stage at most this much at a time. `verify`:
-    compare, and write only if all values are right. `plan`: the text of a plan file, which must be of this plan.
-    `transport`: as in `reshard`.
+    Interleaved, Stack, Transposed, Rotary, Padded), and Quantised for tensors that are codes and scales on one side or
+    both. `cast=True`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
+    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`:
+    write nothing if a value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without
+    a target. `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
+    `plan`: the text of a plan file, which must be of this plan. `transport`: as in `reshard`.
     """
 
     @accepts_wire
@@ -50,7 +53,7 @@ class Resharder:
         *,
         group: dist.ProcessGroup | None = None,
         rename: Rename = None,
-        remap: Iterable[Remap] = (),
+        remap: Iterable[Rule] = (),
         cast: bool | Cast = False,
         overflow: Overflow = "refuse",
         strict: bool = True,
@@ -68,23 +71,26 @@ class Resharder:
             refuse_several_jobs(sources, self._transport)
             infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
-        def make() -> tuple[ModelPlan, tuple[LiveSide, LiveSide]]:
+        self._infos, self._losses = infos, Losses()
+        counted = self._losses if overflow == "refuse" else None
+
+        def make() -> tuple[ModelPlan, tuple[CodedLinks, QuantisingSide, LiveSide]]:
             check_progress(progress)
             self._transport.check_choice(transport)
             check_overflow(overflow)
-            made = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
+            made, coded = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
             if plan is not None:
                 made.check(plan)
-            zeros = zeros_memory(
-                {name: made.sources[name] for name in made.sources if name not in infos[0]}, self._transport.me
-            )
-            sides = LiveSide({**values[0], **zeros}, made.sources), LiveSide(values[1], made.targets)
-            _check(made, *sides, self._transport.me, apart=not verify)
-            return made, sides
+            zeros = zeros_memory({name: made.sources[name] for name in coded.zeros()}, self._transport.me)
+            source = QuantisingSide({**values[0], **zeros}, list(made.sources), coded.quantised, self._transport)
+            buffers = coded.buffers(values[1], self._transport.me, group, counted)
+            target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.values()])
+            _check(made, source, target, infos, self._transport.me, apart=not verify)
+            return made, (coded, source, target)
 
         same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
-        same |= {"transport": transport}
-        self.plan, (self._source, self._target) = agree_on(self._transport, "Resharder", make, same)
+        same |= {"transport": transport, "quantised": str(separated(remap)[0])}
+        self.plan, (self._coded, self._source, self._target) = agree_on(self._transport, "Resharder", make, same)
         self._job = Job(self._transport, self.plan, "sync", transport, overflow=overflow)
 
     def __repr__(self) -> str:
@@ -95,14 +101,28 @@ class Resharder:
         first = self._transport.me == self._transport.owners[0]
         bar = reporter(self._progress, self._job.total, "sync", here=first)
         with self._transport.budget(), torch.no_grad(), bar as progress:
+            self._losses.clear()
+            self._source.start()
             if self._verify:
                 self._run_verified(progress)
                 return
-            keep = not self._job.delivers  # kept moves would keep memory that is handed over
+            # kept moves would keep memory that is handed over, or codes of earlier values
+            keep = not (self._job.delivers or self._coded.quantised)
             try:
                 self._job.run(self._source, self._target, check=self._check, fresh=False, keep=keep, progress=progress)
             finally:  # autograd does not see it
                 increment_version(self._job.written if keep else [*chain(*self._target.lasting().values())])
+            self._refuse_losses()
+
+    def _refuse_losses(self) -> None:
+        """Refuse values of any rank that were out of range for their targets once they were dequantised."""
+
+        def say() -> tuple[None, None]:
+            refuse_loss(self._losses.per_tensor(), "All tensors of the target were written")
+            return None, None
+
+        if self._coded.may_lose:
+            tell_all(self._transport, "sync", say)
 
     def _run_verified(self, progress: Tell) -> None:
         """Into temporary memory first: the target is written once all ranks have verified the values."""
@@ -113,6 +133,7 @@ class Resharder:
                 for ours, theirs in zip(self._target.memory(name), aside.memory(name), strict=False):
                     ours.copy_(theirs)  # which autograd does see
             self._job.deliver(partial(self._target.filled, list(self.plan.targets)))
+            self._refuse_losses()
         except BaseException as error:
             error.add_note("in a sync: its target may be partly written")
             raise
@@ -121,12 +142,15 @@ class Resharder:
         return self._target.device_of(name)
 
     def _check(self) -> None:
-        _check(self.plan, self._source, self._target, self._transport.me, apart=not self._verify)
+        _check(self.plan, self._source, self._target, self._infos, self._transport.me, apart=not self._verify)
 
 
-def _check(plan: ModelPlan, source: LiveSide, target: LiveSide, me: int, *, apart: bool) -> None:
+def _check(
+    plan: ModelPlan, source: LiveSide, target: LiveSide, infos: tuple[Infos, Infos], me: int, *, apart: bool
+) -> None:
     """Refuse memory that does not match the layouts, cannot be written, or (with `apart`) is on both sides."""
-    targets, sources = target.checked("target", plan.targets, me), source.checked("source", plan.sources, me)
+    targets = target.checked("target", {**infos[1], **plan.targets}, me)
+    sources = source.checked("source", {**infos[0], **plan.sources}, me)
     for name, memory in targets.items():
         for tensor in memory:
             check_written(tensor, f"{name!r} of the target")
@@ -175,20 +199,25 @@ def _plan(
     transport: GroupTransport,
     known: tuple[Infos, Infos],
     rename: Rename,
-    remap: Iterable[Remap],
+    remap: Iterable[Rule],
     cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
     hosts: HostsOption,
-) -> ModelPlan:
+) -> tuple[ModelPlan, CodedLinks]:
     for side, tensors in zip(("source", "target"), known, strict=True):
         check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
-    sources, targets = known
-    shapes = ({name: tensor.shape for name, tensor in side.items()} for side in known)
-    planned = links(*shapes, rename=rename, remap=remap, strict=strict)
-    cast.check_used(targets)
-    sources = sources | zeros_infos(planned, targets)
-    pairs = ((link.source, link.target) for link in planned)
+    quantised, regrouped = separated(remap)
+    folds = recognise(known[0], quantised), recognise(known[1], quantised)
+    for rule in quantised:
+        check_used([rule], *(recognise(side, [rule]) for side in known))
+    shapes = (folded(side, fold) for side, fold in zip(known, folds, strict=True))
+    planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
+    cast.check_used(known[1])
+    coded = CodedLinks.of(planned, known, folds)
+    targets = coded.targets(known[1])
+    sources = coded.sources(known[0]) | zeros_infos(coded.links, targets)
+    pairs = ((link.source, link.target) for link in coded.links)
     changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
     check_changes(changes, partial(cast.check, sources=sources, targets=targets))
-    return ModelPlan.of(planned, sources, targets, max_bytes=max_bytes, hosts=hosts)
+    return ModelPlan.of(coded.links, sources, targets, max_bytes=max_bytes, hosts=hosts), coded

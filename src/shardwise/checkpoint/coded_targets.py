@@ -1,0 +1,109 @@
+"""Loads with quantised tensors on one side or both: which streams fill codes and scales, and what becomes values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.entry import Entry
+from shardwise.checkpoint.quantised import ValueEntry, coded_entries
+from shardwise.checkpoint.streams import Sources, Stream, stream_of
+from shardwise.containers.delivered import DeliveredTensor
+from shardwise.errors import CheckpointError
+from shardwise.exchange.overflow import Losses
+from shardwise.job.plan import TensorInfo
+from shardwise.job.remap import Link
+from shardwise.quantised.moves import Dequantising, coded_links
+from shardwise.quantised.recognition import QuantisedTensor
+
+Infos = Mapping[str, TensorInfo]
+
+
+class Loading(NamedTuple):
+    """A load as streams of tensors that are moved as they are, and values that are computed from some of these."""
+
+    streams: dict[str, Stream]
+    dequantised: list[Dequantising]
+
+    @property
+    def values(self) -> list[str]:
+        """The targets that are computed."""
+        return list(dict.fromkeys(one.link.target for one in self.dequantised))
+
+    def infos(self, targets: Infos) -> dict[str, TensorInfo]:
+        """What all ranks know of the targets: also those of codes and scales that become values."""
+        found = {name: targets[name] for name in (*self.streams, *self.values) if name in targets}
+        return {**found, **{name: info for one in self.dequantised for name, info in one.infos().items()}}
+
+    def buffers(
+        self, flat: Mapping[str, object], owner: int, group: dist.ProcessGroup | None, losses: Losses | None
+    ) -> dict[str, DeliveredTensor]:
+        """Targets of codes and scales, which write values to the tensors of a state dict once they are filled."""
+        made = [one.targets(flat.get(one.link.target), owner, group, losses) for one in self.dequantised]
+        return {name: target for several in made for name, target in several.items()}
+
+
+def loading(
+    sources: Mapping[str, Sources], targets: Infos, coded: Mapping[str, QuantisedTensor], ties: Mapping[str, str]
+) -> Loading:
+    """From the entries of every target, where quantised tensors are values on both sides."""
+    found, tied = Loading({}, []), dict[str, Sources]()
+    for name, several in sources.items():
+        quantised = tuple(one for one in several if isinstance(one[1], ValueEntry))
+        if name in coded:
+            made = _coded(coded[name], several, quantised, targets)
+            found.streams.update(made)
+            continue
+        info = targets[name]
+        plain = tuple(one for one in several if one not in quantised)
+        if plain or not quantised:
+            found.streams[name] = Stream(name, info.shape, info.dtype, plain)
+        if quantised and _is_first(name, quantised, ties, tied):
+            for link, entry in quantised:
+                _add_values(found, link, entry, info)
+    return found
+
+
+def _is_first(name: str, several: Sources, ties: Mapping[str, str], tied: dict[str, Sources]) -> bool:
+    """False for a name that shares its memory with an earlier one; refused if that gets other values."""
+    group = ties.get(name, name)
+    first = tied.setdefault(group, several)
+    if [(link[2:], id(entry)) for link, entry in first] != [(link[2:], id(entry)) for link, entry in several]:
+        raise CheckpointError(
+            f"{first[0][0].target!r} and {name!r} share their memory, but come from different quantised tensors: give "
+            f"each its own memory, or leave one of them out"
+        )
+    return first is several
+
+
+def _add_values(found: Loading, link: Link, entry: Entry, target: TensorInfo) -> None:
+    """The streams of codes and scales that become values."""
+    assert isinstance(entry, ValueEntry)
+    move = Dequantising.of(entry.quantised, link, target)
+    for one, origin in zip(move.links(), entry.origins, strict=True):
+        found.streams[one.target] = Stream(one.target, one.target_view.shape, origin.dtype, ((one, origin),))
+    found.dequantised.append(move)
+
+
+def _coded(one: QuantisedTensor, several: Sources, quantised: Sources, targets: Infos) -> dict[str, Stream]:
+    """The streams of the codes and the scales of a target."""
+    if quantised and len(quantised) < len(several):
+        raise CheckpointError(
+            f"{one.value!r} is put together from quantised tensors and from values: load it as values"
+        )
+    infos = targets[one.codes], targets[one.scales]
+    if not quantised:
+        values = Stream(one.value, one.shape, several[0][1].dtype, several)
+        made = coded_entries(one, values.read, [entry for _, entry in several])
+        return {entry.name: stream_of(entry) for entry in made}
+    both = list[tuple[tuple[Link, Entry], tuple[Link, Entry]]]()
+    for link, entry in quantised:
+        assert isinstance(entry, ValueEntry)
+        codes, scales = coded_links(link, entry.quantised, one)
+        both.append(((codes, entry.origins[0]), (scales, entry.origins[1])))
+    return {
+        name: Stream(name, info.shape, info.dtype, tuple(pair[at] for pair in both))
+        for at, (name, info) in enumerate(zip((one.codes, one.scales), infos, strict=True))
+    }
