@@ -71,6 +71,8 @@ def _as_planned(layout: Layout, itemsize: int) -> Layout:
 
 def _slices(boxes: Boxes, owners: Sequence[Sequence[int]]) -> list[OwnedBox]:
     """Every box in equal shares for its owners, each of cells that lie one after the other: whole rows if possible."""
+    if all(len(takers) == 1 for takers in owners):  # as most are
+        return _owned([owner for (owner,) in owners], boxes)
     whose, number, start, stop = list[int](), list[int](), list[int](), list[int]()
     for at, (size, takers) in enumerate(zip((boxes.hi - boxes.lo).tolist(), owners, strict=True)):
         volume, shares = prod(size), len(takers)
