@@ -35,6 +35,7 @@ from shardwise.job.remap import Remap
 from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.layout import Layout, places_of
+from shardwise.quantised.moves import separated
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
 
@@ -63,7 +64,9 @@ def save(
     with a warning. `rename` and `remap`: rename, join, split or rearrange tensors on the way, as in `Resharder`; with
     `remap` this rank's share of the result is in memory meanwhile. `durable`: wait until the data is on disk.
     """
-    callers, rules = Callers("save", group), list(remap)
+    callers, (quantised, rules) = Callers("save", group), separated(remap)
+    if quantised:
+        raise TypeError(f"save cannot quantise, but remap= has {quantised[0]}: save without it, then `convert` with it")
     if rename is not None or rules:
         state_dict = remapped(state_dict, callers, rename, rules)
     flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)
