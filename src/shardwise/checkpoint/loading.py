@@ -217,11 +217,12 @@ def _prepare(
 ) -> Prepared:
     """What is filled from which entries, and all other values."""
     others = _others(target.checkpoint, target.flat, options.strict)
-    streams, dequantised = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
-    first = Loading(_first_of_tied(target.checkpoint, streams, ties, check=callers.first), dequantised)
-    losses = Losses()
-    buffers = first.buffers(target.flat, callers.me, callers.group, losses if options.overflow == "refuse" else None)
-    return Prepared(first.streams, first.infos(infos), {*streams, *first.values}, others, buffers, losses)
+    every = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
+    first = every._replace(streams=_first_of_tied(target.checkpoint, every.streams, ties, check=callers.first))
+    losses, linked = Losses(), {*every.streams, *every.computed.names}
+    counted = losses if options.overflow == "refuse" else None
+    buffers = every.computed.buffers(target.flat, callers.me, callers.group, counted)
+    return Prepared(first.streams, first.infos(infos), linked, others, buffers, losses)
 
 
 def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -263,7 +264,7 @@ def _streams(
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     made = loading(by_target(planned, checkpoint), infos, coded, ties)
     filled = {name: stream.sources for name, stream in made.streams.items() if name in infos}
-    for name in (*filled, *made.values):
+    for name in (*filled, *made.computed.names):
         if infos[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
     check_casts(checkpoint, filled, infos, partial(cast.check, sources=checkpoint, targets=infos))

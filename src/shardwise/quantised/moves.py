@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -271,6 +271,34 @@ class Dequantising:
         if losses is not None and counted:
             losses.look(repr(self.link.target), [seen], self.target.dtype)
         out.copy_(seen)
+
+
+@dataclass
+class ComputedTargets:
+    """The targets of a job whose values are computed once their codes and scales have arrived."""
+
+    moves: list[Dequantising] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Each once: several moves may write parts of one target."""
+        return list(dict.fromkeys(move.link.target for move in self.moves))
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """What all ranks know of the buffers of codes and scales."""
+        return {name: info for move in self.moves for name, info in move.infos().items()}
+
+    def buffers(
+        self, values: Mapping[str, object], owner: int, group: dist.ProcessGroup | None, losses: Losses | None
+    ) -> dict[str, DeliveredTensor]:
+        """The buffers as targets, which write values to other targets once they are filled."""
+        made = [move.targets(values.get(move.link.target), owner, group, losses) for move in self.moves]
+        return {name: target for several in made for name, target in several.items()}
+
+    @property
+    def may_lose(self) -> bool:
+        """True where values may be out of range for their targets."""
+        return any(may_overflow(torch.float32, move.target.dtype) for move in self.moves)
 
 
 def _in_source_dims(part: torch.Tensor, view: Subtensor) -> torch.Tensor:

@@ -83,8 +83,8 @@ class Resharder:
                 made.check(plan)
             zeros = zeros_memory({name: made.sources[name] for name in coded.zeros()}, self._transport.me)
             source = QuantisingSide({**values[0], **zeros}, list(made.sources), coded.quantised, self._transport)
-            buffers = coded.buffers(values[1], self._transport.me, group, counted)
-            target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.values()])
+            buffers = coded.computed.buffers(values[1], self._transport.me, group, counted)
+            target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.computed.names])
             _check(made, source, target, infos, self._transport.me, apart=not verify)
             return made, (coded, source, target)
 
@@ -121,7 +121,7 @@ class Resharder:
             refuse_loss(self._losses.per_tensor(), "All tensors of the target were written")
             return None, None
 
-        if self._coded.may_lose:
+        if self._coded.computed.may_lose:
             tell_all(self._transport, "sync", say)
 
     def _run_verified(self, progress: Tell) -> None:
