@@ -307,7 +307,7 @@ def _parts(
     """The parts of every file."""
     parts = defaultdict[int, list[TensorPart]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
-        empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
+        empty = [] if prod(stream.shape) else [Box.whole(stream.shape)]
         _, layout = contents.tensors[name]
         for owner in layout.owners():
             for box in [piece.box for piece in layout.pieces(owner)] or empty:

@@ -48,7 +48,7 @@ class Stream:
     @property
     def whole(self) -> Box:
         """All cells."""
-        return Box((0,) * len(self.shape), self.shape)
+        return Box.whole(self.shape)
 
     @property
     def size(self) -> int:

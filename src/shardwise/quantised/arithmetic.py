@@ -20,7 +20,7 @@ from shardwise.quantised.formats import EXPONENTS, GROUP, Format, Shape
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 CELLS = 2**18  # that are computed at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 4-bit codes; the fourth bit is the sign
-MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 class Rows(NamedTuple):
@@ -220,7 +220,7 @@ class Scaling(NamedTuple):
     @staticmethod
     def of(largest: torch.Tensor, format: Format, dtype: torch.dtype) -> Scaling:
         """By the largest magnitude of every block, in float32, with scales of that dtype."""
-        forward = MOST[format.codes] / largest
+        forward = LARGEST_CODE[format.codes] / largest
         forward = torch.where(forward.isfinite(), forward, 1.0)  # what is too small for a scale becomes 0
         if format.divisor != 1:
             return Scaling(forward, largest.to(dtype))

@@ -18,9 +18,10 @@ from shardwise.job.remap import Link
 from shardwise.job.side import LiveSide
 from shardwise.layout import Layout, local_boxes, local_shapes, places_of
 from shardwise.quantised.arithmetic import Scaling, check_finite, encode_box, largest_magnitudes
+from shardwise.quantised.formats import VALUES
 from shardwise.quantised.layouts import scales_layout
 from shardwise.quantised.moves import ComputedTargets, Dequantising, coded_links
-from shardwise.quantised.recognition import VALUES, QuantisedTensor
+from shardwise.quantised.recognition import QuantisedTensor
 from shardwise.quantised.tensors import check_can_quantise
 from shardwise.transports import GroupTransport
 
@@ -165,16 +166,13 @@ class QuantisingSide(LiveSide):
         quantised: Mapping[str, Quantising],
         transport: GroupTransport,
     ) -> None:
-        made = {name for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
+        made = {name: one for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
         super().__init__(values, [*(name for name in names if name not in made), *quantised])
         self._quantised, self._transport = quantised, transport
         self._cut = [name for name, one in quantised.items() if one.cut]
-        self._by_name = {name: one for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
-        self._reduced, self._scalings, self._made = (
-            dict[str, torch.Tensor](),
-            dict[str, Scaling](),
-            dict[str, Tensors](),
-        )
+        self._by_name = made
+        self._reduced, self._scalings = dict[str, torch.Tensor](), dict[str, Scaling]()
+        self._made = dict[str, Tensors]()
 
     def start(self) -> None:
         """Find the largest magnitudes of blocks of which several ranks have a part. All ranks call."""
