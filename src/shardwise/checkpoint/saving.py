@@ -32,6 +32,7 @@ from shardwise.job.agree import Callers
 from shardwise.job.names import Rename
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Remap
+from shardwise.job.remap_rules import listed
 from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.layout import Layout, places_of
@@ -63,7 +64,7 @@ def save(
     with a warning. `rename` and `remap`: rename, join, split or rearrange tensors on the way, as in `Resharder`; with
     `remap` this rank's share of the result is in memory meanwhile. `durable`: wait until the data is on disk.
     """
-    callers, rules = Callers("save", group), list(remap)
+    callers, rules = Callers("save", group), listed(remap)
     if rename is not None or rules:
         state_dict = remapped(state_dict, callers, rename, rules)
     flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -20,12 +20,12 @@ from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.job.remap import links
+from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
 from shardwise.quantised.moves import Rule, check_used, folded, separated
-from shardwise.quantised.recognition import recognise
+from shardwise.quantised.recognition import Quantised, recognise
 from shardwise.quantised.sides import CodedLinks, QuantisingSide
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
@@ -72,13 +72,13 @@ class Resharder:
             infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
         self._infos, self._losses = infos, Losses()
-        counted = self._losses if overflow == "refuse" else None
+        counted, rules = self._losses if overflow == "refuse" else None, separated(remap)
 
         def make() -> tuple[ModelPlan, tuple[CodedLinks, QuantisingSide, LiveSide]]:
             check_progress(progress)
             self._transport.check_choice(transport)
             check_overflow(overflow)
-            made, coded = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
+            made, coded = _plan(self._transport, infos, rename, rules, TargetCasts.of(cast), strict, max_bytes, hosts)
             if plan is not None:
                 made.check(plan)
             zeros = zeros_memory({name: made.sources[name] for name in coded.zeros()}, self._transport.me)
@@ -89,7 +89,7 @@ class Resharder:
             return made, (coded, source, target)
 
         same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
-        same |= {"transport": transport, "quantised": str(separated(remap)[0])}
+        same |= {"transport": transport, "quantised": str(rules[0])}
         self.plan, (self._coded, self._source, self._target) = agree_on(self._transport, "Resharder", make, same)
         self._job = Job(self._transport, self.plan, "sync", transport, overflow=overflow)
 
@@ -199,7 +199,7 @@ def _plan(
     transport: GroupTransport,
     known: tuple[Infos, Infos],
     rename: Rename,
-    remap: Iterable[Rule],
+    rules: tuple[Sequence[Quantised], Sequence[Remap]],
     cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
@@ -207,7 +207,7 @@ def _plan(
 ) -> tuple[ModelPlan, CodedLinks]:
     for side, tensors in zip(("source", "target"), known, strict=True):
         check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
-    quantised, regrouped = separated(remap)
+    quantised, regrouped = rules
     folds = recognise(known[0], quantised), recognise(known[1], quantised)
     for rule in quantised:
         check_used([rule], *(recognise(side, [rule]) for side in known))
