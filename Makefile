@@ -8,7 +8,7 @@ demo: $(INSTALLED)
 	@$(BIN)/shardwise demo
 
 test: $(INSTALLED) browser
-	@$(BIN)/pytest -q -n 2
+	@$(BIN)/pytest -q -n 3 --dist worksteal
 
 # Real engines (vLLM) in an environment of their own; where that cannot be had, one line says so.
 judges:

@@ -5,6 +5,7 @@ from itertools import combinations, product
 
 import numpy as np
 
+from shardwise import Cyclic, Experts, Fused, Heads, StridedShard, Zigzag
 from shardwise.geometry import Box, Boxes
 
 
@@ -52,6 +53,50 @@ def strided(items, factor, count):
     """A list by `_StridedShard`'s rule: chunk i of every one of `factor` chunks."""
     rows = [chunked(part, count) for part in chunked(items, factor)]
     return [[x for row in rows for x in row[i]] for i in range(count)]
+
+
+def split(items, placement, count, size):
+    """The items of a dim that each of `count` ranks gets; the dim has `size` cells, of which these are a part."""
+    match placement:
+        case StridedShard(_, factor):
+            return strided(items, factor, count)
+        case Zigzag():
+            chunks = chunked(items, 2 * count)
+            return [chunks[i] + chunks[-1 - i] for i in range(count)]
+        case Cyclic(_, block):
+            return [[x for at, x in enumerate(items) if at // block % count == rank] for rank in range(count)]
+        case Experts(_, ranks):
+            each = len(items) // len(ranks)
+            return [[x for at, x in enumerate(items) if rank in ranks[at // each]] for rank in range(count)]
+        case Heads(_, heads):
+            return by_heads(items, len(items) * heads // max(size, 1), count)
+        case Fused(_, segments, heads):
+            ends = np.cumsum(segments).tolist()
+            parts = [items[end - n : end] for n, end in zip(segments, ends, strict=True)]
+            each = heads or [None] * len(parts)
+            cut = [by_heads(p, h, count) if h else chunked(p, count) for p, h in zip(parts, each, strict=True)]
+            return [[x for segment in cut for x in segment[rank]] for rank in range(count)]
+    return chunked(items, count)
+
+
+def by_heads(items, heads, count):
+    """The items of every rank: as many heads for each, or head `rank * heads // count` where there are fewer."""
+    size, many = len(items) // max(heads, 1), max(heads // count, 1)
+    first = [rank * heads // count for rank in range(count)]
+    return [items[at * size : (at + many) * size] for at in first]
+
+
+def on_mesh(whole, mesh, placements):
+    """Every owner's one buffer: the dims split placement by placement, from left to right."""
+    found = {}
+    for place, owner in np.ndenumerate(mesh.ranks):
+        lists = [list(range(size)) for size in whole.shape]
+        for placement, count, at in zip(placements, mesh.shape, place, strict=True):
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                lists[dim] = split(lists[dim], placement, count, whole.shape[dim])[at]
+        found[int(owner)] = [whole[np.ix_(*(np.array(one, dtype=int) for one in lists))] if lists else whole]
+    return found
 
 
 def numbered(shape):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise import Box, Layout, Mesh, NotationError, ShardwiseError, notation, parse
+from shardwise import Box, Fused, Heads, Layout, Mesh, NotationError, ShardwiseError, notation, parse
 from shardwise.testing import strategies
 
 
@@ -58,7 +58,11 @@ DOCUMENTED = {
     "4096x1024/R,S1@2x4:8-15": Layout.on_mesh((4096, 1024), Mesh.of((2, 4), ranks=range(8, 16)), ["R", "S1"]),
     "10x6/split0=3,5,2@3": Layout.split((10, 6), 0, [3, 5, 2]),
     "96x64/fused0=64,16,16@4": Layout.fused((96, 64), 0, [64, 16, 16], 4),
+    "96x64/R,fused0=64,16,16:8,2,2@2x4": Layout.on_mesh((96, 64), (2, 4), ["R", Fused(0, (64, 16, 16), (8, 2, 2))]),
+    "16x64/heads0=2@tp=4": Layout.on_mesh((16, 64), Mesh(tp=4), [Heads(0, 2)]),
     "100x6/cyclic0=8@4": Layout.cyclic((100, 6), 0, 8, 4),
+    "8x64/experts0=0,1,2,1+3,0,1,2,3@4": Layout.experts((8, 64), 0, [0, 1, 2, (1, 3), 0, 1, 2, 3]),
+    "100x6/zigzag0@4": Layout.zigzag((100, 6), 0, 4),
     "8x6/boxes=0:4,0:6+4:8,0:6@2": Layout.boxes((8, 6), [(0, (0, 0), (4, 6)), (1, (4, 0), (8, 6))]),
     "8x6/flat=0-20,20-48@2": Layout.flat((8, 6), [(0, 0, 20), (1, 20, 48)]),
     "scalar/R@4": Layout.replicated((), 4),
@@ -127,7 +131,16 @@ BAD = [
     ("8x6/split0:3,5@2", 10, ["'='"]),
     ("8x6/split0=3,x@2", 13, ["a size"]),
     ("8x6/split0=3,5@3", 16, ["2 items of split, not 3"]),
-    ("8x6/cyclic0=2,3@3", 13, ["one block size"]),
+    ("8x6/cyclic0=2,3@3", 13, ["no more numbers"]),
+    ("8x6/experts0=@2", 13, ["the rank of an expert"]),
+    ("8x6/experts0=0+@2", 14, ["'@'"]),
+    ("8x6/zigzag0,3@3", 11, ["no more numbers"]),
+    ("8x6/R,heads0=2,3@2x3", 14, ["no more numbers"]),
+    ("8x6/heads0@3", 10, ["'='", "the number of heads"]),
+    ("8x6/heads=2@3", 9, ["the dim", "heads0"]),
+    ("8x6/R,fusd0=8@1x2", 6, ["did you mean fused?"]),
+    ("8x6/fused0=4,4:x@2", 14, ["'@'"]),
+    ("8x6/fused0=@2", 11, ["the size of a segment"]),
     ("8x6/boxes=0:8@1", 10, ["2 ranges such as 0:4, one per dim, not 1"]),
     ("8x6/boxes=0-8,0:6@1", 11, ["ranges such as 0:4"]),
     ("8x6/boxes=0:8,0:6@2", 19, ["1 items of boxes, not 2"]),
@@ -172,7 +185,16 @@ def test_errors_survive_pickling():
 
 
 @pytest.mark.parametrize(
-    "text", [f"{'9' * 5000}/R@1", f"8/S0@{'9' * 5000}", "8/S0@ranks=2", "8/S0@self=2", "8/S0@hosts=2"]
+    "text",
+    [
+        "0/fused0=0:9999999999999999998@2",
+        "0/heads0=9999999999999999998@2",
+        f"{'9' * 5000}/R@1",
+        f"8/S0@{'9' * 5000}",
+        "8/S0@ranks=2",
+        "8/S0@self=2",
+        "8/S0@hosts=2",
+    ],
 )
 def test_odd_numbers_and_names_give_a_layout_or_an_error_of_ours(text):
     assert_layout_or_refusal(text)
@@ -194,7 +216,21 @@ TEXTS = [
     "8x6/Pavg,R@dp=2,tp=2:0-6/2",
     "scalar/boxes=.+.@2",
 ]
-PARTS = [*"0123456789x/@:,-+=.SRP", "split0=", "boxes=", "flat=", "cyclic1=", "Pmax", "fsdp=", "\n", "\u0663", " "]
+PARTS = [
+    *"0123456789x/@:,-+=.SRP",
+    "split0=",
+    "boxes=",
+    "flat=",
+    "cyclic1=",
+    "heads0=",
+    "fused0=",
+    "zigzag1",
+    "Pmax",
+    "fsdp=",
+    "\n",
+    "\u0663",
+    " ",
+]
 
 
 @st.composite

@@ -15,7 +15,21 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.geometry import Box
-from shardwise.layout import Layout, Mesh, Partial, Piece, Replicate, Shard, StridedShard, parse
+from shardwise.layout import (
+    Cyclic,
+    Experts,
+    Fused,
+    Heads,
+    Layout,
+    Mesh,
+    Partial,
+    Piece,
+    Replicate,
+    Shard,
+    StridedShard,
+    Zigzag,
+    parse,
+)
 from shardwise.planning import Copies, Copy, Part, Plan, plan
 
 if _typing.TYPE_CHECKING:
@@ -31,8 +45,11 @@ if _typing.TYPE_CHECKING:
     from shardwise.quantised import Quantised
     from shardwise.state import (
         Concat,
+        Interleaved,
         ModelPlan,
+        Padded,
         Resharder,
+        Rotary,
         Stack,
         Transposed,
         empty,
@@ -50,14 +67,20 @@ __all__ = [
     "Concat",
     "Copies",
     "Copy",
+    "Cyclic",
     "EngineError",
     "ExchangeError",
+    "Experts",
+    "Fused",
     "Handle",
+    "Heads",
+    "Interleaved",
     "Layout",
     "LayoutError",
     "Mesh",
     "ModelPlan",
     "NotationError",
+    "Padded",
     "Part",
     "Partial",
     "Piece",
@@ -66,6 +89,7 @@ __all__ = [
     "Quantised",
     "Replicate",
     "Resharder",
+    "Rotary",
     "Shard",
     "ShardedTensor",
     "ShardwiseError",
@@ -73,6 +97,7 @@ __all__ = [
     "StridedShard",
     "Transposed",
     "UnsupportedError",
+    "Zigzag",
     "empty",
     "fingerprint",
     "flatten_sharded_tensors",
@@ -89,7 +114,8 @@ __all__ = [
 
 _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
-    **dict.fromkeys(("Concat", "ModelPlan", "Resharder", "Stack", "Transposed"), "state"),
+    **dict.fromkeys(("Concat", "Interleaved", "Padded", "Rotary", "Stack", "Transposed"), "state"),
+    **dict.fromkeys(("ModelPlan", "Resharder"), "state"),
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
     **dict.fromkeys(("Quantised",), "quantised"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),

@@ -41,6 +41,7 @@ SHELL = {  # options as errors of the library name them, and as the shell does
     r"\boverflow='allow'": "--allow-overflow",
     r"\bobjects='(\w+)'": r"--objects \1",
     r"\bformat='([\w.]+)'": r"--format \1",
+    r"\brules='([\w./-]+)'": r"--rules \1",
     r"\brules=": "--rules",
     r"\bsource_rules=": "--source-rules",
 }
@@ -115,7 +116,8 @@ def plan(
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
 RulesFile = Annotated[
-    str | None, typer.Option(help="Rules (TOML, or llama, mistral, mixtral, qwen) of per-rank files.")
+    str | None,
+    typer.Option(help="Rules of per-rank files: auto (by config.json), a model such as llama, or a TOML file."),
 ]
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
@@ -135,6 +137,17 @@ Concats = Annotated[
 ]
 Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
 Transposes = Annotated[list[str] | None, typer.Option(help="Names of tensors to transpose (all dims reversed).")]
+Interleaves = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="'*.qkv=*.q,*.k,*.v:64,64,64' in either direction: parts that alternate, with the sizes of each."
+    ),
+]
+Rotaries = Annotated[
+    list[str] | None,
+    typer.Option(help="'*.q_proj.weight=halves:128': rotary pairs as halves of heads of 128; or pairs."),
+]
+Pads = Annotated[list[str] | None, typer.Option(help="'embed.weight=1024' or 'embed.weight=multiple:64', with zeros.")]
 QuantisedTensors = Annotated[
     list[str] | None,
     typer.Option(
@@ -185,7 +198,11 @@ def convert(
         str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
     ] = None,
     rules: Annotated[
-        str | None, typer.Option(help="How to shard what is written: TOML, or llama, mistral, mixtral, qwen.")
+        str | None,
+        typer.Option(
+            help="How to shard what is written: auto (by the config.json beside the weights), a model such as llama, "
+            "gemma or gpt2, the path of a config.json, or a TOML file."
+        ),
     ] = None,
     mesh: MeshSizes = None,
     source_rules: RulesFile = None,
@@ -195,8 +212,11 @@ def convert(
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
+    interleave: Interleaves = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    rotary: Rotaries = None,
+    pad: Pads = None,
     quantised: QuantisedTensors = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
@@ -213,7 +233,9 @@ def convert(
     from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    changed = terminal.changes(rename, select, cast, concat, stack, transpose, quantised)
+    joins = {"quantised": quantised, "concat": concat, "interleave": interleave, "stack": stack}
+    rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
+    changed = terminal.changes(rename, select, cast, joins | rearrangements)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -265,8 +287,11 @@ def verify(
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
+    interleave: Interleaves = None,
     stack: Stacks = None,
     transpose: Transposes = None,
+    rotary: Rotaries = None,
+    pad: Pads = None,
     quantised: QuantisedTensors = None,
     objects: ObjectsOf = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
@@ -282,7 +307,9 @@ def verify(
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
-    changed = terminal.changes(rename, select, cast, concat, stack, transpose, quantised)
+    joins = {"quantised": quantised, "concat": concat, "interleave": interleave, "stack": stack}
+    rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
+    changed = terminal.changes(rename, select, cast, joins | rearrangements)
     differences = checkpoints.verify(
         one,
         other,

@@ -5,7 +5,11 @@
     4096x1024/R,S1@2x4:8-15               the same without names, on owners 8..15
     10x6/split0=3,5,2@3                   chosen sizes along dim 0
     96x64/fused0=64,16,16@4               q|k|v: every segment is split over all owners
+    96x64/R,fused0=64,16,16:8,2,2@2x4     by whole heads: k and v heads are replicated on two ranks each
+    16x64/heads0=2@tp=4                   two heads, each on two ranks
     100x6/cyclic0=8@4                     blocks of 8 rows, dealt out in turn
+    8x64/experts0=0,1,2,1+3,0,1,2,3@4     expert 0 on owner 0, ..., expert 3 on owners 1 and 3, ...
+    100x6/zigzag0@4                       eight chunks: owner 0 has the first and the last, owner 1 the next, ...
     8x6/boxes=0:4,0:6+4:8,0:6@2           rectangles; `overlapping=` where they may overlap
     8x6/flat=0-20,20-48@2                 ranges of the flattened tensor
     scalar/R@4                            a 0-d tensor
@@ -25,11 +29,26 @@ from typing import NoReturn, TypeVar
 
 from shardwise.errors import NotationError
 
-KINDS = ("split", "cyclic", "fused", "boxes", "overlapping", "flat")
+KINDS = ("split", "boxes", "overlapping", "flat")
+SPLITS = {  # placements that are words with a dim, and what follows them
+    "fused": "the size of a segment",
+    "heads": "the number of heads",
+    "experts": "the rank of an expert",
+    "zigzag": "",
+    "cyclic": "the block size",
+}
+MORE = {"fused": ",:", "experts": ",+"}  # what stands between the numbers of splits that have several
 OPERATIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
-PLACEMENT = re.compile(rf"R|S(?P<dim>-?\d+)(:(?P<factor>\d+))?|P(?P<op>{'|'.join(OPERATIONS)})?")
+NUMBER = r"\d{1,19}"
+NUMBERS = rf"{NUMBER}(?:,{NUMBER})*"
+PLACEMENT = re.compile(rf"R|S(?P<dim>-?{NUMBER})(:(?P<factor>{NUMBER}))?|P(?P<op>{'|'.join(OPERATIONS)})?")
+SPLIT = re.compile(
+    rf"(?P<kind>{'|'.join(SPLITS)})(?P<dim>-?{NUMBER})(=(?P<numbers>{NUMBERS}))?(:(?P<heads>{NUMBERS}))?"
+)
+EXPERTS = re.compile(rf"experts(?P<dim>-?{NUMBER})=(?P<ranks>{NUMBER}(?:[,+]{NUMBER})*)")
+NEXT_PLACEMENT = re.compile(r",(?!\d)")  # before a digit, a comma stands between the numbers of one placement
 MOST_AXES = 32  # of a mesh
-LONGEST = 40  # characters of a placement: its numbers are small
+LONGEST = 40  # characters of a reduction, or of a placement that may have been meant
 MOST_OWNERS = 2**18  # far above any world, and still little memory
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -145,29 +164,19 @@ class _Reader:
         return self._numbers("x", "a shape, such as 4096x1024 (or scalar)")
 
     def _body(self, shape: Numbers) -> tuple[str, int | None, tuple[str, ...] | tuple[Numbers, ...]]:
-        word = self._match(r"[a-z]+", "") if self._ahead(r"[a-z]") else None
-        if word is None:
+        word = self._ahead(r"[a-z]+")
+        if word is None or word.group() not in KINDS:
             return "mesh", None, self._list(",", self._placement)
-        if word not in KINDS:
-            self.at -= len(word)
-            upper = PLACEMENT.match(self.text[self.at : self.at + LONGEST].upper())
-            near = get_close_matches(word, KINDS, 1) or ([upper.group()] if upper else [])
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self._fail(f"a placement (S0, R, P) or one of {', '.join(KINDS)}{hint}")
-        dim = self._number(f"the dim, such as {word}0=...") if word in ("split", "cyclic", "fused") else None
-        self._literal("=", f"'=' and what follows {word}")
-        return word, dim, self._items(word, len(shape))
+        kind = self._match(r"[a-z]+", "")
+        dim = self._number(f"the dim, such as {kind}0=...") if kind == "split" else None
+        self._literal("=", f"'=' and what follows {kind}")
+        return kind, dim, self._items(kind, len(shape))
 
     def _items(self, kind: str, ndim: int) -> tuple[Numbers, ...]:
         if kind == "flat":
             return self._list(",", lambda: self._pair("-", "a range of the flattened tensor, such as 0-20"))
         if kind in ("boxes", "overlapping"):
             return self._list("+", lambda: self._box(ndim))
-        if kind == "cyclic":
-            block = self._number("the size of a block")
-            if self.text.startswith(",", self.at):
-                self._fail("'@' and the owners: there is one block size")
-            return ((block,),)
         return self._list(",", lambda: (self._number("a size"),))
 
     def _box(self, ndim: int) -> Numbers:
@@ -187,15 +196,43 @@ class _Reader:
         return first, self._number(expected)
 
     def _placement(self) -> str:
+        if self._ahead("[a-z]"):
+            return self._split()
         if self._ahead(r"P[a-z]+") and not self._ahead(rf"P({'|'.join(OPERATIONS)})\b"):
             self.at += 1
             self._fail(f"a reduction: {', '.join(OPERATIONS)}")
-        expected = "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
-        word, start = self._match(PLACEMENT.pattern, expected), self.at
-        if len(word) > LONGEST:
-            self.at = start - len(word)
-            self._fail(f"{expected}; this number is absurdly large")
-        return word
+        return self._match(
+            PLACEMENT.pattern, "a placement: S0 (shard dim 0), S0:2 (strided), R (replicate), P or Pmax (partial)"
+        )
+
+    def _split(self) -> str:
+        """A placement that is a word, with its dim and numbers: as it stands in the text."""
+        start, word = self.at, self._match(r"[a-z]+", "")
+        if word not in SPLITS:
+            self.at = start
+            self._fail_word(word)
+        self._accept("-")
+        self._number(f"the dim, such as {word}0")
+        if word != "zigzag":
+            self._literal("=", f"'=' and {SPLITS[word]}")
+            self._number(SPLITS[word])
+        if word in MORE:
+            self._more_numbers(MORE[word], SPLITS[word])
+        elif self._ahead(r",\d"):
+            self._fail("'@' and the owners: no more numbers")
+        return self.text[start : self.at]
+
+    def _more_numbers(self, between: str, expected: str) -> None:
+        """The other segments of a fused dim, with their heads after a colon; or the ranks of the other experts."""
+        while self._ahead(rf"[{between}]\d"):
+            self.at += 1
+            self._number(expected)
+
+    def _fail_word(self, word: str) -> NoReturn:
+        upper = PLACEMENT.match(self.text[self.at : self.at + LONGEST].upper())
+        near = get_close_matches(word, [*KINDS, *SPLITS], 1) or ([upper.group()] if upper else [])
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self._fail(f"a placement (S0, R, P) or one of {', '.join([*KINDS, *SPLITS])}{hint}")
 
     def _mesh(self) -> tuple[tuple[str, ...] | None, Numbers]:
         expected = "how many owners, such as 4 or 4x2 or fsdp=4,tp=2"

@@ -2,13 +2,22 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from blocks import line, resharded, same
 from ranks import ranks  # noqa: F401
 from torch import nn
 
+from shardwise.activation import sharded_activation
+
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A waiting rank helps the others after a short while."""
+    monkeypatch.setattr(sharded_activation, "PATIENCE", 0.5)
 
 
 class Product(nn.Module):
@@ -35,7 +44,7 @@ def test_a_rank_that_is_late_may_have_other_graphs_waiting(ranks):  # noqa: F811
             first, second = wrap(Product()), wrap(Product())
             leaves = [X.clone().requires_grad_(), (X + 1).requires_grad_()]
             a, b = first(leaves[0] * 1).sum(), second(leaves[1] * 1).sum()
-            time.sleep(4 if rank == 1 and len(found) else 0)  # longer than a rank waits before it helps others
+            time.sleep(2 * sharded_activation.PATIENCE if rank == 1 and len(found) else 0)  # then the other one helps
             a.backward()
             b.backward()
             found.append([leaf.grad for leaf in leaves])

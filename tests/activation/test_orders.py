@@ -9,8 +9,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardwise as sw
+from shardwise.activation import sharded_activation
 
 X = numbers(7, 12, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A waiting rank helps the others after a short while."""
+    monkeypatch.setattr(sharded_activation, "PATIENCE", 0.5)
 
 
 class Product(nn.Module):

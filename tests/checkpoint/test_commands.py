@@ -191,6 +191,23 @@ def test_ctrl_c_promises_nothing_of_one_file(shell, saved, monkeypatch, out):
     assert shell("convert", saved, out, "--no-bar")[0] == 0
 
 
+def test_rules_are_found_by_the_config(shell, tmp_path):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    torch.save({name: torch.randn(16, 64)}, tmp_path / "model.pt")
+    auto = ("convert", "model.pt", "tp4", "--format", "sharded", "--rules", "auto", "--mesh", "tp=4", "--no-bar")
+    code, text = shell(*auto)
+    assert code == 2
+    assert "config.json is missing, by which --rules auto finds the rules: name them, as in --rules llama" in text
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = shell(*auto)
+    assert (code, "every cell is right" in text) == (0, True)
+    assert checkpoint.open(tmp_path / "tp4")[name].shape == (16, 64)
+    code, text = shell(*auto[:2], "other", *auto[3:6], "config.json", "--mesh", "tp=3", "--no-bar")
+    assert code == 2
+    assert "3 ranks cut 8 heads (num_attention_heads = 8)" in text
+
+
 def test_sharded_files_need_rules_and_the_error_has_some_that_work(shell, saved, tmp_path):
     code, text = shell("convert", saved, "x", "--format", "sharded", "--no-bar")
     assert code == 2

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint.callers import Callers
+from shardwise.job.agree import Callers
 from shardwise.testing import on_ranks
+from shardwise.transports import guarded_group
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves
 FORMATS = ("safetensors", "dcp")
@@ -95,6 +96,7 @@ def reaped(count, path, format, watched, victims, moment=None):
     """
 
     def run(rank):
+        guarded_group.GRACE = 0.1  # survivors need not wait long for answers of the dead
         processes = [None] * count
         dist.all_gather_object(processes, os.getpid())
         new, reaper = state(2, count), Reaper(moment, [processes[victim] for victim in victims])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import checkpoint
-from shardwise.checkpoint import loading
+from shardwise.checkpoint import filling
 from shardwise.testing import on_ranks
 
 
@@ -31,8 +31,8 @@ def test_files_may_be_deleted_as_soon_as_load_returns(tmp_path, monkeypatch, opt
 
         return wrapped
 
-    for name in "fill_once", "fill_each":
-        monkeypatch.setattr(loading, name, late(getattr(loading, name)))
+    monkeypatch.setattr(filling.Job, "run", late(filling.Job.run))
+    monkeypatch.setattr(filling, "read_into", late(filling.read_into))
 
     def run(rank):
         group = {"group": dist.group.WORLD} if "group" in options else {}

@@ -291,6 +291,48 @@ def test_a_damaged_file_is_named(tmp_path):
     refused(tmp_path, rules(tp=2), "model_1.safetensors", "truncated")
 
 
+EXPERTS = {
+    "rule": [{"name": "{expert}.w", "owners": "expert % ep", "placements": {"tp": "S0"}}],
+    "mesh": {"ep": 2, "tp": 2},
+}
+
+
+def test_experts_are_read_from_the_files_that_have_them(tmp_path):
+    wholes = {f"{n}.w": torch.randn(5, 2) for n in range(3)}
+    ranks = [
+        {name: wholes[name].chunk(2)[tp].clone() for name in wholes if int(name[0]) % 2 == ep}
+        for ep in range(2)
+        for tp in range(2)
+    ]
+    write(tmp_path, ranks)
+    found = opened(tmp_path, EXPERTS)
+    assert sorted(found) == sorted(wholes)
+    for name, whole in wholes.items():
+        same(found[name].read(), whole)
+    write(tmp_path, [ranks[0] | ranks[2], *ranks[1:]])
+    refused(tmp_path, EXPERTS, "model_0.safetensors has '1.w', which", "rule 1", "gives to other ranks")
+    write(tmp_path, [{"0.w": ranks[0]["0.w"]}, *ranks[1:]])
+    refused(tmp_path, EXPERTS, "model_0.safetensors has no '2.w'", "but", "model_1.safetensors has")
+
+
+def test_stacked_experts_are_read_from_all_files(tmp_path):
+    whole = torch.randn(5, 2)
+    write(tmp_path, [{"w": whole[0::2].clone()}, {"w": whole[1::2].clone()}])
+    found = opened(tmp_path, {"rule": [{"name": "w", "owners": "expert % ep", "dim": 0}], "mesh": {"ep": 2}})
+    same(found["w"].read(), whole)
+
+
+def test_fused_tensors_with_replicas_and_replicated_heads(tmp_path):
+    whole = torch.randn(12, 3)  # heads of two rows: four of q, one of k, one of v
+    parts = [torch.cat([whole[2 * rank : 2 * rank + 2], whole[8:]]) for rank in range(4)]
+    write(tmp_path, [{"qkv": parts[rank % 4]} for rank in range(8)])
+    fused = {"name": "qkv", "fused": {"dim": -2, "heads": [4, 1, 1], "axis": "tp"}}
+    found = opened(tmp_path, {"rule": [fused], "mesh": {"dp": 2, "tp": 4}})
+    same(found["qkv"].read(), whole)
+    made = checkpoint.convert(found, tmp_path / "whole.safetensors")
+    same(made["qkv"].read(), whole)
+
+
 def test_files_that_differ_where_rules_say_replicas_are_refused(tmp_path):
     """A rule that does not fit leaves a tensor that is split to the one for all others."""
     whole = torch.arange(48.0).reshape(6, 8)

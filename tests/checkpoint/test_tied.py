@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise import Resharder, checkpoint, reshard_state_dict
+from shardwise.containers import ties
 from shardwise.errors import CheckpointError
-from shardwise.job import ties
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled:UserWarning")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import conversion_mapping
-from transformers.core_model_loading import Chunk, Interleave, Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, ConversionOps, Interleave, PermuteForRope, Transpose, WeightConverter
 from transformers.distributed import DistributedConfig
 from transformers_models import MODELS, logits, made
 
@@ -151,12 +151,18 @@ def converting(monkeypatch, tmp_path):
 
 
 GATE, UP, DOWN = (f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+Q, ROPE = "self_attn.q_proj.weight", PermuteForRope(permute_layer_names=["q_proj"])
 CONVERTERS = {
     "split": ("mlp.both.weight", [GATE, UP], Chunk(dim=0)),
     "split along columns": ("mlp.both.weight", [GATE, UP], Chunk(dim=1)),
     "transposed": ("mlp.turned.weight", DOWN, Transpose(0, 1)),
     "transposed and split": ("mlp.both.weight", [GATE, UP], Transpose(0, 1), Chunk(dim=1)),
     "transposed if it must be": (DOWN, DOWN, Transpose(0, 1, check_dims=True)),
+    "interleaved": ("mlp.mixed.weight", DOWN, Interleave(dim=0)),
+    "interleaved along columns": ("mlp.mixed.weight", DOWN, Interleave(dim=1, inverse=True)),
+    "interleaved and split": ("mlp.both.weight", [GATE, UP], Interleave(dim=0), Chunk(dim=0)),
+    "rotary": ("self_attn.gv.weight", [Q, "self_attn.o_proj.weight"], Chunk(dim=0), ROPE),
+    "rotary in itself": (Q, Q, ROPE),
 }
 
 
@@ -166,10 +172,19 @@ def test_operations_of_converters_are_translated(converting, what):
     assert f"model.layers.0.{CONVERTERS[what][0]}" in stored
 
 
+class Doubled(ConversionOps):
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        return {target_patterns[0]: 2 * next(iter(input_dict.values()))[0]}
+
+    @property
+    def reverse_op(self):
+        return self
+
+
 def test_an_operation_that_is_not_a_change_of_place_is_refused(converting):
-    words = r"'model\.layers\.0\.mlp\.down_proj\.weight' cannot be loaded by transformers' WeightConverter.*Interleave"
+    words = r"'model\.layers\.0\.mlp\.down_proj\.weight' cannot be loaded by transformers' WeightConverter.*Doubled"
     with pytest.raises(CheckpointError, match=words):
-        converting("mlp.mixed.weight", DOWN, Interleave(dim=0))
+        converting("mlp.mixed.weight", DOWN, Doubled())
 
 
 def test_experts_that_are_not_counted_from_zero_are_refused(tmp_path):

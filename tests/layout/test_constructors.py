@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_same_buffers, buffers, chunked, held, numbered
+from oracle import assert_same_buffers, buffers, chunked, held, numbered, on_mesh
 from rectangles import box_lists
 
 from shardwise import Box, Layout, LayoutError, Mesh
@@ -84,6 +84,46 @@ def test_cyclic_deals_out_blocks_in_turn(case, block):
     turn = [i // block % len(owners) for i in range(shape[dim])]
     expected = {o: [rows(shape, dim, [i for i, t in enumerate(turn) if t == n])] for n, o in enumerate(owners)}
     assert_holds(Layout.cyclic(shape, dim, block, owners), expected)
+
+
+@given(cases())
+@settings(max_examples=50)
+def test_zigzag_pairs_chunks_from_both_ends(case):
+    shape, dim, owners = case
+    chunks = chunked(range(shape[dim]), 2 * len(owners))
+    expected = {o: [rows(shape, dim, [*chunks[n], *chunks[-1 - n]])] for n, o in enumerate(owners)}
+    assert_holds(Layout.zigzag(shape, dim, owners), expected)
+
+
+def test_ulysses_splits_the_sequence_outside_and_heads_inside():
+    outside, inside = Layout.ulysses((12, 8, 5), 0, 1, owners=[3, 4])
+    assert (outside, inside) == (Layout.chunk((12, 8, 5), 0, [3, 4]), Layout.chunk((12, 8, 5), 1, [3, 4]))
+    _, inside = Layout.ulysses((12, 40), 0, -1, 4, count=2)  # fewer kv heads than ranks
+    assert inside == Layout.on_mesh((12, 40), (2, 2), ["S1", "R"])
+
+
+@given(cases(), st.data())
+@settings(max_examples=50)
+def test_every_expert_is_on_its_owners(case, data):
+    shape, dim, owners = case
+    holders = st.lists(st.sampled_from(owners), min_size=1, unique=True)
+    experts = data.draw(st.lists(holders, min_size=max(shape[dim], 1), max_size=max(shape[dim], 1)))
+    held_by = {o: [e for e, at in enumerate(experts[: shape[dim]]) if o in at] for at in experts for o in at}
+    expected = {owner: [rows(shape, dim, numbers)] for owner, numbers in held_by.items()}
+    assert_holds(Layout.experts(shape, dim, experts).validate(), expected)
+
+
+def test_experts_on_one_owner_each_are_a_plain_list():
+    assert Layout.experts((4, 6), 0, [2, 0, 2, 5]) == Layout.experts((4, 6), 0, [[2], [0], [2], [5]])
+    assert Layout.experts((8, 6), 0, [1, 0]) == Layout.chunk((8, 6), 0, [1, 0])  # experts of four rows
+
+
+@given(strategies.layouts(kinds=["mesh"]))
+@settings(max_examples=150)
+def test_placements_split_dims_from_left_to_right(layout):
+    said = layout.spelling
+    mesh = Mesh.of(said.mesh, ranks=said.owners)
+    assert_holds(layout.validate(), on_mesh(numbered(layout.shape), mesh, mesh.placements(said.items)))
 
 
 @given(cases(), st.data())

@@ -361,9 +361,10 @@ REMAPS = {
     ),
     "no rule": (
         lambda rank: sync(source(), fused(), remap=["qk"]),
-        "RefusedTypeError: Resharder: remap= must be a list of Concat, Stack and Transposed, but has 'qk'",
+        "RefusedTypeError: Resharder: remap= must be a list of Concat, Interleaved, Stack, Transposed, Rotary, Padded, "
+        "but has 'qk'",
     ),
-    "a word": (lambda rank: sync(source(), fused(), remap="qk"), "remap= must be a list of Concat, Stack and Transp"),
+    "a word": (lambda rank: sync(source(), fused(), remap="qk"), "remap= must be a list of Concat, Interleaved, St"),
     "a misspelt part": (
         lambda rank: sync(source(), fused(), remap=[Concat("qk", ["q", "kk"])]),
         ["the source has nothing for 'qk'", "Concat(whole='qk', parts=['q', 'kk'], dim=0, sizes=None) fit nothing"],

@@ -153,7 +153,7 @@ REMAPS = {
     ),
     "not transposed": (
         lambda rank: (source(), target(), {"remap": [Transposed("q.weight")]}),
-        ["'q.weight' has shape (8, 6) in the source, but (6, 8) when the target is transposed"],
+        ["'q.weight' has shape (8, 6) in the source, but (6, 8) is what becomes (8, 6) (by Transposed("],
     ),
     "terms": (
         lambda rank: (

@@ -12,7 +12,7 @@ from wired import both, expect, part, raised, use
 import shardwise as sw
 from shardwise.job.session import group_transport
 from shardwise.transports.local_peers import LocalPeers
-from shardwise.transports.this_process import ThisProcess
+from shardwise.transports.segments import ThisProcess
 from shardwise.transports.unix_packets import PacketSocket, PeerEndedError
 
 ROWS, COLUMNS = both((96, 400), 4)

@@ -7,7 +7,7 @@ from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, mapped, open_files, part, raised, works
 
 import shardwise as sw
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import this_process
 
 
 def test_more_shared_tensors_than_a_packet_takes_descriptors(ranks):  # noqa: F811

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from wired import COLUMNS, ROWS, VALUES, WAYS, expect, mapped, part, use, works
 
 import shardwise as sw
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import this_process
 
 SHAPES = [(64, 96), (128, 40), (7, 9), (33,), (2, 3, 64)]
 

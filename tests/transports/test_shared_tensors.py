@@ -60,7 +60,7 @@ def test_storages_may_be_collected_at_any_time():
 
 COLLECTED = """
 import faulthandler, gc, torch, shardwise as sw
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import this_process
 
 class Ring: pass
 

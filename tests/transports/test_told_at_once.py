@@ -20,7 +20,7 @@ import shardwise.exchange.exchange as running
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
 from shardwise.transports.endpoint import wait_for
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import this_process
 from shardwise.transports.unix_packets import PacketSocket
 
 PATIENCE = 50  # seconds of the group: nobody may wait for that long

@@ -11,7 +11,7 @@ import pytest
 from ranks import ranks  # noqa: F401
 from wired import in_threads, open_files, raised, works
 
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import this_process
 from shardwise.transports.unix_packets import (
     FAILED,
     HEADER,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
-from shardwise.exchange.messages import across, view_of
+from shardwise.exchange.messages import Tensors, across, view_of
 from shardwise.layout import Layout
 from shardwise.planning import Plan
-
-Tensors = Sequence[torch.Tensor]
 
 
 def strided_copies(rank: int, moves: Iterable[tuple[Plan, torch.dtype, Tensors | None]]) -> Callable[[], object] | None:
@@ -44,7 +42,7 @@ def _views(
             yield view_of(ours, targets), view_of(theirs, source)
 
 
-def _room(layout: Layout, owner: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _room(layout: Layout, owner: int, dtype: torch.dtype) -> Tensors:
     return [torch.empty(shape, dtype=dtype) for shape in layout.local_shapes(owner)]
 
 

@@ -8,14 +8,17 @@ from shardwise.checkpoint.opaque import Opaque
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.saving import save
-from shardwise.job.remap import Concat, Stack, Transposed
+from shardwise.job.remap import Concat, Interleaved, Padded, Rotary, Stack, Transposed
 
 __all__ = [
     "Checkpoint",
     "Concat",
     "Difference",
     "Entry",
+    "Interleaved",
     "Opaque",
+    "Padded",
+    "Rotary",
     "Rules",
     "Stack",
     "Transposed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise, repeat
 from math import prod
 
 from shardwise.checkpoint.entry import Entry
@@ -39,7 +40,7 @@ def _once(layout: Layout, itemsize: int, turn: int) -> Layout:
         if box.volume * itemsize <= WHOLE:
             pieces.append((owners[turn % len(owners)], box.lo, box.hi))
         else:
-            pieces += _slices(box, owners)
+            pieces += _slices(Boxes.of([box], layout.ndim), [owners])
     return Layout.boxes(layout.shape, pieces).shortest()
 
 
@@ -64,32 +65,43 @@ def _as_planned(layout: Layout, itemsize: int) -> Layout:
     for owner in layout.owners():
         places = places_of(layout, owner, [row_major(shape) for shape in layout.local_shapes(owner)])
         boxes = places.once(copies.boxes.take(copies.source == owner))[1].boxes
-        pieces += [(owner, boxes.box(at).lo, boxes.box(at).hi) for at in range(boxes.count)]
+        pieces += _owned(repeat(owner, boxes.count), boxes)
     return Layout.boxes(layout.shape, pieces)
 
 
-def _slices(box: Box, owners: Sequence[int]) -> list[OwnedBox]:
-    """A box in equal shares, each of cells that lie one after the other: whole rows where there are enough of them."""
-    shares = len(owners)
-    rows = box.shape[0] if box.shape and box.shape[0] >= shares else box.volume
-    edges = ints([rows * at // shares * (box.volume // rows) for at in range(shares + 1)])
-    row, parts = cut(Boxes.of([box] * shares, len(box.shape)), edges[:-1], edges[1:])
-    return [(owners[at], parts.box(n).lo, parts.box(n).hi) for n, at in enumerate(row.tolist())]
+def _slices(boxes: Boxes, owners: Sequence[Sequence[int]]) -> list[OwnedBox]:
+    """Every box in equal shares for its owners, each of cells that lie one after the other: whole rows if possible."""
+    if all(len(takers) == 1 for takers in owners):  # as most are
+        return _owned([owner for (owner,) in owners], boxes)
+    whose, number, start, stop = list[int](), list[int](), list[int](), list[int]()
+    for at, (size, takers) in enumerate(zip((boxes.hi - boxes.lo).tolist(), owners, strict=True)):
+        volume, shares = prod(size), len(takers)
+        rows = size[0] if size and size[0] >= shares else volume
+        edges = [rows * share // shares * (volume // rows) for share in range(shares + 1)] if volume else [0]
+        whose += takers[: len(edges) - 1]
+        number += [at] * (len(edges) - 1)
+        start += edges[:-1]
+        stop += edges[1:]
+    row, parts = cut(boxes.take(ints(number)), ints(start), ints(stop))
+    return _owned([whose[at] for at in row.tolist()], parts)
+
+
+def _owned(owners: Iterable[int], boxes: Boxes) -> list[OwnedBox]:
+    corners = zip(owners, boxes.lo.tolist(), boxes.hi.tolist(), strict=True)
+    return [(owner, tuple(lo), tuple(hi)) for owner, lo, hi in corners]
 
 
 def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
     """The readers of every tensor: stored boxes in order, in shares of equally many bytes."""
-    stored = list(entries)
-    total, before = max(1, sum(int(entry.boxes.volumes().sum()) * entry.dtype.itemsize for entry in stored)), 0
+    sizes = {entry: [volume * entry.dtype.itemsize for volume in entry.boxes.volumes().tolist()] for entry in entries}
+    total, before = max(1, sum(map(sum, sizes.values()))), 0
     layouts = dict[str, Layout]()
-    for entry in stored:
-        pieces, boxes = list[OwnedBox](), entry.boxes
-        columns = boxes.volumes().tolist(), boxes.lo.tolist(), boxes.hi.tolist()
-        for volume, lo, hi in zip(*columns, strict=True):
-            size = volume * entry.dtype.itemsize
-            first, last = (where * len(owners) // total for where in (before, before + size - 1))
-            whole = (owners[first], tuple(lo), tuple(hi))
-            pieces += [whole] if first == last else _slices(Box(*whole[1:]), owners[first : last + 1])
-            before += size
-        layouts[entry.name] = Layout.boxes(entry.shape, pieces, overlap="replicas")
+    for entry, size in sizes.items():
+        edges = list(accumulate(size, initial=before))
+        readers = [
+            owners[start * len(owners) // total : (stop - 1) * len(owners) // total + 1]
+            for start, stop in pairwise(edges)
+        ]
+        layouts[entry.name] = Layout.boxes(entry.shape, _slices(entry.boxes, readers), overlap="replicas")
+        before = edges[-1]
     return layouts

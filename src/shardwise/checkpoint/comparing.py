@@ -1,4 +1,4 @@
-"""Comparisons: the contents of two checkpoints (verify), and the paths of their names."""
+"""Comparisons: the contents of two checkpoints (verify)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardwise.checkpoint.streams import (
     Stream,
     check_jobs,
     check_losses,
-    chosen,
-    ordered,
+    map_in_order,
+    selector,
     stream_of,
     streams_of,
 )
@@ -29,14 +29,13 @@ from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
-from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.quantised.moves import Rule
 from shardwise.quoting import brief, in_line
-from shardwise.state.traverse import OBJ_PATH, Key, Place, dotted, spelled
+from shardwise.state.traverse import OBJ_PATH, Key, Place
 
 SUGGESTIONS = 8  # missing names for which a similar one is searched
 PATH_STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # the container that a key leads into
-Paths = Mapping[str, OBJ_PATH]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def verify(
         differences += _absent(other, streams, one.path)
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
     differences += compare_streams(pairs, jobs=jobs, progress=progress)
-    differences += _structure(one, other, [*pairs, *filter(chosen(one, select), one.objects)])
+    differences += _structure(one, other, [*pairs, *filter(selector(one, select), one.objects)])
     return differences + _values(one, other, select, objects)
 
 
@@ -131,7 +130,7 @@ def uncompared(
 
 def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, object], dict[str, object]]:
     """The selected values of both."""
-    mine = {name: one.objects[name] for name in filter(chosen(one, select), one.objects)}
+    mine = {name: one.objects[name] for name in filter(selector(one, select), one.objects)}
     return mine, {name: value for name, value in other.objects.items() if select is None or name in mine}
 
 
@@ -150,8 +149,8 @@ def compare_streams(
 ) -> list[Difference]:
     """The differences, in the order of the names."""
     total, done, differences = sum(a.size for a, _ in pairs.values()), 0, list[Difference]()
-    with shown(progress, total, "verify", here=True) as tell:
-        for name, difference in ordered(pairs, lambda name: _difference(name, *pairs[name], chunk), jobs):
+    with reporter(progress, total, "verify", here=True) as tell:
+        for name, difference in map_in_order(pairs, lambda name: _difference(name, *pairs[name], chunk), jobs):
             differences += [difference] if difference is not None else []
             done += pairs[name][0].size
             if tell is not None:
@@ -194,30 +193,7 @@ def _around(boxes: Boxes, numbers: Ints) -> Box:
     return Box(lo, tuple(start + int(side.max()) + 1 for start, side in zip(box.lo, sides, strict=True)))
 
 
-# --- names and paths of two sides ------------------------------------------------------------------------------------
-
-
-def names_there(paths: Paths, there: Checkpoint) -> dict[str, str]:
-    """The names that a checkpoint has for the leaves of these paths, if several leaves have one dotted name.
-
-    {"a.b": x, "a": {"b": y}} has two leaves called a.b. The name of one of them is its full path, which one depends on
-    the order of the dict. So names do not help there, but paths do. Few state dicts have such leaves.
-    """
-    shared = _shared(paths) | _shared(there.paths)
-    if not shared:
-        return {}
-    known = {_typed((name,)): name for name in shared if name not in there.paths}
-    known |= {_typed(path): name for name, path in there.paths.items() if dotted(path) in shared}
-    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if dotted(path) in shared}
-
-
-def _shared(paths: Paths) -> set[str]:
-    """The dotted names of several leaves."""
-    return {dotted(path) for name, path in paths.items() if ":" in name and dotted(path) != name}
-
-
-def _typed(path: OBJ_PATH) -> tuple[tuple[type, object], ...]:
-    return tuple((type(key), key) for key in path)
+# --- paths of two sides ------------------------------------------------------------------------------------
 
 
 def differing_step(a: OBJ_PATH | None, b: OBJ_PATH | None) -> str | None:

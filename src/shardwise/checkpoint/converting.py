@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import prod
+from operator import itemgetter
 from pathlib import PurePath
 from typing import IO
 
@@ -18,22 +19,22 @@ from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
-from shardwise.checkpoint.formats.safetensors import SafetensorsWriter, parse_json
+from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.rules import Rules, RulesSource, read_rules
+from shardwise.checkpoint.rules import Rules, RulesSource, rules_for
 from shardwise.checkpoint.streams import (
     CHUNK,
     Select,
     Stream,
     check_jobs,
     check_losses,
-    chosen,
-    ordered,
-    repeated,
+    duplicates,
+    map_in_order,
+    selector,
     stream_of,
     streams_of,
 )
@@ -43,14 +44,13 @@ from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
-from shardwise.job.progress import Count, Progress, check_progress, shown
+from shardwise.job.progress import Count, Progress, check_progress, reporter
 from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.quantised.moves import Rule
 from shardwise.quoting import brief
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-CONFIG = "config.json"  # of the model, beside its weights
 WRITERS: dict[str, type[Writer]] = {
     "safetensors": SafetensorsWriter,
     "sharded": ShardedWriter,
@@ -103,9 +103,11 @@ def convert(
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    sharding = None if rules is None else _for_model(read_rules(rules), opened)
+    sharding = None if rules is None else rules_for(rules, opened.files)
     streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
     streams = {key: stream for key, stream in streams.items() if sharding is None or not sharding.skips(key)}
+    if sharding is not None:
+        sharding.check({key: stream.shape for key, stream in streams.items()}, whole=select is None)
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
@@ -167,7 +169,7 @@ def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequ
 def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
     """The selected values other than tensors, without those of unknown classes unless objects='carry'."""
     check_objects(objects)
-    values = {key: opened.objects[key] for key in filter(chosen(opened, select), opened.objects)}
+    values = {key: opened.objects[key] for key in filter(selector(opened, select), opened.objects)}
     lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
         raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
@@ -203,7 +205,7 @@ def _write_files(
 ) -> dict[int, object]:
     """Write all files. Returns what the writer reports of each."""
     total = sum(stream.size for name, stream in streams.items() if name not in contents.tied)
-    with shown(progress, total, "convert", here=True) as tell:
+    with reporter(progress, total, "convert", here=True) as tell:
         count = Count(tell, total)
         parts = _parts(streams, contents, chunk, count)
 
@@ -213,7 +215,7 @@ def _write_files(
                 count.add(sum(part.bytes for part in parts[owner]))
             return file
 
-        return dict(ordered(owners, write, jobs))
+        return dict(map_in_order(owners, write, jobs))
 
 
 def _chunk(max_bytes: int, jobs: int) -> int:
@@ -239,13 +241,6 @@ def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, Outpu
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
         return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
     return chosen_format, OutputFolder(path, durable=durable), None
-
-
-def _for_model(rules: Rules, source: Checkpoint) -> Rules:
-    """With the config.json beside the weights, where there is one: it knows the number of heads."""
-    if not rules.needs_config or rules.config is not None or not source.files.has(CONFIG):
-        return rules
-    return rules.with_config(parse_json(source.files.read(CONFIG), source.files.label(CONFIG)))
 
 
 def _layouts(
@@ -285,7 +280,7 @@ def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
     """Tied names, each with the earlier name of the same bytes and layout."""
     shared = {name: stream for name, stream in streams.items() if stream.origin is not None and stream.size}
     layouts = {name: rules and rules.layout(name, stream.shape) for name, stream in shared.items()}
-    return repeated({name: (stream.origin, layouts[name]) for name, stream in shared.items()})
+    return duplicates({name: (stream.origin, layouts[name]) for name, stream in shared.items()})
 
 
 def _warn_of(ties: Mapping[str, str], streams: Mapping[str, Stream]) -> None:
@@ -340,12 +335,13 @@ def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> 
 
 def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents, format: str) -> str:
     """A hash of the conversion: its source files, values, options and target."""
-    files = sorted({path for stream in streams.values() for _, entry in stream.sources for path in entry.used()})
+    entries = [entry for stream in streams.values() for _, entry in stream.sources]
+    files = sorted({path: entry.files for entry in entries for path in entry.used()}.items(), key=itemgetter(0))
     facts: list[object] = [
         format,
         opened.path,
         sorted(opened.metadata.items()),
-        [(path, opened.files.stamp(path)) for path in files],
+        [(path, where.stamp(path)) for path, where in files],
     ]
     facts += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
     if format == "dcp":  # whose files have values; elsewhere they are written anew

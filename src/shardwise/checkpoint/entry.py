@@ -21,7 +21,7 @@ from shardwise.exchange import view_of
 from shardwise.exchange.buffers import copy_all
 from shardwise.exchange.overflow import Lost
 from shardwise.exchange.reduce import Look
-from shardwise.geometry import Box, Boxes, Ints, Places, Strides, Window, gaps, ints, join, tiles
+from shardwise.geometry import Box, Boxes, Ints, Places, Strides, Window, exact_sum, gaps, ints, join, tiles
 from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
@@ -149,9 +149,11 @@ class Entry:
         """Places that are counted in bytes, as windows of files: their strides are counted in elements."""
         return Places(places.boxes, places.tensor, places.offset, places.strides // self.dtype.itemsize).windows()
 
-    def check(self, boxes: Boxes) -> None:
-        """Refuse cells that no file has, and dtypes that cannot be copied. Exact, also where boxes overlap."""
+    def check(self, boxes: Boxes | None) -> None:
+        """Refuse dtypes that cannot be copied, and cells of boxes that no file has. Exact, also where boxes overlap."""
         self._check_dtype()
+        if boxes is None:
+            return
         with self._provable():
             if _tiled(self.stored, self.shape):
                 return
@@ -273,10 +275,10 @@ class FileCopies(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Copy i takes the cells `boxes[i]`, from box `row[i]` of the `rows` that are needed, to `targets[i]`.
+    """Copy i takes the cells `boxes[i]` of a part (`view`), from box `row[i]` of the `rows`, to `targets[i]`.
 
-    `dense` are the same cells where boxes lie row-major, from the first element of their row on. `wanted` are all cells
-    that are needed; `view` is the part of the source that they are in.
+    `dense` are the same cells where boxes lie row-major, from the first element of their row on. `wanted`: boxes around
+    all cells that are needed, where the stored boxes have not got all of them.
     """
 
     rows: Ints
@@ -284,7 +286,7 @@ class Match(NamedTuple):
     boxes: Boxes
     dense: list[Window]
     targets: list[Window]
-    wanted: Boxes
+    wanted: Boxes | None
     view: Subtensor
 
     def sources(self, entry: Entry) -> list[Window]:
@@ -297,8 +299,7 @@ class Match(NamedTuple):
                 Window(files[row], dense.shape, dense.strides, starts[row] + dense.offset * size)
                 for row, dense in zip(rows, self.dense, strict=True)
             ]
-        places = entry.places(self.rows, at).inside(self.row, self.boxes)
-        return entry.windows(self.view.of_places(places))
+        return entry.windows(self.view.inside(entry.places(self.rows, at), self.row, self.boxes))
 
 
 def match(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Match:
@@ -311,14 +312,15 @@ def match(entry: Entry, memory: Local | Packed, link: Link | None = None) -> Mat
 def _match(stored: HashableBoxes, memory: Local | Packed, source_view: Subtensor, target_view: Subtensor) -> Match:
     """Cached for all tensors that are stored in the same boxes and have the same layout."""
     there = target_view.of_places(memory.places())
-    wanted = source_view.back(there.boxes)
     # the number of its box stands for its file: that differs from tensor to tensor
     packed, count = Places.packed(stored.boxes), stored.boxes.count
-    number, here = Places(packed.boxes, np.arange(count), np.zeros(count, np.int64), packed.strides).once(wanted)
-    seen = source_view.of_places(here)  # one for one: nothing that is wanted is out of sight
+    boxes = Places(packed.boxes, np.arange(count), np.zeros(count, np.int64), packed.strides)
+    number, here = source_view.of_places(boxes).once(there.boxes)
     rows, row = np.unique(here.tensor, return_inverse=True)
-    targets = there.inside(number, seen.boxes)
-    return Match(ints(rows), ints(row), here.boxes, seen.windows(), targets.windows(), wanted, source_view)
+    targets = there.inside(number, here.boxes)
+    whole = exact_sum(here.boxes.volumes()) == exact_sum(there.boxes.volumes())
+    wanted = None if whole else source_view.back(there.boxes)
+    return Match(ints(rows), ints(row), here.boxes, here.windows(), targets.windows(), wanted, source_view)
 
 
 class Reading(NamedTuple):
@@ -390,11 +392,12 @@ class LazyMapping(Mapping[str, V]):
         self._names, self._make, self._made = names, make, dict[str, V]()
 
     def __getitem__(self, name: str) -> V:
-        if name not in self._made:
-            if name not in self._names:
-                raise KeyError(name)
-            self._made[name] = self._make(name)
-        return self._made[name]
+        if name in self._made:
+            return self._made[name]
+        if name not in self._names:
+            raise KeyError(name)
+        value = self._made[name] = self._make(name)
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Window
 from shardwise.quoting import brief, in_line
 
@@ -155,7 +156,7 @@ class Files(ABC):
     def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
         """The bytes of each range. They must not be written to."""
 
-    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> list[torch.Tensor]:
+    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> Tensors:
         """The elements of windows of files, whose offsets are counted in bytes. All are fetched together."""
         size = dtype.itemsize
         parts = [[(file, part) for part in _parts(window, size)] for file, window in windows]

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.assignment import assign_readers
-from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
 from shardwise.containers.delivered import DeliveredTensor
 from shardwise.containers.memory import check_written
-from shardwise.exchange.overflow import Losses
-from shardwise.job.agree import agree_on
+from shardwise.exchange.messages import Tensors
+from shardwise.exchange.overflow import Losses, Lost
+from shardwise.job.agree import Callers, agree_on
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo
-from shardwise.job.progress import Count, Progress, shown
+from shardwise.job.progress import Count, Progress, reporter
 from shardwise.job.remap import Link
-from shardwise.job.session import group_transport
 from shardwise.job.side import LiveSide
+from shardwise.job.zeros import zeros_layout
 from shardwise.layout import Layout
+
+
+class FillOptions(NamedTuple):
+    """How to move bytes from files to tensors."""
+
+    max_bytes: int | None
+    progress: Progress
+    count_losses: bool  # of casts
 
 
 class Prepared(NamedTuple):
@@ -34,7 +43,7 @@ class Prepared(NamedTuple):
     streams: Mapping[str, Stream]
     targets: Mapping[str, TensorInfo]
     linked: set[str]
-    others: Sequence[str]
+    others: Mapping[str, object]
     buffers: Mapping[str, DeliveredTensor]
     losses: Losses
 
@@ -55,19 +64,25 @@ def _check(target: LiveSide, infos: Mapping[str, TensorInfo], me: int) -> None:
 
 
 def fill_each(
-    callers: Callers,
-    flat: Mapping[str, object],
-    prepare: Callable[[], Prepared],
-    progress: Progress,
-    *,
-    count_losses: bool,
+    callers: Callers, flat: Mapping[str, object], prepare: Callable[[], Prepared], options: FillOptions
 ) -> tuple[Prepared, Losses]:
+    """Every rank fills its part. Returns when all have: what was prepared, and the losses of casts."""
+    prepared, by_rank = callers.tell(lambda: _fill_part(callers, flat, prepare(), options))
+    losses = Losses()
+    for lost in chain.from_iterable(by_rank.values()):
+        losses.keep_worst(lost)  # ranks may have read the same values
+    return prepared, losses
+
+
+def _fill_part(
+    callers: Callers, flat: Mapping[str, object], prepared: Prepared, options: FillOptions
+) -> tuple[Prepared, list[Lost]]:
     """Fill this rank's part. All positions are found before the first read, so that errors come early.
 
-    Returns what was prepared, and the casts' losses, which are counted in the same pass.
+    Losses of casts are counted in the same pass.
     """
-    prepared, losses = prepare(), Losses()
-    target, counted = LiveSide({**flat, **prepared.buffers}, prepared.targets), losses if count_losses else None
+    losses, target = prepared.losses, LiveSide({**flat, **prepared.buffers}, prepared.targets)
+    counted = losses if options.count_losses else None
     _check(target, prepared.targets, callers.me)
 
     def readings(names: Iterable[str]) -> list[Reading]:
@@ -80,13 +95,13 @@ def fill_each(
     delivered = {name for name, tensor in prepared.targets.items() if tensor.delivered}
     todo = readings(name for name in prepared.streams if name not in delivered)
     total = sum(reading.bytes for reading in todo) + sum(prepared.streams[name].size for name in delivered)
-    with shown(progress, total, "load", here=callers.first) as tell:
+    with reporter(options.progress, total, "load", here=callers.first) as tell:
         count = Count(tell, total)
         read_into(todo, count.add)
         for names in target.deliveries():  # one after the other: each needs memory
             read_into(readings(names), count.add)
             target.filled(names)
-    return prepared, losses
+    return prepared, losses.per_tensor()
 
 
 def _reading(
@@ -100,35 +115,37 @@ def _reading(
 
 
 def fill_once(
-    callers: Callers,
-    flat: Mapping[str, object],
-    prepare: Callable[[], Prepared],
-    progress: Progress,
-    *,
-    count_losses: bool,
-    max_bytes: int | None,
+    callers: Callers, flat: Mapping[str, object], prepare: Callable[[], Prepared], options: FillOptions
 ) -> tuple[Prepared, Losses]:
     """Fill the targets of all ranks: a job whose source is the mapped files, of which every rank reads an equal share.
 
-    Returns what was prepared, and the casts' losses among what this rank reads.
+    Returns when all are filled: what was prepared, and the losses of casts.
     """
 
     def make() -> tuple[ModelPlan, Prepared]:
         prepared = prepare()
-        entries = prepared.entries()
-        layouts = assign_readers(entries.values(), callers.owners)
+        entries, links = prepared.entries(), prepared.links()
+        zeros = {link.source: zeros_layout(link, prepared.targets[link.target].layout) for link in links if link.zeros}
+        stored = [entry for name, entry in entries.items() if name not in zeros]
+        layouts = {**assign_readers(stored, callers.owners), **zeros}
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        return ModelPlan.of(prepared.links(), sources, prepared.targets, max_bytes=max_bytes), prepared
+        return ModelPlan.of(links, sources, prepared.targets, max_bytes=options.max_bytes), prepared
 
-    transport = group_transport(callers.group)
+    transport = callers.transport
+    assert transport is not None, "one rank alone fills its own part"
     plan, prepared = agree_on(transport, "load", make)
-    job = Job(transport, plan, "load", overflow="count" if count_losses else "allow")
+    job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
     source = FileSide(prepared.entries(), plan, callers.me)
     target = LiveSide({**flat, **prepared.buffers}, plan.targets)
-    with shown(progress, job.total, "load", here=callers.first) as tell:
+    with reporter(options.progress, job.total, "load", here=callers.first) as tell:
         check = partial(_check, target, plan.targets, callers.me)
         job.run(source, target, check=check, fresh=False, progress=tell)
-    return prepared, job.losses
+    # no rank returns while another still reads: the caller may delete the files
+    _, by_rank = callers.tell(lambda: (None, [*job.losses.per_tensor(), *prepared.losses.per_tensor()]))
+    losses = Losses()
+    for lost in chain.from_iterable(by_rank.values()):
+        losses.add(lost)  # each value was read by one rank
+    return prepared, losses
 
 
 class FileSide:
@@ -136,15 +153,15 @@ class FileSide:
 
     def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
         self._entries, self._plan, self._me = entries, plan, me
-        self._mapped = dict[str, list[torch.Tensor]]()
+        self._mapped = dict[str, Tensors]()
 
-    def memory(self, name: str) -> list[torch.Tensor]:
+    def memory(self, name: str) -> Tensors:
         """Of its share."""
         if name not in self._mapped:
             self._mapped[name] = self._map(self._entries[name], self._plan.sources[name].layout)
         return self._mapped[name]
 
-    def _map(self, entry: Entry, layout: Layout) -> list[torch.Tensor]:
+    def _map(self, entry: Entry, layout: Layout) -> Tensors:
         if self._me not in layout:
             return []
         boxes = [piece.box for piece in sorted(layout.pieces(self._me), key=lambda piece: piece.buffer)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -10,33 +11,34 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.coded_targets import Loading, loading
-from shardwise.checkpoint.comparing import compare_streams, names_there
+from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike
-from shardwise.checkpoint.filling import Prepared, fill_each, fill_once
+from shardwise.checkpoint.filling import FillOptions, Prepared, fill_each, fill_once
 from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.quantised import quantised_in, with_values
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streams import Stream, by_target, check_casts, repeated
+from shardwise.checkpoint.streams import Stream, by_target, check_casts, duplicates
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor
 from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
+from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.errors import CheckpointError, RefusedCastError
-from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, refusal
+from shardwise.exchange.overflow import Losses, Overflow, check_overflow, refusal
+from shardwise.job.agree import Callers
 from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
+from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
-from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.quantised.moves import Rule, check_used, folded, separated
-from shardwise.quantised.recognition import QuantisedTensor, recognise
-from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, set_element
+from shardwise.quantised.recognition import Quantised, recognise
+from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
 
 T = TypeVar("T")
 Read = Literal["each", "once"]
@@ -77,120 +79,176 @@ def load(
     group call. None returns before all have read, so the files may be deleted then. Without a group, each rank
     loads on its own.
     """
-    quantised, regrouped = separated(remap)
+    options = LoadOptions(rename, remap, cast, overflow, strict, read, max_bytes, progress)
     callers = Callers("load", group, alone=group is None and read != "once")
     once = not callers.alone and read != "each"
-
-    def opened() -> Checkpoint:
-        check_progress(progress)
-        check_overflow(overflow)
-        if read not in (None, "each", "once"):
-            raise ValueError(f"read= must be 'each' or 'once', not {read!r}")
-        return with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
-
-    module: ModuleTarget | None = None
-    if isinstance(into, torch.nn.Module):
-        target, _ = callers.tell(lambda: (ModuleTarget.of(into, opened(), rename, regrouped), None))
-        path, state_dict, rename, regrouped = target.checkpoint, target.state, target.rename, target.remap
-        module = target
-    else:
-        state_dict = into
-    # a rank that reads for all must read the same files as the others
-    same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
-    same |= {"cast": str(cast), "overflow": str(overflow)}
-    checkpoint, state, targets, ties = _described(callers, opened, state_dict, same, once=once)
-
-    def prepare() -> Prepared:
-        others = _others(checkpoint, state.flat, strict)
-        coded = recognise(targets, quantised)
-        streams, values = _streams(checkpoint, targets, coded, ties, rename, regrouped, TargetCasts.of(cast), strict)
-        check_used(quantised, coded, quantised_in(checkpoint) if quantised else ())
-        first = Loading(_first_of_tied(checkpoint, streams, ties, check=callers.first), values)
-        losses = Losses()
-        buffers = first.buffers(state.flat, callers.me, group, losses if overflow == "refuse" else None)
-        return Prepared(first.streams, first.infos(targets), {*streams, *first.values}, others, buffers, losses)
-
-    how = partial(fill_once, max_bytes=max_bytes) if once else fill_each
-    fill = partial(how, callers, state.flat, prepare, progress, count_losses=overflow == "refuse")
+    target, infos, ties = _describe(callers, partial(_target, path, into, rules, options), options, path, once=once)
+    prepare = partial(_prepare, callers, target, infos, ties, options)
     with torch.no_grad():
-        filled = fill() if once else None  # a job of all ranks: it raises on all what goes wrong on one
-
-        def finish() -> tuple[tuple[Prepared, dict[str, object]], list[Lost]]:
-            prepared, losses = filled or fill()
-            lost = [*losses.listed(), *prepared.losses.listed()]
-            return (prepared, {name: checkpoint.objects[name] for name in prepared.others}), lost
-
-        # no rank returns while another still reads: the caller may delete the files
-        (prepared, values), losses_by_rank = callers.tell(finish)
-        with callers.refusals():
-            _refuse_losses(losses_by_rank, disjoint=once)
-    for name, value in {**values, **_filled(state.replaced, prepared.linked)}.items():
-        set_element(state_dict, state.paths[name], value)
-    if module is not None:
-        module.finish()
+        prepared, losses = (fill_once if once else fill_each)(callers, target.flat, prepare, options.filling())
+    with callers.refusals():
+        if losses.per_tensor():
+            raise RefusedCastError(refusal(losses.per_tensor(), "All tensors of the target were written"))
+    for name, value in {**prepared.others, **_filled(target.replacements, prepared.linked)}.items():
+        set_element(target.state_dict, target.paths[name], value)
+    if target.module is not None:
+        target.module.finish()
 
 
-class State(NamedTuple):
-    """The state dict of a rank: its leaves, their paths, and the replacements of tensors on the meta device."""
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load: keywords of `load`."""
 
+    rename: Rename
+    remap: Iterable[Rule]
+    cast: bool | Cast
+    overflow: Overflow
+    strict: bool
+    read: Read | None
+    max_bytes: int | None
+    progress: Progress
+
+    def check(self) -> None:
+        """Refuse invalid ones."""
+        check_progress(self.progress)
+        check_overflow(self.overflow)
+        if self.read not in (None, "each", "once"):
+            raise ValueError(f"read= must be 'each' or 'once', not {self.read!r}")
+
+    def filling(self) -> FillOptions:
+        """Those that are about moving bytes."""
+        return FillOptions(self.max_bytes, self.progress, count_losses=self.overflow == "refuse")
+
+
+class LoadTarget(NamedTuple):
+    """What a rank fills, and from what: a checkpoint, the leaves of the state dict and their paths, names and rules.
+
+    `replacements` has tensors with memory for those on the meta device.
+    """
+
+    checkpoint: Checkpoint
+    state_dict: dict[Any, Any]
+    module: ModuleTarget | None  # that the state dict is of
     flat: dict[str, object]
     paths: FLATTEN_MAPPING
-    replaced: dict[str, torch.Tensor]
+    replacements: dict[str, torch.Tensor]
+    rename: Rename
+    remap: Iterable[Remap]
+    quantised: Sequence[Quantised]
 
 
-def _described(
-    callers: Callers, opened: Callable[[], Checkpoint], into: StateDict, same: Mapping[str, str], *, once: bool
-) -> tuple[Checkpoint, State, dict[str, TensorInfo], dict[str, str]]:
-    """The checkpoint and this rank's state dict; the infos of all tensors, and the tied names."""
+def _target(
+    path: PathLike | Checkpoint,
+    into: dict[Any, Any] | torch.nn.Module,
+    rules: RulesSource | None,
+    options: LoadOptions,
+) -> LoadTarget:
+    """Open the checkpoint, and take apart what is to be filled."""
+    options.check()
+    rename, (quantised, remap) = options.rename, separated(options.remap)
+    checkpoint = with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
+    module: ModuleTarget | None = None
+    if isinstance(into, torch.nn.Module):
+        module = ModuleTarget.of(into, checkpoint, rename, remap)
+        into, rename, remap = module.state, module.rename, module.remap
+    leaves, nested = flatten_state_dict(into)
+    refuse_modules(leaves)
+    names = _names_there(nested, checkpoint)
+    flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
+    paths = {names.get(name, name): path for name, path in nested.items()}
+    fresh = _replacements(flat)
+    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap, quantised)
 
-    def say() -> tuple[tuple[Checkpoint, State], tuple[Descriptions, Ties]]:
-        checkpoint, (leaves, nested) = opened(), flatten_state_dict(into)
-        refuse_modules(leaves)
-        names = names_there(nested, checkpoint)
-        flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
-        paths = {names.get(name, name): path for name, path in nested.items()}
-        replaced = _replacements(flat)
-        flat |= replaced
-        state = State(flat, paths, replaced)
-        return (checkpoint, state), (describe_all(flat, callers.transport), ties_of(flat, callers.transport))
 
-    (checkpoint, state), by_rank = callers.tell(say, same)
+def _names_there(paths: Mapping[str, OBJ_PATH], there: Checkpoint) -> dict[str, str]:
+    """The names that a checkpoint has for the leaves of these paths, if several leaves have one dotted name.
+
+    {"a.b": x, "a": {"b": y}} has two leaves called a.b. The name of one of them is its full path, which one depends on
+    the order of the dict. So names do not help there, but paths do. Few state dicts have such leaves.
+    """
+    shared = _shared(paths) | _shared(there.paths)
+    if not shared:
+        return {}
+    known = {_typed((name,)): name for name in shared if name not in there.paths}
+    known |= {_typed(path): name for name, path in there.paths.items() if dotted(path) in shared}
+    return {name: known.get(_typed(path), spelled(path)) for name, path in paths.items() if dotted(path) in shared}
+
+
+def _shared(paths: Mapping[str, OBJ_PATH]) -> set[str]:
+    """The dotted names of several leaves."""
+    return {dotted(path) for name, path in paths.items() if ":" in name and dotted(path) != name}
+
+
+def _typed(path: OBJ_PATH) -> tuple[tuple[type, object], ...]:
+    return tuple((type(key), key) for key in path)
+
+
+def _describe(
+    callers: Callers,
+    make: Callable[[], LoadTarget],
+    options: LoadOptions,
+    path: PathLike | Checkpoint,
+    *,
+    once: bool,
+) -> tuple[LoadTarget, dict[str, TensorInfo], dict[str, str]]:
+    """This rank's target; the infos of all tensors, and the tied names."""
+
+    def say() -> tuple[LoadTarget, tuple[Descriptions, Ties]]:
+        target = make()
+        return target, (describe_all(target.flat, callers.transport), ties_of(target.flat, callers.transport))
+
+    # a rank that reads for all must read the same files as the others
+    same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
+    same |= {"cast": str(options.cast), "overflow": str(options.overflow)}
+    target, by_rank = callers.tell(say, same)
     with callers.refusals():
-        targets = combine_descriptions({rank: known for rank, (known, _) in by_rank.items()}, "state dict")
+        infos = combine_descriptions({rank: known for rank, (known, _) in by_rank.items()}, "state dict")
         if once:
-            callers.check(targets)
-    return checkpoint, state, targets, tied({rank: ties for rank, (_, ties) in by_rank.items()})
+            check_owners(callers.owners, {f"{name!r} of the state dict,": one.layout for name, one in infos.items()})
+    return target, infos, tied({rank: ties for rank, (_, ties) in by_rank.items()})
+
+
+def _prepare(
+    callers: Callers,
+    target: LoadTarget,
+    infos: Mapping[str, TensorInfo],
+    ties: Mapping[str, str],
+    options: LoadOptions,
+) -> Prepared:
+    """What is filled from which entries, and all other values."""
+    others = _others(target.checkpoint, target.flat, options.strict)
+    streams, dequantised = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
+    first = Loading(_first_of_tied(target.checkpoint, streams, ties, check=callers.first), dequantised)
+    losses = Losses()
+    buffers = first.buffers(target.flat, callers.me, callers.group, losses if options.overflow == "refuse" else None)
+    return Prepared(first.streams, first.infos(infos), {*streams, *first.values}, others, buffers, losses)
 
 
 def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Tensors with memory that replace those on the meta device, by name. Tied names get one tensor."""
-    made, replaced = dict[Hashable, torch.Tensor](), dict[str, torch.Tensor]()
+    by_memory, replacements = dict[Hashable, torch.Tensor](), dict[str, torch.Tensor]()
     for name, value in flat.items():
         if isinstance(value, torch.Tensor) and is_meta(value):
             local, spec = local_of(value)
             key = storage_of(local), local.storage_offset(), local.shape, local.stride(), local.dtype, spec
-            replaced[name] = made[key] if key in made else made.setdefault(key, with_memory(value))
-    return replaced
+            replacements[name] = by_memory[key] if key in by_memory else by_memory.setdefault(key, with_memory(value))
+    return replacements
 
 
-def _filled(replaced: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+def _filled(replacements: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The replacements that have values after these names were filled, with those that are tied to them."""
-    memory = {id(replaced[name]) for name in names if name in replaced}
-    return {name: tensor for name, tensor in replaced.items() if id(tensor) in memory}
+    memory = {id(replacements[name]) for name in names if name in replacements}
+    return {name: tensor for name, tensor in replacements.items() if id(tensor) in memory}
 
 
 def _streams(
-    checkpoint: Checkpoint,
-    targets: Mapping[str, TensorInfo],
-    coded: Mapping[str, QuantisedTensor],
-    ties: Mapping[str, str],
-    rename: Rename,
-    remap: Iterable[Remap],
-    cast: TargetCasts,
-    strict: bool,
+    target: LoadTarget, infos: Mapping[str, TensorInfo], ties: Mapping[str, str], cast: TargetCasts, strict: bool
 ) -> Loading:
-    """The tensors that are filled, with the entries that fill them. `coded`: targets of codes and scales, as values."""
-    wanted = folded(targets, coded)
+    """The tensors that are filled, with the entries that fill them. Quantised ones are values on both sides."""
+    checkpoint, rename, remap = target.checkpoint, target.rename, target.remap
+    coded = recognise(infos, target.quantised)
+    check_used(target.quantised, coded, quantised_in(checkpoint) if target.quantised else ())
+    wanted = folded(infos, coded)
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap
@@ -200,15 +258,15 @@ def _streams(
             reached = links(have, wanted, rename=rename, remap=remap, strict=False, whole=False, empty=True)
             wanted = _untied(wanted, ties, {link.target for link in reached})
         planned = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
-        cast.check_used(targets)
+        cast.check_used(infos)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    made = loading(by_target(planned, checkpoint), targets, coded, ties)
-    filled = {name: stream.sources for name, stream in made.streams.items() if name in targets}
+    made = loading(by_target(planned, checkpoint), infos, coded, ties)
+    filled = {name: stream.sources for name, stream in made.streams.items() if name in infos}
     for name in (*filled, *made.values):
-        if targets[name].layout.op is not None:
+        if infos[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
-    check_casts(checkpoint, filled, targets, lambda change: cast.check(change, checkpoint, targets))
+    check_casts(checkpoint, filled, infos, partial(cast.check, sources=checkpoint, targets=infos))
     return made
 
 
@@ -222,7 +280,7 @@ def _first_of_tied(
     checkpoint: Checkpoint, streams: Mapping[str, Stream], ties: Mapping[str, str], *, check: bool
 ) -> dict[str, Stream]:
     """Of tied targets only the first. Where the checkpoint has several, they must be equal: `check` compares them."""
-    again = repeated({name: ties.get(name, name) for name in streams})
+    again = duplicates({name: ties.get(name, name) for name in streams})
     for name, one in again.items() if check else ():
         same = streams[one].same_bytes(streams[name])
         differences = compare_streams({name: (streams[one], streams[name])}) if not same else []
@@ -234,25 +292,17 @@ def _first_of_tied(
     return {name: stream for name, stream in streams.items() if name not in again}
 
 
-def _refuse_losses(by_rank: Mapping[int, Sequence[Lost]], *, disjoint: bool) -> None:
-    """Refuse the losses of casts on any rank. Ranks that read the same values are not added up: the worst counts."""
-    losses = Losses()
-    for lost in (one for several in by_rank.values() for one in several):
-        losses.add(lost) if disjoint else losses.keep_worst(lost)
-    if losses.listed():
-        raise RefusedCastError(refusal(losses.listed(), "All tensors of the target were written"))
-
-
 # --- values other than tensors ----------------------------------------------------------------------------------------
 
 
-def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> list[str]:
-    """The names of values other than tensors that are to be set."""
+def _others(checkpoint: Checkpoint, flat: Mapping[str, object], strict: bool) -> dict[str, object]:
+    """The values other than tensors that are to be set."""
     values = {name: value for name, value in flat.items() if not is_tensor(value)}
     for problem in chain(_tensors_there(checkpoint, values), _not_settable(checkpoint, values) if strict else ()):
         raise CheckpointError(problem)
-    stored = [name for name in values if name not in checkpoint and name in checkpoint.objects]
-    return [name for name in stored if opaque_in(checkpoint.objects[name]) is None]
+    names = [name for name in values if name not in checkpoint and name in checkpoint.objects]
+    stored = {name: checkpoint.objects[name] for name in names}
+    return {name: value for name, value in stored.items() if opaque_in(value) is None}
 
 
 def _tensors_there(checkpoint: Checkpoint, values: Mapping[str, object]) -> Iterator[str]:

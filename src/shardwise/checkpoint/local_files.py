@@ -31,6 +31,7 @@ from shardwise.checkpoint.files import (
     unreadable,
 )
 from shardwise.errors import CheckpointError
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Window
 
 if TYPE_CHECKING:
@@ -109,18 +110,21 @@ class LocalFiles(Files):
                 self.check(one)
         return parts
 
-    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> list[torch.Tensor]:
+    def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> Tensors:
         """As views of the mapped files."""
-        return [self._element_view(file, window, dtype) for file, window in windows]
+        stops = [window.offset + window.reach * dtype.itemsize for _, window in windows]
+        return [
+            self._element_view(file, window, stop, dtype) for (file, window), stop in zip(windows, stops, strict=True)
+        ]
 
-    def _element_view(self, file: str, window: Window, dtype: torch.dtype) -> torch.Tensor:
+    def _element_view(self, file: str, window: Window, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """The elements up to byte `stop`."""
         data, tensors = self._map(file)
-        source = ByteRange.of(file, window, dtype.itemsize)
-        if source.start < 0 or source.stop > len(data):
-            self.check(source)
-        first, skip = divmod(source.start, dtype.itemsize)
+        if window.offset < 0 or stop > len(data):
+            self.check(ByteRange(file, window.offset, stop))
+        first, skip = divmod(window.offset, dtype.itemsize)
         if skip and dtype.itemsize == 16:
-            return elements(data, source.start, dtype, window.shape, window.strides)
+            return elements(data, window.offset, dtype, window.shape, window.strides)
         whole = tensors.get((dtype, skip))
         if whole is None:
             count = (len(data) - skip) // dtype.itemsize

@@ -40,7 +40,7 @@ class ComputedEntry(Entry):
         super().__init__(name, shape, dtype, stored, where, _from_zero, paths, files, None, made_by)
         self._compute, self.origins = compute, tuple(origins)
 
-    def check(self, boxes: Boxes) -> None:
+    def check(self, boxes: Boxes | None) -> None:
         """Refuse cells that no file has."""
         for one in self.origins:
             one.check(Boxes.of([Subtensor.whole(one.shape).region], len(one.shape)))
@@ -54,23 +54,26 @@ class ComputedEntry(Entry):
         return [self._view(window) for window in windows]
 
     def _view(self, window: Window) -> torch.Tensor:
+        """All cells from the first to the last one along every dim are computed, and those of the window are seen."""
         strides = row_major(self.shape)
         lo = np.unravel_index(window.offset // self.dtype.itemsize, self.shape) if self.shape else ()
         first = tuple(map(int, lo))
-        dims = [
-            strides.index(stride) if size > 1 else None
-            for size, stride in zip(window.shape, window.strides, strict=True)
-        ]
+        dims = [_step_along(stride, strides) for stride in window.strides]
         last = [start + 1 for start in first]
-        for dim, size in zip(dims, window.shape, strict=True):
-            if dim is not None:
-                last[dim] = first[dim] + size
+        for (dim, step), size in zip(dims, window.shape, strict=True):
+            last[dim] += (size - 1) * step
         cells = self._compute(Box(first, tuple(last)))
-        return cells.as_strided(window.shape, [1 if dim is None else cells.stride(dim) for dim in dims])
+        return cells.as_strided(window.shape, [cells.stride(dim) * step for dim, step in dims])
 
     def copy(self, window: Window, file: OutputFile) -> None:
         """There are no bytes to copy: cells are packed."""
         raise NotImplementedError(f"{self.name!r} is computed")
+
+
+def _step_along(stride: int, strides: Sequence[int]) -> tuple[int, int]:
+    """The dim of a row-major tensor along which a stride goes, and its steps there."""
+    dim = next(dim for dim, one in enumerate(strides) if one <= stride)
+    return dim, stride // strides[dim]
 
 
 def _from_zero(rows: Ints) -> Positions:

@@ -1,4 +1,6 @@
-"""Rules: patterns of names, and the placements of matching tensors on a mesh. A TOML file, or a built-in one.
+"""Rules: patterns of names, and where the tensors with such names lie on a mesh. A TOML file, or a built-in one.
+
+    base = "llama"              # built-in rules to add to: the rules of this file come first
 
     [mesh]                      # names and sizes of the axes, in order; may be left out and given by `with_mesh`
     tp = 2
@@ -8,6 +10,12 @@
     placements = {tp = "S0"}    # by axis, others replicate; or one per axis, ["S0"]; or "R": replicated on all
 
     [[rule]]
+    name = "*.k_proj.weight"
+    placements = {tp = "S0"}
+    heads = "num_key_value_heads"   # so many heads: none is cut
+    repeat = true               # with more ranks than heads, each head lies on several ranks
+
+    [[rule]]
     name = "*.qkv_proj.weight"
     fused = {dim = 0, segments = [4096, 1024, 1024]}        # q|k|v: every segment is split over the axis
 
@@ -15,121 +23,127 @@
     name = "*.gate_up_proj.weight"
     fused = {dim = 0, ratio = [1, 1], axis = "tp"}          # of any size; `axis` where the mesh has several
 
+    [[rule]]                    # by numbers of heads; of a segment with fewer heads than ranks, heads are replicated
+    name = "*.qkv_proj.bias"
+    fused = {dim = 0, heads = ["num_attention_heads", "num_key_value_heads", "num_key_value_heads"]}
+
     [[rule]]
-    name = "*.k_proj.weight"
-    placements = {tp = "S0"}
-    heads = "num_key_value_heads"   # a number in the config.json beside the weights: no head may be cut
+    name = "*.experts.{expert}.*"   # {expert}: a number
+    owners = "expert % ep"      # only ranks at this position of axis ep have the tensor; placements are for other axes
+
+    [[rule]]
+    name = "*.experts.gate_up_proj"
+    owners = "expert * ep // num_experts"
+    dim = 0                     # all experts in one tensor: `expert` is the index along this dim
 
     [[rule]]
     name = "*._extra_state"
     skip = true                 # left out of the checkpoint
 
+    [[rule]]
+    name = "*.query_key_value.weight"
+    placements = {tp = "S0"}
+    when = "1 - multi_query"    # the rule counts only where this is not 0
+
+    [model]
+    axes = ["tp", "ep"]         # a mesh may lack some of these axes: what rules say of them is ignored then
+    experts = "num_experts"     # an axis of owners may not have more ranks than that
+    head = "*lm_head.weight"    # must be there if config.json says tie_word_embeddings = false
+
+    [numbers]                   # of config.json, under other names or computed; the first whose names are known
+    num_key_value_heads = ["num_key_value_heads", "num_attention_heads"]
+
+    [shapes]                    # by config.json: sizes of all dims. "*": any; unknown numbers are not checked
+    "*embed_tokens.weight" = [">= vocab_size", "hidden_size"]
+
+    [counts]                    # these numbers must be 0 to num_experts - 1
+    "*.experts.{expert}.*" = "num_experts"
+
     [files]                     # the files of ranks; by default they are found by the number in their names
     pattern = "mp_rank_{tp:02d}_model_states.pt"            # axis names, or {rank}, as Python formats numbers
     prefix = "module."          # only tensors with this prefix; it is removed from their names
 
-Built-in ones (in `ready/`, for Hugging Face names and an axis tp): llama, mistral, mixtral, qwen.
+Numbers can be expressions: whole numbers, + - * // %, parentheses, and names. Names are the numbers in the tensor's
+name, the sizes of mesh axes, [numbers], and the whole numbers of config.json (and of its text_config; true is 1, as is
+a table, and false is 0).
+
+The built-in rules, for Hugging Face names and an axis tp (and ep for experts), are in `ready/`.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from importlib.resources import files as resources
-from math import gcd, prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from string import Formatter
-from typing import Any
 
-import numpy as np
-
-from shardwise.checkpoint.files import readable
-from shardwise.errors import LayoutError
-from shardwise.job.names import matched
-from shardwise.layout import Layout, Mesh, Placement, Replicate, Shard
-from shardwise.layout.mesh import placement
+from shardwise.checkpoint.axis_rules import Known
+from shardwise.checkpoint.file_patterns import axis_positions, file_name
+from shardwise.checkpoint.files import Files, PathLike
+from shardwise.checkpoint.formats.safetensors import parse_json
+from shardwise.checkpoint.local_files import files_at
+from shardwise.checkpoint.model_facts import ModelFacts
+from shardwise.checkpoint.ready_rules import file_for
+from shardwise.checkpoint.rules_file import TomlTable, read_file
+from shardwise.checkpoint.sharding_rule import ShardingRule, at
+from shardwise.errors import CheckpointError, LayoutError
+from shardwise.layout import Layout, Mesh, Placement
 from shardwise.quoting import brief
 
-DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # allowed format specs of numbers in file names
-READY = ("llama", "mistral", "mixtral", "qwen")
-
-
-@dataclass(frozen=True)
-class Fused:
-    """Several tensors stacked along `dim`, each split over a mesh axis. Segments are sizes, or only their ratio."""
-
-    dim: int
-    segments: tuple[int, ...]
-    exact: bool = True
-    axis: str | None = None  # None: the only one of the mesh
-
-    def sizes(self, length: int) -> tuple[int, ...]:
-        """The segments of a dim that is so long.
-
-        >>> Fused(0, (32, 8, 8), exact=False).sizes(6144)
-        (4096, 1024, 1024)
-        """
-        if self.exact:
-            return self.segments  # Layout.fused refuses those that do not fill the dim
-        reduced = [size // gcd(*self.segments) for size in self.segments]
-        if length % sum(reduced):
-            raise LayoutError(f"{length} cells of dim {self.dim} cannot be cut in the ratio {list(self.segments)}")
-        return tuple(size * length // sum(reduced) for size in reduced)
-
-
-Word = Placement | Fused
-TomlTable = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ShardingRule:
-    """The placements of tensors whose names match one of `patterns`. `where`: the file and the rule, for messages."""
-
-    patterns: tuple[str, ...]
-    placements: tuple[Placement, ...] | Mapping[str, Placement]  # of all axes in order, or of some by name
-    fused: Fused | None
-    skip: bool
-    where: str
-    heads: str | None = None  # the number in config.json that says how many heads a split dim has
-
-    def matches(self, name: str) -> bool:
-        """True for a name that matches a pattern."""
-        return any(matched(pattern, name) is not None for pattern in self.patterns)
-
-    def on(self, mesh: Mesh) -> tuple[Word, ...]:
-        """The placement for every axis of a mesh."""
-        with _at(self.where):
-            if self.fused is None:
-                return mesh.placements(self.placements)
-            if self.fused.axis is None and len(mesh.names) > 1:
-                raise LayoutError(f'{mesh} has several axes: fused needs axis = "...", one of {", ".join(mesh.names)}')
-            axis = self.fused.axis or mesh.names[0]
-            mesh.placements({axis: "R"})  # refuses an unknown axis
-            return tuple(self.fused if name == axis else Replicate() for name in mesh.names)
+CONFIG = "config.json"  # of the model, beside its weights
+AUTO = "auto"  # rules that are found by the config.json
+Config = Mapping[str, object]
+Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """An ordered list of rules, their mesh, and the names of its rank files."""
+    """An ordered list of rules, their mesh, the names of its rank files, and the model's config.json."""
 
     rules: tuple[ShardingRule, ...]
     mesh: Mesh | None
     pattern: str | None
     prefix: str
     where: str
-    config: Mapping[str, object] | None = None  # the config.json of the model
+    facts: ModelFacts = field(default_factory=ModelFacts)  # what the rules expect of the config
+    config: Config | None = None  # the config.json of the model
 
     def __post_init__(self) -> None:
-        if self.mesh is not None:
+        if self.mesh is not None and not self.is_auto:
+            self._check_axes(self.mesh)
             for rule in self.rules:
                 rule.on(self.mesh)
-            with _at(f"{self.where}, [files]"):
+            with at(f"{self.where}, [files]"):
                 file_name(self.pattern or "", axis_positions(self.mesh, 0))
+
+    @staticmethod
+    def of(config: PathLike | Config, mesh: Mesh | Mapping[str, int] | None = None) -> Rules:
+        """The built-in rules for a model, by its config.json: a path to it or to its folder, or its contents.
+
+        Heads, kv heads, experts, fused weights and sizes are those of the config. A mesh that would cut heads is
+        refused here, and weights that contradict the config by `layout` and `check`.
+
+        >>> config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+        >>> rules = Rules.of(config, {"tp": 16})
+        >>> print(rules.layout("model.layers.0.self_attn.k_proj.weight", (1024, 4096)))  # each head on two ranks
+        1024x4096/heads0=8@tp=16
+        """
+        if isinstance(config, Mapping):
+            found, where = config, CONFIG
+        elif not isinstance(config, str | os.PathLike):
+            raise LayoutError(f"config must be the path of a folder or config.json, or a mapping, not {brief(config)}")
+        else:
+            files, file = files_at(config)
+            name = file if file is not None and file.endswith(".json") else CONFIG
+            found, where = _config_in(files, name), str(files.label(name))
+        rules = _automatic().with_config(found, where)
+        return rules if mesh is None else rules._on(mesh)
+
+    @property
+    def is_auto(self) -> bool:
+        """True for rules that are to be found by a config.json, which is not known yet."""
+        return not self.rules
 
     def with_mesh(self, /, **sizes: int) -> Rules:
         """The same rules on a mesh of these axes.
@@ -137,32 +151,79 @@ class Rules:
         >>> read_rules("llama").with_mesh(dp=2, tp=4).mesh
         Mesh(dp=2, tp=4)
         """
-        return replace(self, mesh=Mesh.of(list(sizes.values()), list(sizes)))
+        return self._on(sizes)
 
-    def with_config(self, config: Mapping[str, object]) -> Rules:
-        """The same rules for a model with that config.json: layouts that cut its heads are refused.
+    def _on(self, mesh: Mesh | Mapping[str, int]) -> Rules:
+        if not isinstance(mesh, Mesh | Mapping):
+            raise LayoutError(f"the mesh must be a Mesh or a mapping such as {{'tp': 4}}, not {brief(mesh)}")
+        made = replace(self, mesh=mesh if isinstance(mesh, Mesh) else Mesh.of(list(mesh.values()), list(mesh)))
+        made._check_mesh()
+        return made
+
+    def with_config(self, config: Config, where: str = CONFIG) -> Rules:
+        """The same rules for a model with that config.json: what contradicts it is refused.
 
         >>> rules = read_rules("llama").with_mesh(tp=4).with_config({"num_key_value_heads": 4})
         >>> print(rules.layout("model.layers.0.self_attn.k_proj.weight", (512, 4096)))
         512x4096/S0@tp=4
         """
-        return replace(self, config=config)
+        if not isinstance(config, Mapping):
+            raise LayoutError(f"{where} must be a mapping, not {brief(config)}")
+        rules = replace(_ready(file_for(config, where)), mesh=self.mesh) if self.is_auto else self
+        made = replace(rules, config=config)
+        made._check_mesh()
+        return made
+
+    def _check_mesh(self) -> None:
+        """Refuse a mesh that cuts heads, as far as the config is known."""
+        if self.mesh is not None and self.config is not None:
+            for rule in self.rules:
+                if rule.counted_names <= self._known.numbers.keys() and rule.applies(self._known):
+                    rule.check(self.mesh, self._known, self.facts.experts)
+
+    def _check_axes(self, mesh: Mesh) -> None:
+        """Refuse a mesh of which the rules know no axis: all tensors would be replicated."""
+        axes = sorted({axis for rule in self.rules for axis in rule.optional})
+        if axes and not set(axes) & set(mesh.names):
+            raise LayoutError(
+                f"{self.where}: {mesh} has no axis {' or '.join(axes)}, over which these rules split tensors"
+            )
 
     @property
     def needs_config(self) -> bool:
-        """True if a rule names a number of heads."""
-        return any(rule.heads for rule in self.rules)
+        """True if the rules name numbers of a config.json."""
+        facts = self.facts
+        return self.is_auto or any(rule.needs_config for rule in self.rules) or bool(facts.shapes or facts.counts)
+
+    @cached_property
+    def _known(self) -> Known:
+        """The numbers that expressions may name, before there is the name of a tensor."""
+        with at(self.where):
+            known = self.facts.known(self.config)
+        axes = {axis: 1 for rule in self.rules for axis in rule.optional}
+        sizes = {} if self.mesh is None else dict(zip(self.mesh.names, self.mesh.shape, strict=True))
+        return known.with_numbers({**axes, **sizes})
 
     def rule(self, name: str) -> ShardingRule:
         """The first rule that matches a name."""
+        return self._match(name)[0]
+
+    def _match(self, name: str) -> tuple[ShardingRule, Known]:
+        if self.is_auto:
+            raise LayoutError(f"{self.where} needs a config.json: Rules.of(config, mesh), or one beside the weights")
         for rule in self.rules:
-            if rule.matches(name):
-                return rule
-        raise LayoutError(f"{self.where}: none of {len(self.rules)} rules matches {name!r}: add one that does")
+            found = rule.match(name)
+            if found is not None and rule.applies(self._known):
+                return rule, self._known.with_numbers(found)
+        raise LayoutError(
+            f"{self.where}: none of {len(self.rules)} rules matches {name!r}: add one that does (a TOML file with "
+            f'base = "llama" adds to those built-in rules)'
+        )
 
     def skips(self, name: str) -> bool:
         """True for a name that the rules leave out."""
-        return next((rule.skip for rule in self.rules if rule.matches(name)), False)
+        found = (rule for rule in self.rules if rule.match(name) is not None and rule.applies(self._known))
+        return next((rule.skip for rule in found), False)
 
     def known_mesh(self) -> Mesh:
         """The mesh; refused if there is none."""
@@ -172,17 +233,25 @@ class Rules:
             )
         return self.mesh
 
+    def placed(self, name: str) -> tuple[ShardingRule, Known]:
+        """The rule of a tensor that is not left out, and the numbers that its expressions may name."""
+        rule, known = self._match(name)
+        if rule.skip:
+            raise LayoutError(f"{rule.where}: {name!r} is left out (skip = true)")
+        return rule, known
+
     def placements(self, name: str) -> tuple[Placement, ...]:
         """The placements of a tensor, one per axis of the mesh.
 
         >>> read_rules("llama").with_mesh(dp=2, tp=4).placements("model.layers.0.self_attn.o_proj.weight")
         (Replicate(), Shard(dim=1))
         """
-        rule, words = self._rule_on_mesh(name)
-        placements = tuple(word for word in words if not isinstance(word, Fused))
-        if len(placements) < len(words):
-            raise LayoutError(f"{rule.where}: {name!r} is fused, which has no placement: use layout(name, shape)")
-        return placements
+        rule, known = self.placed(name)
+        with at(f"{rule.where}: {name!r}"):
+            placements = rule.placements(self.known_mesh(), known)
+            if placements is None:
+                raise LayoutError("its layout depends on its shape or number: use layout(name, shape)")
+            return placements
 
     def layout(self, name: str, shape: Sequence[int]) -> Layout:
         """The layout of a tensor; the owners are the ranks of the mesh.
@@ -190,97 +259,41 @@ class Rules:
         >>> print(read_rules("llama").with_mesh(tp=4).layout("model.embed_tokens.weight", (32000, 4096)))
         32000x4096/S0@tp=4
         """
-        rule, words = self._rule_on_mesh(name)
-        with _at(f"{rule.where}: {name!r}"):
-            layout = layout_on(shape, self.known_mesh(), words)
-            if rule.heads is not None and (count := _number(self.config or {}, rule.heads)):
-                _check_heads(layout, words, count, f"{self.mesh} cuts {count} heads ({rule.heads} in config.json)")
-            return layout
+        key = name, tuple(shape)
+        if key not in self._layouts:
+            rule, known = self.placed(name)
+            with at(f"{rule.where}: {name!r}"):
+                self.facts.check_shape(name, shape, known)
+                self._layouts[key] = rule.layout(shape, self.known_mesh(), known)
+        return self._layouts[key]
 
-    def _rule_on_mesh(self, name: str) -> tuple[ShardingRule, tuple[Word, ...]]:
-        rule = self.rule(name)
-        if rule.skip:
-            raise LayoutError(f"{rule.where}: {name!r} is left out (skip = true)")
-        return rule, rule.on(self.known_mesh())
+    @cached_property
+    def _layouts(self) -> dict[tuple[str, tuple[int, ...]], Layout]:
+        """Layouts so far: a conversion asks for each several times."""
+        return {}
+
+    def check(self, shapes: Shapes, *, whole: bool = True) -> None:
+        """Refuse tensors that the rules or the config.json contradict. `whole`: they are all tensors of the model.
+
+        >>> config = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 96}
+        >>> Rules.of(config, {"tp": 2}).check({"model.embed_tokens.weight": (96, 48)})
+        Traceback (most recent call last):
+        shardwise.errors.LayoutError: ... (96, 48), but config.json says (at least vocab_size = 96, hidden_size = 32)...
+        """
+        for name, shape in shapes.items():
+            self.layout(name, shape)
+        if whole and self.config is not None:
+            with at(self.where):
+                self.facts.check_names(shapes, self.config, self._known)
 
 
 RulesSource = Rules | str | os.PathLike[str] | TomlTable  # what `read_rules` takes
 
 
-def layout_on(shape: Sequence[int], mesh: Mesh, words: Sequence[Word]) -> Layout:
-    """`Layout.on_mesh`, or a layout that is fused along one axis."""
-    for axis, word in enumerate(words):
-        if isinstance(word, Fused):
-            if prod(mesh.shape) > mesh.shape[axis]:
-                raise LayoutError(f"a fused layout has no replicas yet: {mesh} has more axes than {mesh.names[axis]!r}")
-            length = shape[word.dim] if -len(shape) <= word.dim < len(shape) else 0  # Layout.fused refuses it
-            return Layout.fused(shape, word.dim, word.sizes(length), mesh.ranks.reshape(-1).tolist())
-    return Layout.on_mesh(shape, mesh, words)
-
-
-def _number(config: Mapping[str, object], name: str) -> int | None:
-    """A number of heads in a config.json; without grouped heads there are as many of k and v as of q."""
-    for table in (config, config.get("text_config")):
-        if isinstance(table, Mapping):
-            for key in (name, "num_attention_heads"):
-                count = table.get(key)
-                if type(count) is int and count > 0:
-                    return count
-    return None
-
-
-def _check_heads(layout: Layout, words: Sequence[Word], count: int, what: str) -> None:
-    """Refuse parts of heads. A split dim holds `count` heads of equal size."""
-    for dim in {word.dim for word in words if isinstance(word, Shard)}:
-        size = layout.shape[dim] // count
-        edges = {edge[dim] for o in layout.owners() for p in layout.pieces(o) for edge in (p.box.lo, p.box.hi)}
-        if layout.shape[dim] % count or any(edge % size for edge in edges):
-            raise LayoutError(
-                f"{what} of {layout.shape[dim] / count:g} cells along dim {dim}: "
-                f"use at most {count} ranks that divide {count}, or rules that replicate heads"
-            )
-
-
-def axis_positions(mesh: Mesh, rank: int) -> dict[str, int]:
-    """The fields of a file pattern: the rank, and its position along every axis.
-
-    >>> axis_positions(Mesh(dp=2, tp=4), 6)
-    {'rank': 6, 'dp': 1, 'tp': 2}
-    """
-    places = [int(place) for place in np.unravel_index(rank, mesh.shape)]
-    return {"rank": rank} | dict(zip(mesh.names, places, strict=True))
-
-
-def file_name(pattern: str, places: Mapping[str, int]) -> str:
-    """The file of a rank.
-
-    >>> file_name("d{dp}/model_{tp:02d}.pt", {"rank": 6, "dp": 1, "tp": 2})
-    'd1/model_02.pt'
-    """
-    for _, field, form, conversion in _fields(pattern):
-        if field is not None and field not in places:
-            raise LayoutError(
-                f"pattern {brief(pattern)} has the unknown field {{{field}}}: known are {', '.join(places)}"
-            )
-        if conversion or not DIGITS.fullmatch(form or ""):
-            raise LayoutError(
-                f"pattern {brief(pattern)} is not supported: write {{{field}}}, or with leading zeros {{{field}:02d}}"
-            )
-    return pattern.format(**places)
-
-
-def _fields(pattern: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    try:
-        return list(Formatter().parse(pattern))
-    except ValueError as error:
-        raise LayoutError(f"pattern {brief(pattern)} cannot be read: {error}") from None
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
 def read_rules(source: RulesSource) -> Rules:
     """Rules from a file, the name of built-in ones ("llama"), a TOML string, or a mapping as TOML would give it.
+
+    "auto": the built-in ones for the config.json beside the weights. The path of a config.json: those for that model.
 
     >>> rules = read_rules('''
     ... [mesh]
@@ -290,132 +303,44 @@ def read_rules(source: RulesSource) -> Rules:
     ... fused = {dim = 0, segments = [8, 2, 2]}
     ... ''')
     >>> print(rules.layout("h.0.qkv.weight", (12, 4)))
-    12x4/fused0=8,2,2@2
+    12x4/fused0=8,2,2@tp=2
     """
     if isinstance(source, Rules):
         return source
-    if isinstance(source, Mapping):
-        return _rules(source, "these rules")
-    if not isinstance(source, str | os.PathLike):
+    if source == AUTO:
+        return _automatic()
+    if isinstance(source, str | os.PathLike) and Path(source).suffix == ".json":
+        return Rules.of(source)
+    if not isinstance(source, str | os.PathLike | Mapping):
         raise LayoutError(
             f"rules must be a path, the name of built-in ones, a TOML string or a mapping, not {brief(source)}"
         )
-    text, where = _text(source)
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise LayoutError(f"{where}: not valid TOML: {error}") from None
-    return _rules(table, where)
+    return Rules(*read_file(source))
 
 
-def _text(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """The text of rules, and their name in messages."""
-    if isinstance(source, str) and ("\n" in source or "=" in source):
-        return source, "these rules"
-    if source in READY:
-        path = resources("shardwise.checkpoint") / "ready" / f"{source}.toml"
-        return path.read_text("utf-8"), f"the built-in rules {source!r}"
-    file = Path(source)
-    if isinstance(source, str) and file.suffix != ".toml" and not file.is_file():
-        raise LayoutError(
-            f"no rules {source!r}: built-in are {', '.join(READY)}{_near(source, READY)}; others must be files"
-        )
-    with readable(file):
-        try:
-            return file.read_text("utf-8"), str(file)
-        except UnicodeDecodeError as error:
-            raise LayoutError(f"{file}: not valid TOML: {error}") from None
+def rules_for(source: RulesSource, files: Files) -> Rules:
+    """Rules with the config.json beside the weights, where they need one and there is one."""
+    rules = read_rules(source)
+    if not rules.needs_config or rules.config is not None:
+        return rules
+    if not files.has(CONFIG):
+        if rules.is_auto:
+            raise CheckpointError(
+                f"{files.label(CONFIG)} is missing, by which rules='auto' finds the rules: name them, as in "
+                f"rules='llama', or give the config.json of the model, as in rules='path/config.json'"
+            )
+        return rules
+    return rules.with_config(_config_in(files, CONFIG), str(files.label(CONFIG)))
 
 
-def _rules(table: TomlTable, where: str) -> Rules:
-    with _at(where):
-        _check_keys(table, ("mesh", "rule", "files"))
-        rules = _typed(table, "rule", list, [])
-        if not rules:
-            raise LayoutError("it has no [[rule]]")
-    with _at(f"{where}, [files]"):
-        files = _typed(table, "files", Mapping, {})
-        _check_keys(files, ("pattern", "prefix"))
-        pattern, prefix = _typed(files, "pattern", str, None), _typed(files, "prefix", str, "")
-    with _at(f"{where}, [mesh]"):
-        sizes = _typed(table, "mesh", Mapping, None)
-        mesh = None if sizes is None else Mesh.of(list(sizes.values()), list(sizes))
-    return Rules(
-        tuple(_rule(rule, f"{where}, rule {n + 1}") for n, rule in enumerate(rules)), mesh, pattern, prefix, where
-    )
+def _config_in(files: Files, name: str) -> Config:
+    return parse_json(files.read(name), files.label(name))
 
 
-def _rule(table: object, where: str) -> ShardingRule:
-    with _at(where):
-        if not isinstance(table, Mapping):
-            raise LayoutError(f"a rule must be a table with name and placements, not {brief(table)}")
-        name = _typed(table, "name", (str, list), None)
-        patterns = [name] if isinstance(name, str) else name
-        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise LayoutError(f"name must be a pattern or a list of patterns, not {brief(name)}")
-    where = f"{where} ({brief(patterns)[1:-1]})"
-    with _at(where):
-        _check_keys(table, ("name", "placements", "fused", "skip", "heads"))
-        skip = _typed(table, "skip", bool, False)
-        if ("placements" in table) + ("fused" in table) + skip != 1:
-            raise LayoutError("it needs exactly one of placements, fused and skip = true")
-        heads = _typed(table, "heads", str, None)
-        fused = _fused(table["fused"]) if "fused" in table else None
-        return ShardingRule(tuple(patterns), _placements(table.get("placements", "R")), fused, skip, where, heads)
+def _automatic() -> Rules:
+    """Rules that a config.json chooses."""
+    return Rules((), None, None, "", "rules 'auto'")
 
 
-def _placements(value: object) -> tuple[Placement, ...] | Mapping[str, Placement]:
-    if isinstance(value, Mapping):
-        return {str(axis): placement(word) for axis, word in value.items()}
-    if value == "R":
-        return {}  # for any number of axes
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, list | tuple):
-        raise LayoutError(f'placements must be like ["S0", "R"], {{tp = "S0"}} or "R", not {brief(value)}')
-    return tuple(map(placement, words))
-
-
-def _fused(table: object) -> Fused:
-    if not isinstance(table, Mapping):
-        raise LayoutError(f"fused must be like {{dim = 0, segments = [4096, 1024, 1024]}}, not {brief(table)}")
-    _check_keys(table, ("dim", "segments", "ratio", "axis"))
-    if ("segments" in table) + ("ratio" in table) != 1:
-        raise LayoutError("fused needs exactly one of segments (sizes) and ratio")
-    segments = table.get("segments", table.get("ratio"))
-    if (
-        not isinstance(segments, list | tuple)
-        or not segments
-        or not all(type(size) is int and 0 < size < 2**62 for size in segments)
-    ):
-        raise LayoutError(f"the segments of fused must be a list of whole numbers above 0, not {brief(segments)}")
-    dim = _typed(table, "dim", int, 0)
-    return Fused(dim, tuple(segments), "segments" in table, _typed(table, "axis", str, None))
-
-
-@contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Adds the position in the rules to errors."""
-    try:
-        yield
-    except LayoutError as error:
-        raise LayoutError(f"{where}: {error}") from None
-
-
-def _typed(table: TomlTable, key: str, kind: type | tuple[type, ...], default: object) -> Any:
-    value = table.get(key, default)
-    if value is default or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
-        return value
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    words = {str: "a string", list: "a list", Mapping: "a table", int: "a whole number", bool: "true or false"}
-    raise LayoutError(f"{key} must be {' or '.join(words[one] for one in kinds)}, not {brief(value)}")
-
-
-def _check_keys(table: TomlTable, known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            raise LayoutError(f"unknown key {key!r}: known are {', '.join(known)}{_near(str(key), known)}")
-
-
-def _near(word: str, known: Sequence[str]) -> str:
-    near = get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _ready(file: str) -> Rules:
+    return Rules(*read_file(file))

@@ -17,19 +17,23 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, write_tensor
-from shardwise.checkpoint.callers import Callers
 from shardwise.checkpoint.files import PathLike
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
+from shardwise.checkpoint.remapping import remapped
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor, lists_chunks, memory_of
 from shardwise.containers.sharded import is_sharded
+from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
 from shardwise.geometry import Box, Boxes, Strides, Window
+from shardwise.job.agree import Callers
+from shardwise.job.names import Rename
 from shardwise.job.plan import TensorInfo
+from shardwise.job.remap import Remap
+from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
-from shardwise.job.ties import Ties, tied, ties_of
 from shardwise.layout import Layout, places_of
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
@@ -46,6 +50,8 @@ def save(
     *,
     format: str = "safetensors",
     group: dist.ProcessGroup | None = None,
+    rename: Rename = None,
+    remap: Iterable[Remap] = (),
     durable: bool = True,
 ) -> None:
     """Write a state dict to a directory. Every rank of the group calls; without a group, this process alone.
@@ -54,10 +60,13 @@ def save(
     Replicas are written once, in equal shares; so are tied tensors, which share all of their memory. An earlier
     checkpoint at the path is removed once the new one is complete. Concurrent saves and conversions to one path are
     refused. Values other than tensors are taken from the first rank; so are plain tensors that differ between ranks,
-    with a warning. `durable`: wait until the data is on disk.
+    with a warning. `rename` and `remap`: rename, join, split or rearrange tensors on the way, as in `Resharder`; with
+    `remap` this rank's share of the result is in memory meanwhile. `durable`: wait until the data is on disk.
     """
-    callers = Callers("save", group)
-    flat, paths, tensors, ties, differing = _described(callers, state_dict, format, path)
+    callers, rules = Callers("save", group), list(remap)
+    if rename is not None or rules:
+        state_dict = remapped(state_dict, callers, rename, rules)
+    flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)
     layouts = _layouts(tensors, differing)
     layouts |= {name: layouts[one] for name, one in ties.items()}
     others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
@@ -138,7 +147,7 @@ def _claim(
     return next(iter(tokens.values())), mine
 
 
-def _described(
+def _describe(
     callers: Callers, state_dict: StateDict, format: str, path: PathLike
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
     """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""
@@ -175,7 +184,7 @@ def _all_tensors(
     descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
     refuse_several_jobs(descriptions, callers.transport)
     tensors = combine_descriptions(descriptions, "state dict")
-    callers.check(tensors)
+    check_owners(callers.owners, {f"{name!r} of the state dict,": one.layout for name, one in tensors.items()})
     _check_whole(tensors)
     return tensors
 

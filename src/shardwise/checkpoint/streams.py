@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from mmap import MAP_PRIVATE, mmap
+from operator import attrgetter
 from typing import IO, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, FileCopies, HashableBoxes, Packed, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.quantised import ValueEntry, coded_entries, quantised_names, with_values
+from shardwise.checkpoint.zeros import zeros_entry
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
 from shardwise.geometry import Box, Boxes, Window, cut, ints
@@ -92,7 +95,7 @@ class Stream:
     def losses(self, chunk: int = CHUNK) -> Losses:
         """What the cast loses of all cells; nothing is read where it can lose nothing."""
         losses = Losses()
-        for part in self._parts(self.whole, chunk) if self.may_overflow else ():
+        for part, _ in self._parts(self.whole, chunk) if self.may_overflow else ():
             for entry, sources, _ in self._copies(part):
                 if may_overflow(entry.dtype, self.dtype):
                     losses.look(repr(self.name), entry.views(sources), self.dtype)
@@ -121,18 +124,17 @@ class Stream:
 
     def chunks(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, torch.Tensor]]:
         """A box in parts of so many bytes, row-major, each with the same buffer for its cells."""
-        buffer = _buffer(min(self._cells(chunk), box.volume), self.dtype)
-        for part in self._parts(box, chunk):
-            yield part, buffer[: int(part.volumes().sum())]
+        buffer = None
+        for part, cells in self._parts(box, chunk):
+            buffer = _buffer(cells, self.dtype) if buffer is None else buffer  # the first is the largest
+            yield part, buffer[:cells]
 
-    def _parts(self, box: Box, chunk: int) -> Iterator[Boxes]:
-        cells = self._cells(chunk)
-        for start in range(0, box.volume, cells):
-            stop = min(start + cells, box.volume)
-            yield cut(Boxes.of([box], len(self.shape)), ints([start]), ints([stop]))[1]
-
-    def _cells(self, chunk: int) -> int:
-        return max(1, chunk // self.dtype.itemsize)
+    def _parts(self, box: Box, chunk: int) -> Iterator[tuple[Boxes, int]]:
+        """With the number of cells in each."""
+        volume, cells, whole = box.volume, max(1, chunk // self.dtype.itemsize), Boxes.of([box], len(self.shape))
+        for start in range(0, volume, cells):
+            stop = min(start + cells, volume)
+            yield cut(whole, ints([start]), ints([stop]))[1], stop - start
 
 
 def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -154,7 +156,7 @@ def streams_of(
     """The tensors by their new names. Patterns that match nothing are refused."""
     (quantised, remap), casts = separated(remap), Casts.of(cast)
     opened = with_values(opened, quantised)
-    shapes = {name: opened[name].shape for name in filter(chosen(opened, select), opened)}
+    shapes = {name: opened[name].shape for name in filter(selector(opened, select), opened)}
     if not shapes and len(opened):
         _check_used(opened, "select=", _patterns(select), opened)
     targets = shapes_after(shapes, rename=rename, remap=remap)
@@ -166,7 +168,7 @@ def streams_of(
     _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
     _check_used(opened, "cast=", casts.unused(targets), targets)
     streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
-    check_casts(opened, sources, streams, lambda change: _check_cast(change, opened, casts))
+    check_casts(opened, sources, streams, partial(_check_cast, opened=opened, casts=casts))
     for stream in streams.values():
         stream.check()
     return _quantised(opened, streams, quantised) if quantised else streams
@@ -193,7 +195,7 @@ def _quantised(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Q
     return found
 
 
-def chosen(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
+def selector(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
     """A function that is True for the selected names of a checkpoint."""
     if select is None:
         return lambda name: True
@@ -226,8 +228,11 @@ def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -
 def by_target(links: Iterable[Link], entries: Mapping[str, Entry]) -> dict[str, Sources]:
     """The links to every target, with the entries that they come from."""
     sources = defaultdict[str, list[tuple[Link, Entry]]](list)
-    for link in links:
-        sources[link.target].append((link, entries[link.source]))
+    for link in sorted(links, key=attrgetter("zeros")):  # zeros have the dtype of the others
+        beside = sources[link.target]
+        shape = link.source_view.shape
+        entry = zeros_entry(link.source, shape, beside[0][1].dtype) if link.zeros else entries[link.source]
+        beside.append((link, entry))
     return {name: tuple(several) for name, several in sources.items()}
 
 
@@ -240,7 +245,7 @@ def check_casts(
     """Refuse casts that `check` refuses."""
     named = [(name, entry) for name, several in sources.items() for _, entry in several]
     try:
-        check_changes((Change(entry.name, name, entry.dtype, targets[name].dtype) for name, entry in named), check)
+        check_changes([Change(entry.name, name, entry.dtype, targets[name].dtype) for name, entry in named], check)
     except ValueError as error:
         raise RefusedCastError(f"{opened.path}: {error}") from error
 
@@ -256,16 +261,20 @@ def check_losses(
     """The values that casts lose; refused, unless `overflow` allows it. Other tensors are not read."""
     check_overflow(overflow)
     watched = [stream for stream in streams.values() if stream.may_overflow]
-    lost = [one for _, losses in ordered(watched, lambda stream: stream.losses(chunk), jobs) for one in losses.listed()]
+    lost = [
+        one
+        for _, losses in map_in_order(watched, lambda stream: stream.losses(chunk), jobs)
+        for one in losses.per_tensor()
+    ]
     if lost and overflow == "refuse":
         raise RefusedCastError(refusal(lost, outcome))
     return tuple(lost)
 
 
-def repeated(keys: Mapping[str, Hashable]) -> dict[str, str]:
+def duplicates(keys: Mapping[str, Hashable]) -> dict[str, str]:
     """The names whose key an earlier name has, with that name.
 
-    >>> repeated({"a": 1, "b": 2, "c": 1})
+    >>> duplicates({"a": 1, "b": 2, "c": 1})
     {'c': 'a'}
     """
     first = dict[Hashable, str]()
@@ -278,7 +287,7 @@ def check_jobs(jobs: int) -> None:
         raise ValueError(f"jobs= must be 1 or more, not {jobs!r}")
 
 
-def ordered(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
+def map_in_order(items: Iterable[T], work: Callable[[T], R], jobs: int) -> Iterator[tuple[T, R]]:
     """The results of `work` on every item, by several threads, in the order of the items."""
     if jobs <= 1:
         yield from ((item, work(item)) for item in items)

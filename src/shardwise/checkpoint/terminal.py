@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypedDict
 
 import torch
@@ -17,8 +17,9 @@ from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in, tensors_in
 from shardwise.checkpoint.rules import Rules, read_rules
-from shardwise.checkpoint.streams import Select, repeated
-from shardwise.job.remap import Concat, Remap, Stack, Transposed
+from shardwise.checkpoint.streams import Select, duplicates
+from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
+from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
 from shardwise.quantised.moves import Rule
 from shardwise.quantised.recognition import Quantised
@@ -74,35 +75,75 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def remaps(concat: Sequence[str], stack: Sequence[str], transpose: Sequence[str]) -> list[Remap]:
+RemapOptions = Mapping[str, Sequence[str] | None]  # the texts of every option
+
+
+def remaps(options: RemapOptions) -> list[Rule]:
     """
-    >>> remaps(["*.qkv=*.q,*.k,*.v@0:64,32,32"], ["*.w=*.{}.w@1"], ["*.t"])
+    >>> remaps({"concat": ["*.qkv=*.q,*.k,*.v@0:64,32,32"], "stack": ["*.w=*.{}.w@1"]})
     [Concat(whole='*.qkv', parts=('*.q', '*.k', '*.v'), dim=0, sizes=(64, 32, 32)), Stack(whole='*.w', ...
+    >>> remaps({"rotary": ["*.q=halves:128"], "pad": ["embed=multiple:64"]})
+    [Rotary(name='*.q', head_dim=128, to='halves', ...), Padded(name='embed', size=None, multiple=64, ...)]
     """
-    made = list[Remap]()
-    for whole, rest in pairs(concat, "--concat", "whole=a,b,c"):
-        parts, dim, sizes = _along(rest, "--concat")
-        made.append(Concat(whole, tuple(parts.split(",")), dim, sizes))
-    for whole, rest in pairs(stack, "--stack", "whole=part.{}"):
-        part, dim, _ = _along(rest, "--stack")
-        made.append(Stack(whole, part, dim))
-    return [*made, *map(Transposed, transpose)]
+    return [_READ[option](text) for option, texts in options.items() for text in texts or ()]
 
 
-def quantisations(texts: Sequence[str]) -> list[Quantised]:
-    """
-    >>> quantisations(["auto", "*.w,*.s@mxfp8"])[1].scales
-    '*.s'
-    """
-    return [_quantisation(text) for text in texts]
+def _concat(text: str) -> Remap:
+    whole, (parts, dim, sizes) = _pair_along(text, "--concat", "whole=a,b,c")
+    return Concat(whole, tuple(parts.split(",")), dim, sizes)
 
 
-def _quantisation(text: str) -> Quantised:
+def _interleave(text: str) -> Remap:
+    whole, (parts, dim, sizes) = _pair_along(text, "--interleave", "whole=a,b:1,1")
+    if sizes is None:
+        raise ValueError(f"--interleave {text!r} has no sizes: write 'whole=a,b:1,1'")
+    return Interleaved(whole, tuple(parts.split(",")), sizes, dim)
+
+
+def _stack(text: str) -> Remap:
+    whole, (part, dim, _) = _pair_along(text, "--stack", "whole=part.{}")
+    return Stack(whole, part, dim)
+
+
+def _rotary(text: str) -> Remap:
+    name, (to, dim, sizes) = _pair_along(text, "--rotary", "name=halves:128")
+    order = next((one for one in ROTARY_ORDERS if one == to), None)
+    if order is None or sizes is None or len(sizes) != 1:
+        raise ValueError(f"--rotary {text!r}: write 'name=halves:128' or 'name=pairs:128', with the size of a head")
+    return Rotary(name, sizes[0], order, dim=dim)
+
+
+def _pad(text: str) -> Remap:
+    name, (size, dim, multiple) = _pair_along(text, "--pad", "name=1024")
+    if size == "multiple" and multiple is not None and len(multiple) == 1:
+        return Padded(name, multiple=multiple[0], dim=dim)
+    if not size.isdecimal():
+        raise ValueError(f"--pad {text!r}: write 'name=1024', or 'name=multiple:64'")
+    return Padded(name, int(size), dim=dim)
+
+
+def _quantised(text: str) -> Quantised:
     names, _, format = text.partition("@")
     codes, _, scales = names.partition(",")
     if text != "auto" and not (codes and scales and format):
         raise ValueError(f"--quantised {text!r}: write 'auto', or CODES,SCALES@FORMAT as in '*.w,*.w_scale@fp8-row'")
     return Quantised() if text == "auto" else Quantised(codes, scales, format=format)
+
+
+_READ: dict[str, Callable[[str], Rule]] = {
+    "concat": _concat,
+    "interleave": _interleave,
+    "stack": _stack,
+    "transpose": Transposed,
+    "rotary": _rotary,
+    "pad": _pad,
+    "quantised": _quantised,
+}
+
+
+def _pair_along(text: str, option: str, form: str) -> tuple[str, tuple[str, int, tuple[int, ...] | None]]:
+    ((left, right),) = pairs([text], option, form)
+    return left, _along(right, option)
 
 
 def _count(text: str, axis: str) -> int:
@@ -125,17 +166,14 @@ def changes(
     rename: Sequence[str] | None,
     select: Sequence[str] | None,
     cast: Sequence[str] | None,
-    concat: Sequence[str] | None,
-    stack: Sequence[str] | None,
-    transpose: Sequence[str] | None,
-    quantised: Sequence[str] | None = None,
+    remap: RemapOptions,
 ) -> Changes:
     """The options of `convert` and `verify` that say what a checkpoint becomes."""
     return {
         "rename": pairs(rename or (), "--rename") or None,
         "select": select,
         "cast": casts(cast or ()),
-        "remap": [*quantisations(quantised or ()), *remaps(concat or (), stack or (), transpose or ())],
+        "remap": remaps(remap),
     }
 
 
@@ -169,7 +207,7 @@ def summary(checkpoint: Checkpoint) -> str:
 def tied(checkpoint: Checkpoint) -> dict[str, str]:
     """The names whose tensors share the bytes of an earlier name, with that name."""
     shared = {name: entry for name, entry in checkpoint.items() if entry.shared is not None and entry.bytes}
-    return repeated({name: (entry.shared, entry.shape, entry.dtype) for name, entry in shared.items()})
+    return duplicates({name: (entry.shared, entry.shape, entry.dtype) for name, entry in shared.items()})
 
 
 def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:

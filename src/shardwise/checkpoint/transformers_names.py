@@ -16,7 +16,8 @@ import torch
 from shardwise.containers.memory import is_meta
 from shardwise.containers.modules import without_fsdp
 from shardwise.errors import CheckpointError
-from shardwise.job.remap import Concat, Remap, Stack, Transposed
+from shardwise.job.remap import Concat, Remap, Rotary, Stack, Transposed
+from shardwise.job.remap_rules import RotaryOrder
 
 Shapes = Mapping[str, tuple[int, ...]]
 Names = Mapping[str, Sequence[str]]  # by the pattern that they match
@@ -108,8 +109,9 @@ class Chain:
         taken = [name for names in parts.values() for name in names if name in wanted and name != target]
         if taken:
             self._refuse(f"{taken[0]!r} is a tensor of the model itself")
+        names = [type(operation).__name__ for operation in converter.operations]
         for number, operation in enumerate(converter.operations):
-            self._last = number == len(converter.operations) - 1
+            self._last = set(names[number + 1 :]) <= {"PermuteForRope"}  # which has the names of the targets
             self._translation(operation)(operation)
         if self._every != [target] and len(self._every) == 1 and self._every[0] in stored:
             self.names[self._every[0]] = target
@@ -120,6 +122,8 @@ class Chain:
             "Concatenate": self._concat,
             "Chunk": self._chunk,
             "Transpose": self._transpose,
+            "Interleave": self._interleave,
+            "PermuteForRope": self._permute_for_rope,
         }
         name = type(operation).__name__
         if name not in table or getattr(type(operation), "__module__", "") != CORE:
@@ -165,6 +169,23 @@ class Chain:
         order[operation.dim0], order[operation.dim1] = order[operation.dim1], order[operation.dim0]
         renamed = self._target if self._last and name in self._stored else name
         self.rules.append(Transposed(renamed, order))
+
+    def _interleave(self, operation: Any) -> None:
+        """Cells that alternate become two halves of the dim, as the rotary cells of one large head do; or back."""
+        name = self._only()
+        shape = self._stored.get(name) or self._wanted[self._target]
+        renamed = self._target if self._last and name in self._stored else name
+        to: RotaryOrder = "pairs" if operation.inverse else "halves"
+        self.rules.append(Rotary(renamed, shape[operation.dim], to, dim=operation.dim))
+
+    def _permute_for_rope(self, operation: Any) -> None:
+        config: Any = getattr(self._config, operation.subconfig_key or "", self._config)
+        to: RotaryOrder = "pairs" if operation.inverse else "halves"
+        for pattern, names in self._parts.items():
+            if any(part in pattern for part in operation.permute_layer_names):
+                for name in names:
+                    head = self._wanted[name][0] // getattr(config, "num_attention_heads", 1)
+                    self.rules.append(Rotary(name, head, to))
 
     def _numbered(self, names: Sequence[str]) -> str:
         """The pattern of names that differ in a number, which counts from 0."""

@@ -16,14 +16,13 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.exchange import view_of
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Box, Boxes, Places, ints
 from shardwise.layout import Layout, local_shapes, places_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-Tensors = Sequence[torch.Tensor]
 
 
 class Chunk(NamedTuple):

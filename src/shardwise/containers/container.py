@@ -17,11 +17,11 @@ from shardwise.containers.own_container import OwnContainer
 from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.containers.torch_sharded import ShardedLike, SpecLike, TorchShardedContainer, is_spec, is_torch_sharded
 from shardwise.errors import LayoutError, RefusedValueError
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout, parse
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import Members, of_job
 
-Tensors = Sequence[torch.Tensor]
 Sharded = torch.Tensor | ShardedLike  # a DTensor or a ShardedTensor, ours or torch's
 
 TARGETS = (
@@ -48,15 +48,15 @@ class Container(Protocol):
         """The device of local tensors, if known."""
         ...
 
-    def disassemble(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: Any) -> Tensors:
         """The tensors of the container that autograd sees."""
         ...
 
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+    def local(self, tensors: Tensors) -> Tensors:
         """The plain local tensors of those, apart from autograd."""
         ...
 
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> Tensors:
         """The inverse of `local`."""
         ...
 
@@ -107,15 +107,15 @@ class Renumbered:
         """As in its job."""
         return self.container.device
 
-    def disassemble(self, x: Any) -> list[torch.Tensor]:
+    def disassemble(self, x: Any) -> Tensors:
         """As in its job."""
         return self.container.disassemble(x)
 
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+    def local(self, tensors: Tensors) -> Tensors:
         """As in its job."""
         return self.container.local(tensors)
 
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> Tensors:
         """As in its job."""
         return self.container.from_local(local)
 

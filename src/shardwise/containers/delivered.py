@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardwise.containers.own_container import OwnContainer
 from shardwise.containers.sharded import ShardedTensor
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout, local_shapes
 from shardwise.transports.members import owner_here
 
@@ -59,6 +60,6 @@ class DeliveredTensor(ShardedTensor):
         """Of the tensor that is handed over."""
         return self._device
 
-    def allocate(self) -> list[torch.Tensor]:
+    def allocate(self) -> Tensors:
         """New memory for this rank's part."""
         return [fresh(shape, self.dtype, self.device) for shape in local_shapes(self.layout, self._owner)]

@@ -11,28 +11,32 @@ import torch
 from shardwise.containers.container import container_of, on_transport
 from shardwise.containers.delivered import DeliveredTensor
 from shardwise.containers.dtensor import is_dtensor
-from shardwise.containers.memory import chunks_in, is_chunked, local_of, whole_shape
+from shardwise.containers.memory import chunks_in, is_chunked, local_of, plain_memory, whole_shape
 from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import LayoutError
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import job_rank
 
-Tensors = list[torch.Tensor]
-
 
 def memory_of(value: object, *, apart: bool = True) -> Tensors:
     """This rank's memory of a tensor of any kind, apart from autograd; none where it holds nothing."""
+    tensors = plain_memory(value)
+    if tensors is None:
+        tensors = _memory_of_other(value)
+    return [tensor.detach() for tensor in tensors] if apart else tensors
+
+
+def _memory_of_other(value: object) -> Tensors:
     if not isinstance(value, torch.Tensor) and not is_tensor(value):
         return []
     if lists_chunks(value):
-        tensors = [tensor for _, tensor in chunks_in(value)]
-    elif is_dtensor(value) or not is_sharded(value):
+        return [tensor for _, tensor in chunks_in(value)]
+    if is_dtensor(value) or not is_sharded(value):
         local, spec = local_of(value)
-        tensors = [local] if spec is None or spec.mesh.get_coordinate() is not None else []
-    else:
-        tensors = list(container_of(value).disassemble(value))
-    return [tensor.detach() for tensor in tensors] if apart else tensors
+        return [local] if spec is None or spec.mesh.get_coordinate() is not None else []
+    return list(container_of(value).disassemble(value))
 
 
 def tensors_in(flat: Mapping[str, object]) -> dict[str, torch.Tensor | None]:

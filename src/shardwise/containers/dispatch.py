@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shardwise.exchange.messages import Tensors
+
 __all__ = [
     "OpOverload",
     "TorchDispatchMode",
@@ -26,7 +28,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-def tensors_in(arguments: object) -> list[torch.Tensor]:
+def tensors_in(arguments: object) -> Tensors:
     """All tensors in nested arguments."""
     if isinstance(arguments, torch.Tensor):
         return [arguments]

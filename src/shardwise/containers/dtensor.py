@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import shardwise.layout.mesh as ours
+import shardwise.layout.placements as ours
 from shardwise.errors import LayoutError
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.checks import checked_dim
 
-Tensors = Sequence[torch.Tensor]
 NestedRanks = list["NestedRanks"] | list[int]  # of a mesh: lists of lists, one level for each axis
 Ranks = npt.NDArray[np.integer]
 ShardOrder = Any  # torch's ShardOrder, which older versions do not have: the mesh dims that split each tensor dim
@@ -61,16 +61,16 @@ class DTensorContainer:
         """The device of its local tensors."""
         return torch.device(self.mesh.device_type)
 
-    def disassemble(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def disassemble(self, x: torch.Tensor) -> Tensors:
         """A DTensor is itself what autograd sees."""
         return [x]
 
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+    def local(self, tensors: Tensors) -> Tensors:
         """This rank's part, where it is in the mesh. Detached: `from_local` keeps tensors that autograd follows."""
         with torch.no_grad():
             return [x.to_local().detach() for x in tensors if isinstance(x, DTensor) and self._here]
 
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> Tensors:
         """The DTensor with this local tensor. The shape is given: torch cannot know it where shards are uneven."""
         if not self._here:
             return []
@@ -135,7 +135,11 @@ def _torchs(placement: ours.Placement, shape: tuple[int, ...]) -> Placement:
             return _StridedShard(checked_dim(dim, shape), split_factor=factor)
         case ours.Partial(op):
             return Partial(op)
-    return Replicate()
+        case ours.Replicate():
+            return Replicate()
+    raise LayoutError(
+        f"DTensor has no placement {placement}: use Layout.on_mesh(shape, mesh, placements), for a ShardedTensor"
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -31,6 +31,7 @@ __all__ = [  # with two classes of torch, for annotations
     "is_chunked",
     "is_meta",
     "local_of",
+    "plain_memory",
     "shared",
     "storage_of",
     "version_of",
@@ -59,6 +60,14 @@ def local_of(x: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
     if isinstance(local, AsyncCollectiveTensor):
         local = local.trigger_wait()  # type: ignore[no-untyped-call]
     return local, spec
+
+
+def plain_memory(x: object) -> list[torch.Tensor] | None:
+    """The memory of a plain tensor, or of a DTensor of one; None for other kinds. Every sync calls it for all."""
+    inner = x._local_tensor if isinstance(x, DTensor) else x
+    if type(inner) is not torch.Tensor:
+        return None
+    return [inner] if not isinstance(x, DTensor) or x._spec.mesh.get_coordinate() is not None else []
 
 
 def with_spec(spec: DTensorSpec, local: torch.Tensor) -> DTensor:
@@ -160,11 +169,11 @@ class ExpectedMemory(NamedTuple):
 def check_local(memories: Iterable[ExpectedMemory]) -> None:
     """Refuse memory that is not what the layout gives this rank."""
     for what, tensors, shapes, dtype in memories:
-        given = [(tuple(t.shape), t.dtype) for t in tensors]
+        kinds = [(tuple(t.shape), t.dtype) for t in tensors]
         if not tensors and all(0 in shape for shape in shapes):
             continue
-        if given != [(shape, dtype) for shape in shapes]:
-            raise ValueError(f"{what} should have {list(shapes)} of {dtype} on this rank, but has {given}")
+        if kinds != [(shape, dtype) for shape in shapes]:
+            raise ValueError(f"{what} should have {list(shapes)} of {dtype} on this rank, but has {kinds}")
         for one in tensors:
             check_memory(one, what)
             if one.is_conj() or one.is_neg():

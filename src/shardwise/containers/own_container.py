@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout
 from shardwise.transports.members import owner_here
 
 if TYPE_CHECKING:
     from shardwise.containers.sharded import ShardedTensor
-
-Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,15 +28,15 @@ class OwnContainer:
         """Any device."""
         return None
 
-    def disassemble(self, x: ShardedTensor) -> list[torch.Tensor]:
+    def disassemble(self, x: ShardedTensor) -> Tensors:
         """Its shards."""
         return list(x.shards)
 
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+    def local(self, tensors: Tensors) -> Tensors:
         """They are plain tensors."""
         return [t.detach() for t in tensors]
 
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> Tensors:
         """They are plain tensors."""
         return list(local)
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from shardwise.containers.container import Container
 
-Tensors = Sequence[torch.Tensor]
-
 
 class ShardedTensor(torch.Tensor):
     """This rank's part of a tensor: one local tensor for every buffer that the layout gives it.
@@ -54,7 +52,7 @@ class ShardedTensor(torch.Tensor):
     _owner: int  # that this process was when it was made
 
     def __new__(
-        cls, shards: torch.Tensor | Tensors, layout: Layout | str, group: dist.ProcessGroup | None = None
+        cls, shards: torch.Tensor | Sequence[torch.Tensor], layout: Layout | str, group: dist.ProcessGroup | None = None
     ) -> Self:
         if isinstance(layout, str):
             layout = parse(layout)
@@ -84,7 +82,7 @@ class ShardedTensor(torch.Tensor):
         """This rank's tensors."""
         return self._shards
 
-    def set_shards(self, shards: Tensors) -> None:
+    def set_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """Hold other tensors of the same shapes, such as parameters that were allocated anew."""
         check_shards(shards, self.layout, self._owner)
         self._shards = tuple(shards)
@@ -419,7 +417,7 @@ class ShardedTensor(torch.Tensor):
         return report.glance(self.layout, repr(self))
 
 
-def _unpickled(shards: Tensors, layout: Layout, owner: int) -> ShardedTensor:
+def _unpickled(shards: Sequence[torch.Tensor], layout: Layout, owner: int) -> ShardedTensor:
     """A pickled ShardedTensor, on a rank with the same boxes. Equal shapes are not enough."""
     me = owner_here(None)
     if local_boxes(layout, owner) != local_boxes(layout, me):

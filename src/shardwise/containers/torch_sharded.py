@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.remote_device import _remote_device
 
 from shardwise.errors import LayoutError
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout
 from shardwise.transports.members import of_job, owner_here
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # importing them is slow
     TorchShardedTensor = ShardedTensor
     TorchMetadata = ShardedTensorMetadata
 
-Tensors = Sequence[torch.Tensor]
 TensorMetaclass = torch._C._TensorMeta
 PACKAGE = "torch.distributed._shard"  # of torch's ShardedTensor, its specs and metadata
 RemoteDevice = _remote_device  # "rank:1/cpu": torch's class, so that placements compare equal and print alike
@@ -180,11 +180,9 @@ def shards_of(shards: Iterable[AnyShardMetadata], rank: int) -> list[AnyShardMet
     return [shard for shard in shards if owner_of(shard) == rank]
 
 
-def in_order(
-    local_shards: Sequence[ShardLike], metadata: Sequence[ShardMetadataLike], size: Sequence[int]
-) -> list[torch.Tensor]:
+def in_order(local_shards: Sequence[ShardLike], metadata: Sequence[ShardMetadataLike], size: Sequence[int]) -> Tensors:
     """The tensors of local shards in the order of their metadata, each once."""
-    left = defaultdict[tuple[Corner, Corner], list[torch.Tensor]](list)  # empty shards may share a place
+    left = defaultdict[tuple[Corner, Corner], Tensors](list)  # empty shards may share a place
     for shard in reversed(local_shards):
         left[_corner(shard.metadata, size)].append(shard.tensor)
     for wanted in metadata:
@@ -261,15 +259,15 @@ class TorchShardedContainer:
         """The device of this rank's shards."""
         return device_of(self.mine[0]) if self.mine else None
 
-    def disassemble(self, x: ShardedLike) -> list[torch.Tensor]:
+    def disassemble(self, x: ShardedLike) -> Tensors:
         """The local shards, in the order of the metadata."""
         return in_order(x.local_shards(), self.mine, self.layout.shape)
 
-    def local(self, tensors: Tensors) -> list[torch.Tensor]:
+    def local(self, tensors: Tensors) -> Tensors:
         """They are plain tensors."""
         return [t.detach() for t in tensors]
 
-    def from_local(self, local: Tensors) -> list[torch.Tensor]:
+    def from_local(self, local: Tensors) -> Tensors:
         """They are plain tensors."""
         return list(local)
 

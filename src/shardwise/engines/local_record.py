@@ -27,6 +27,7 @@ from shardwise.engines.memory import (
 from shardwise.engines.recorder import Looks, NeedsValuesError, Recorder
 from shardwise.engines.time_limit import time_limit
 from shardwise.errors import EngineError
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Box, StridedPair, strided_boxes
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -81,7 +82,7 @@ class LocalRecord:
     unfilled: dict[str, tuple[Box, ...]] = field(default_factory=dict)  # cells of parameters that get nothing
     tied: dict[str, str] = field(default_factory=dict)  # parameters that are another one, by name
 
-    def views(self, name: str, parameters: Parameters) -> list[torch.Tensor]:
+    def views(self, name: str, parameters: Parameters) -> Tensors:
         """The cells of parameters that a name goes to, box by box."""
         return [one.destination.view(parameters) for one in self.boxes.get(name, ())]
 
@@ -235,7 +236,7 @@ def _tied(before: Parameters, after: Parameters) -> dict[str, str]:
     return tied
 
 
-def _check_beside(memory: Memory, tensors: list[torch.Tensor]) -> None:
+def _check_beside(memory: Memory, tensors: Tensors) -> None:
     """Refuse values of the checkpoint in memory that parameters share with something else, which has no name."""
     if not tensors or any(t.numel() == prod(memory.shape) or t.dtype != memory.dtype for t in tensors):
         return

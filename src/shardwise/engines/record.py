@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint import open as open_checkpoint
-from shardwise.checkpoint.callers import Callers
 from shardwise.containers.container import layout_of
 from shardwise.containers.delivered import DeliveredTensor, Delivery
 from shardwise.containers.description import is_tensor
@@ -33,7 +32,9 @@ from shardwise.engines.local_record import (
 from shardwise.engines.memory import Untraceable
 from shardwise.engines.recorder import as_meta
 from shardwise.errors import EngineError
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Box
+from shardwise.job.agree import Callers
 from shardwise.layout import Layout
 from shardwise.state.traverse import StateDict, flatten_state_dict
 
@@ -222,7 +223,7 @@ def _targets(
     return targets
 
 
-def _direct_target(one: RecordedName, views: list[torch.Tensor], callers: Callers) -> ShardedTensor:
+def _direct_target(one: RecordedName, views: Tensors, callers: Callers) -> ShardedTensor:
     """A ShardedTensor of this rank's views. Cells that no rank needs get memory of their own on one rank."""
     layout, spare = _layout(one.shape, tuple((rank, tuple(boxes)) for rank, boxes in one.boxes.items()))
     unneeded = spare if callers.me == next(iter(one.boxes)) else ()

@@ -104,25 +104,25 @@ def judge(weights: Ints) -> Verdict:
     return Verdict.LEARN if most == Status.LACKS else Verdict.GO
 
 
-def refusal(told: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> ShardwiseError:
-    """The error that every rank raises, made from what all of them told: naming ranks and the first difference."""
-    operation = next((t["fields"]["operation"] for t in told if "operation" in t["fields"]), "exchange")
-    errors = _grouped([t["error"] for t in told], owners)
-    kinds = {t["raises"] for t in told if t["error"] is not None}
+def refusal(explanations: Sequence[Mapping[str, Any]], owners: Sequence[int]) -> ShardwiseError:
+    """The error that every rank raises, from the explanations of all: naming ranks and the first difference."""
+    operation = next((t["fields"]["operation"] for t in explanations if "operation" in t["fields"]), "exchange")
+    errors = _grouped([t["error"] for t in explanations], owners)
+    kinds = {t["raises"] for t in explanations if t["error"] is not None}
     raised = kinds.pop() if len(kinds) == 1 else ExchangeError
     if errors.pop(None, None) is None and len(errors) == 1:
         return raised(f"{operation}: {next(iter(errors))}")
     if errors:
         lines = [f"{in_words(whose)} cannot take part in this {operation}: {error}" for error, whose in errors.items()]
         return raised("\n".join(lines))
-    for name in {name: None for t in told for name in t["fields"]}:
-        values = _grouped([t["digests"].get(name) for t in told], owners)
+    for name in {name: None for t in explanations for name in t["fields"]}:
+        values = _grouped([t["digests"].get(name) for t in explanations], owners)
         values.pop(None, None)
         if len(values) > 1:
-            shown = {t["digests"].get(name): t["fields"].get(name) for t in told}
-            answers = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
+            shown = {t["digests"].get(name): t["fields"].get(name) for t in explanations}
+            who_says = "; ".join(f"{in_words(whose)}: {shown[digest]}" for digest, whose in values.items())
             return RefusedValueError(
-                f"the ranks disagree on the {name} of this {operation}: {answers}. "
+                f"the ranks disagree on the {name} of this {operation}: {who_says}. "
                 f"Every rank of the group must ask for the same"
             )
     return ExchangeError(

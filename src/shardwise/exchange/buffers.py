@@ -66,7 +66,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffers = dict[torch.device, torch.Tensor]()
 
-    def take(self, sizes: list[int], device: torch.device, *, align: int) -> list[torch.Tensor]:
+    def take(self, sizes: list[int], device: torch.device, *, align: int) -> Tensors:
         """Room for messages of these sizes, each from a multiple of `align` on. What was taken before is free again."""
         total = sum(_up(size, align) for size in sizes)
         buffer = self._buffers.get(device)
@@ -96,14 +96,14 @@ def _up(size: int, align: int) -> int:
 
 
 T = TypeVar("T")
-Sides = tuple[list[torch.Tensor], list[torch.Tensor]]  # views of the same cells
+Sides = tuple[Tensors, Tensors]  # views of the same cells
 
 
 class ViewCache:
     """Of one exchange, or of one that is repeated with the same moves: then only messages may lie elsewhere."""
 
     def __init__(self) -> None:
-        self._made = dict[
+        self._views = dict[
             tuple[int, type], tuple[Message, Hashable, Any]
         ]()  # by the id of the message, and how it came
         self._spare: torch.Tensor | None = None
@@ -146,24 +146,24 @@ class ViewCache:
     def release(self) -> None:
         """Forget where messages lay, all but the small ones: to have views of memory keeps it. Another thread may."""
         self._spare = None
-        for at in [at for at in list(self._made) if at[0] not in self._rooms]:
-            self._made.pop(at, None)
+        for at in [at for at in list(self._views) if at[0] not in self._rooms]:
+            self._views.pop(at, None)
 
-    def known(self, message: Message, where: Hashable, make: Callable[[], T]) -> T:
+    def get_or_make(self, message: Message, where: Hashable, make: Callable[[], T]) -> T:
         """What was made for a message that comes from there, kept until it comes from elsewhere."""
         at = id(message), type(where)
-        kept = self._made.get(at)
-        if kept is None or kept[:2] != (message, where):  # which also keeps the message, and so its id, alive
+        entry = self._views.get(at)
+        if entry is None or entry[:2] != (message, where):  # which also keeps the message, and so its id, alive
             with outside_inference():
-                kept = self._made[at] = message, where, make()
-        made: T = kept[2]
-        return made
+                entry = self._views[at] = message, where, make()
+        views: T = entry[2]
+        return views
 
     def _of(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
-        return self.known(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))
+        return self.get_or_make(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: Tensors, sources: Tensors) -> None:
     """All of them in one call: what a call costs is more than what a small copy does."""
     if targets:
         torch._foreach_copy_(targets, sources)

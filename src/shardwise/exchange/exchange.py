@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -24,6 +24,7 @@ from shardwise.planning import Plan
 
 HEADER = 8 * WORDS
 INLINE, SLOTS = 2**14, 2**17  # the largest message beside a header, and the bytes of all slots of a rank
+CPU = torch.device("cpu")
 MOST_AGREED = 2**14  # proposals that a transport remembers
 MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 
@@ -75,7 +76,7 @@ class Exchange:
         self.views, self.direct = views or ViewCache(), direct
         if views is not None:
             transport.views.add(views)
-        self.device = transport.message_device(device or torch.device("cpu"))
+        self._device = device or CPU  # of the tensors
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
         self.inline = inline_bytes(len(transport.owners))
@@ -106,8 +107,8 @@ class Exchange:
             else:
                 self._agreement = self.transport.all_to_all(*self._slots(), self.number, in_order=in_order)
         first = self.schedule.rounds[0]
-        most = self.transport.early_limit(self.device, direct=self.direct)
-        if alone and first.bytes <= most and self.header.tobytes() in self.transport.agreed:
+        before = alone and self.header.tobytes() in self.transport.agreed
+        if before and first.bytes <= self.transport.early_limit(self.device, direct=self.direct):
             with self._unbroken():
                 self._ahead = self._post(first, hidden=not self.fresh)
         return self
@@ -144,6 +145,11 @@ class Exchange:
         except BaseException as error:
             self.transport.fail(f"{type(error).__name__}: {error}")
             raise
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where messages lie."""
+        return self.transport.message_device(self._device)
 
     @property
     def _many(self) -> bool:
@@ -260,7 +266,7 @@ class Exchange:
         ]
         return self.transport.post_round(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
 
-    def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> list[torch.Tensor]:
+    def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> Tensors:
         """The tensors that a peer could read a message from.
 
         Not where it is terms, is cast on the way, or lies on a device that the transport cannot reach.
@@ -271,10 +277,10 @@ class Exchange:
                 return []
             tensors += source[part.move]
         kind = self.device.type
-        alike = all(
+        readable = all(
             t.dtype == part.dtype and t.device.type == kind for part in message.parts for t in source[part.move]
         )
-        return tensors if alike else []
+        return tensors if readable else []
 
     def _reduce(self, round_: Round, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
         """Terms to values, once all have come."""

@@ -15,6 +15,9 @@ from shardwise.geometry import Boxes, Ints, Places, Strides, Window, heads, ints
 from shardwise.layout import places_of
 from shardwise.planning import Copies, Plan
 
+Tensors = list[torch.Tensor]
+FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
+
 
 class Pair(NamedTuple):
     """The same cells in our tensors, and in a message (or in other tensors of ours, to where they are copied)."""
@@ -85,31 +88,27 @@ def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[S
     part = plan.for_owner(owner)
     here = places_of(plan.source, owner, source)
     there = places_of(plan.target, owner, target)
-    copies, stages = part.copies, dict[tuple[int, int], Stage]()
-    edges = [*np.flatnonzero(heads(copies.step, copies.round)).tolist(), len(copies)]
-    for start, stop in pairwise(edges):
-        some = copies[start:stop]
-        step, round_ = int(some.step[0]), int(some.round[0])
+    stages = dict[tuple[int, int], Stage]()
+    for step, round_, copies in part.copies.stages():
         reducing = plan.reducing and step == 0
-        stages[step, round_] = _stage(some, owner, here if step == 0 else there, there, reducing=reducing)
+        stages[step, round_] = _stage(copies, owner, here if step == 0 else there, there, reducing=reducing)
     return Program(stages, part.fill, plan.reducing)
 
 
 def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reducing: bool) -> Stage:
-    sent = copies.take((copies.source == owner) & copies.remote)
-    received = copies.take((copies.target == owner) & copies.remote)
-    kept = copies.take(~copies.remote)
-    sends = _peer_cells(sent.boxes, sent.target, source)
-    receives = _peer_cells(received.boxes, received.source, None if reducing else target)
+    remote = copies.source != copies.target
+    received = np.flatnonzero(remote & (copies.target == owner))
+    sends = _peer_cells(copies.boxes, copies.target, np.flatnonzero(remote & (copies.source == owner)), source)
+    receives = _peer_cells(copies.boxes, copies.source, received, None if reducing else target)
     if reducing:
-        return Stage(sends, receives, (), _reductions(received, kept, source, target))
-    return Stage(sends, receives, _local(kept.boxes, source, target), ())
+        return Stage(sends, receives, (), _reductions(copies.take(received), copies.take(~remote), source, target))
+    return Stage(sends, receives, _local(copies.boxes.take(~remote), source, target), ())
 
 
-def _peer_cells(boxes: Boxes, peer: Ints, places: Places | None) -> tuple[PeerCells, ...]:
-    """The boxes for each peer: in a message of its own, and where they lie here (nowhere yet where they are terms)."""
-    order = np.argsort(peer, kind="stable")
-    peer, boxes = peer[order], boxes.take(order)
+def _peer_cells(boxes: Boxes, peer: Ints, rows: Ints, places: Places | None) -> tuple[PeerCells, ...]:
+    """Some boxes, for each peer: in a message of its own, and where they lie here (terms do not yet)."""
+    rows = rows[np.argsort(peer[rows], kind="stable")]
+    peer, boxes = peer[rows], boxes.take(rows)
     volumes, starts = boxes.volumes(), np.flatnonzero(heads(peer))
     totals = np.add.reduceat(volumes, starts).tolist() if len(starts) else []
     peers = peer[starts].tolist()
@@ -139,12 +138,12 @@ def across(
     peer, owner = ends
     copies = plan.for_owner(owner).copies
     step, round_ = key
-    chosen = (copies.step == step) & (copies.round == round_) & (copies.source == peer) & (copies.target == owner)
-    boxes = copies.boxes.take(chosen)
+    rows = (copies.step == step) & (copies.round == round_) & (copies.source == peer) & (copies.target == owner)
     there = places_of(plan.source if step == 0 else plan.target, peer, theirs)
     if not ours:
-        return tuple(pair for cells in _peer_cells(boxes, ints([peer] * boxes.count), there) for pair in cells.pairs)
-    return _local(boxes, there, places_of(plan.target, owner, ours))
+        cells = _peer_cells(copies.boxes, copies.source, np.flatnonzero(rows), there)
+        return tuple(pair for one in cells for pair in one.pairs)
+    return _local(copies.boxes.take(rows), there, places_of(plan.target, owner, ours))
 
 
 def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
@@ -152,20 +151,20 @@ def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
     return tuple(map(Pair, read.windows(), written.windows()))
 
 
-def _reductions(received: Copies, kept: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
+def _reductions(received: Copies, local: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
     """For every box its terms in order, cut where it spans several pieces of ours."""
     if not len(received):
         return ()
-    box = _numbers(Boxes.concat([received.boxes, kept.boxes]))
-    received_box, kept_box = box[: len(received)], box[len(received) :]
-    terms = int(max(received.term.max(), kept.term.max(initial=0))) + 1
+    box = _numbers(Boxes.concat([received.boxes, local.boxes]))
+    received_box, local_box = box[: len(received)], box[len(received) :]
+    terms = int(max(received.term.max(), local.term.max(initial=0))) + 1
     arrived = np.full((int(box.max()) + 1, terms), -1)
     arrived[received_box, received.term] = np.arange(len(received))
     messages = _in_messages(received)
-    apart = np.flatnonzero((received.term == 0) & ~np.isin(received_box, kept_box))  # boxes with no term of our own
-    part_of, own = source.within(kept.boxes)
+    apart = np.flatnonzero((received.term == 0) & ~np.isin(received_box, local_box))  # boxes with no term of our own
+    part_of, own = source.within(local.boxes)
     read = Places.concat([own, messages.take(apart)])
-    read_box = np.concatenate([kept_box[part_of], received_box[apart]])
+    read_box = np.concatenate([local_box[part_of], received_box[apart]])
     number, written = target.within(read.boxes)
     columns = list[list[Term]]()
     for term in range(terms):
@@ -192,10 +191,6 @@ def _in_messages(received: Copies) -> Places:
     return replace(packed, offset=offset).take(back)
 
 
-Tensors = Sequence[torch.Tensor]
-FIRST = (0, 0)  # the step and round whose small messages travel with the agreement
-
-
 class MessagePart(NamedTuple):
     """What a message has of tensor number `move`: bytes `start` to `stop`."""
 
@@ -218,7 +213,7 @@ class Message:
     bytes: int
     parts: tuple[MessagePart, ...]
 
-    def views(self, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views(self, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> tuple[Tensors, Tensors]:
         """Its cells in our tensors, and in the message. (Terms have no place among our own.)"""
         ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
         for part in self.parts:

@@ -64,7 +64,7 @@ class Losses:
     """What casts lose of many tensors, counted as they are read."""
 
     def __init__(self) -> None:
-        self._found = dict[str, Lost]()
+        self._losses = dict[str, Lost]()
 
     def look(self, name: str, tensors: Iterable[torch.Tensor], becomes: torch.dtype) -> None:
         """Count what these values of a tensor lose by a cast."""
@@ -79,25 +79,25 @@ class Losses:
 
     def add(self, lost: Lost) -> None:
         """More values of a tensor."""
-        before = self._found.get(lost.name)
-        self._found[lost.name] = lost if before is None else replace(lost, loss=before.loss + lost.loss)
+        before = self._losses.get(lost.name)
+        self._losses[lost.name] = lost if before is None else replace(lost, loss=before.loss + lost.loss)
 
     def keep_worst(self, lost: Lost) -> None:
         """Values of a tensor that may have been counted already."""
-        before = self._found.get(lost.name, lost)
-        self._found[lost.name] = max(before, lost, key=lambda one: one.loss)
+        before = self._losses.get(lost.name, lost)
+        self._losses[lost.name] = max(before, lost, key=lambda one: one.loss)
 
     def clear(self) -> None:
         """Start again."""
-        self._found.clear()
+        self._losses.clear()
 
     def __getitem__(self, name: str) -> Loss:
         """Of a tensor."""
-        return self._found[name].loss if name in self._found else Loss()
+        return self._losses[name].loss if name in self._losses else Loss()
 
-    def listed(self) -> list[Lost]:
+    def per_tensor(self) -> list[Lost]:
         """Every tensor that loses any."""
-        return list(self._found.values())
+        return list(self._losses.values())
 
 
 def check_overflow(overflow: object) -> None:
@@ -115,9 +115,9 @@ def refusal(lost: Iterable[Lost], written: str) -> str:
 
 def refuse_loss(lost: Iterable[Lost], written: str = "Nothing was written") -> None:
     """Refuse a cast that would lose any value."""
-    listed = list(lost)
-    if listed:
-        raise RefusedValueError(refusal(listed, written))
+    losses = list(lost)
+    if losses:
+        raise RefusedValueError(refusal(losses, written))
 
 
 @lru_cache(maxsize=1024)

@@ -45,9 +45,11 @@ def read_from_peer(
         return _cells(key, message, theirs, moves, owner, packed=packed)
 
     if theirs.mapped:
-        copy_all(*views.known(message, theirs.key, lambda: _views(cells(packed=False), theirs.bytes_of_each(), moves)))
+        copy_all(
+            *views.get_or_make(message, theirs.key, lambda: _views(cells(packed=False), theirs.bytes_of_each(), moves))
+        )
         return
-    runs = views.known(message, theirs.key, lambda: _runs(cells, message, moves))
+    runs = views.get_or_make(message, theirs.key, lambda: _runs(cells, message, moves))
     if not runs.packed:
         theirs.read(*runs[:4])
         return

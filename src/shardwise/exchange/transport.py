@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.exchange.buffers import Staging, ViewCache
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Ints, Strides
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class PeerTensors(Protocol):
         """The strides of each tensor."""
         ...
 
-    def bytes_of_each(self) -> list[torch.Tensor]:
+    def bytes_of_each(self) -> Tensors:
         """The bytes of each tensor from its first element on. Only where they are mapped."""
         ...
 

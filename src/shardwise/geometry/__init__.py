@@ -1,6 +1,15 @@
 """Boxes of cells. All index arithmetic of the library lives here; nothing here knows that owners exist."""
 
-from shardwise.geometry.axis import Axis, Spans, axes_of, block_numbers, block_shape, boxes_of_block, cross_grids, outer
+from shardwise.geometry.axis import (
+    Axis,
+    Spans,
+    block_numbers,
+    block_shape,
+    boxes_of_block,
+    cross_grids,
+    outer,
+    part_lengths,
+)
 from shardwise.geometry.boxes import Box, Boxes, cut, distinct, merge, positions, row_major, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
 from shardwise.geometry.places import Places, Strides, Window
@@ -18,6 +27,7 @@ from shardwise.geometry.ragged import (
     starts,
     totals,
 )
+from shardwise.geometry.shared import Folded, boxes_of_blocks, fold, merged, overlap
 from shardwise.geometry.strided import Step, StridedBox, StridedPair, strided_boxes
 
 __all__ = [
@@ -25,6 +35,7 @@ __all__ = [
     "Bools",
     "Box",
     "Boxes",
+    "Folded",
     "Ints",
     "Places",
     "Spans",
@@ -33,22 +44,26 @@ __all__ = [
     "StridedPair",
     "Strides",
     "Window",
-    "axes_of",
     "block_numbers",
     "block_shape",
     "boxes_of_block",
+    "boxes_of_blocks",
     "cross_grids",
     "cut",
     "different",
     "distinct",
     "exact_sum",
+    "fold",
     "gaps",
     "heads",
     "ints",
     "join",
     "merge",
+    "merged",
     "numbered",
     "outer",
+    "overlap",
+    "part_lengths",
     "positions",
     "row_major",
     "run_of",

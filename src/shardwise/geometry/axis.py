@@ -15,7 +15,7 @@ from shardwise.geometry.ragged import Ints, heads, ints, running, spread, starts
 
 
 class Spans(NamedTuple):
-    """Intervals `start:stop` with the part that each belongs to, in increasing order."""
+    """Intervals `start:stop` with the part that each belongs to, in increasing order. Parts may share cells."""
 
     start: Ints
     stop: Ints
@@ -39,22 +39,13 @@ class Spans(NamedTuple):
         [3, 6, 9, 10]
         """
         if len(self.part) == 1:  # as most are, and in a few steps
-            return self._chunk_one(count)
+            low, high, only = (int(values[0]) for values in self)
+            edges = _edges(low, high, -(-(high - low) // count))
+            return Spans(edges[:-1], edges[1:], np.arange(only * count, only * count + len(edges) - 1))
         first, length = self._offsets()
-        size = np.maximum(-(-length // count), 1)[self.part]  # the ceil rule: trailing chunks are smaller or empty
-        last = first + self.stop - self.start - 1
-        row, nth = spread(np.where(last >= first, last // size - first // size + 1, 0))
-        chunk = first[row] // size[row] + nth
-        shift = self.start[row] - first[row]
-        start = np.maximum(self.start[row], chunk * size[row] + shift)
-        stop = np.minimum(self.stop[row], (chunk + 1) * size[row] + shift)
-        return Spans(start, stop, self.part[row] * count + chunk)
-
-    def _chunk_one(self, count: int) -> Spans:
-        (start, stop, part) = (int(values[0]) for values in self)
-        size = max(-(-(stop - start) // count), 1)
-        edges = np.minimum(np.arange(start, stop + size, size), stop)
-        return Spans(edges[:-1], edges[1:], np.arange(part * count, part * count + len(edges) - 1))
+        size = -(-length // count)  # the ceil rule: trailing chunks are smaller or empty
+        start, stop, part, chunk = self._cut(first, size)
+        return Spans(start, stop, part * count + chunk)
 
     def strided(self, factor: int, count: int) -> Spans:
         """Every part cut into `factor` chunks, these into `count`; chunk i of each together is one part.
@@ -66,6 +57,57 @@ class Spans(NamedTuple):
         start, stop, part = self.chunk(factor).chunk(count)
         return Spans(start, stop, part // (factor * count) * count + part % count)
 
+    def zigzag(self, count: int) -> Spans:
+        """Every part cut into 2 * `count` chunks; chunk i and the i-th from the end together are one part.
+
+        >>> Spans.whole(8).zigzag(2).part.tolist()
+        [0, 1, 1, 0]
+        """
+        start, stop, part = self.chunk(2 * count)
+        chunk = part % (2 * count)
+        return Spans(start, stop, part // (2 * count) * count + np.minimum(chunk, 2 * count - 1 - chunk))
+
+    def cyclic(self, block: int, count: int) -> Spans:
+        """Every part cut into blocks, which are dealt out to `count` parts in turn.
+
+        >>> Spans.whole(10).cyclic(2, count=2).part.tolist()
+        [0, 1, 0, 1, 0]
+        """
+        if len(self.part) == 1:
+            low, high, only = (int(values[0]) for values in self)
+            edges = _edges(low, high, block)
+            return Spans(edges[:-1], edges[1:], only * count + np.arange(len(edges) - 1) % count)
+        first, length = self._offsets()
+        start, stop, part, nth = self._cut(first, np.full_like(length, block))
+        return Spans(start, stop, part * count + nth % count)
+
+    def shared(self, units: Ints, count: int) -> Spans:
+        """Every part cut into `count` equal ones; where it has fewer `units`, each goes to count / units in a row.
+
+        >>> Spans.pieces(ints([8, 2]), ints([0, 1])).shared(ints([4, 1]), count=2).start.tolist()
+        [0, 4, 8, 8]
+        """
+        first, length = self._offsets()
+        chunks = np.clip(units[: len(length)], 1, count)
+        start, stop, part, nth = self._cut(first, length // chunks)
+        copies = count // chunks[part]
+        row, copy = spread(copies)
+        return Spans(start[row], stop[row], (part * count + nth * copies)[row] + copy)
+
+    def fused(self, count: int) -> Spans:
+        """Part i of each run of `count` parts together is one part: segments that were all cut into `count`."""
+        return Spans(self.start, self.stop, self.part % count)
+
+    def _cut(self, first: Ints, size: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Every part cut into blocks of its size: start, stop, the part, and which of its blocks."""
+        size = np.maximum(size, 1)[self.part]
+        last = first + self.stop - self.start - 1
+        row, nth = spread(np.where(last >= first, last // size - first // size + 1, 0))
+        block, shift, size = first[row] // size[row] + nth, self.start[row] - first[row], size[row]
+        start = np.maximum(self.start[row], block * size + shift)
+        stop = np.minimum(self.stop[row], (block + 1) * size + shift)
+        return start, stop, self.part[row], block
+
     def _offsets(self) -> tuple[Ints, Ints]:
         """Where each interval lies in its part, and the length of every part."""
         size = self.stop - self.start
@@ -73,6 +115,12 @@ class Spans(NamedTuple):
         offset = np.empty_like(size)
         offset[order] = running(size[order], self.part[order])
         return offset, totals(size, self.part, int(self.part.max(initial=-1)) + 1)
+
+
+def _edges(start: int, stop: int, size: int) -> Ints:
+    """Where blocks of a size begin and end in an interval."""
+    size = max(size, 1)
+    return np.minimum(np.arange(start, stop + size, size), stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,15 +299,9 @@ def block_shape(axes: Sequence[Axis], parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(axis.lengths[part]) for axis, part in zip(axes, parts, strict=True))
 
 
-def axes_of(spans: Sequence[Spans], parts: Sequence[int]) -> tuple[list[Ints], list[Axis], list[Ints]]:
-    """For every dim: the length of each part, empty ones too; the axis; and which part each part of the axis was."""
-    lengths = [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
-    axes, kept = list[Axis](), list[Ints]()
-    for one in spans:
-        axis, numbers = Axis.of(one)
-        axes.append(axis)
-        kept.append(numbers)
-    return lengths, axes, kept
+def part_lengths(spans: Sequence[Spans], parts: Sequence[int]) -> list[Ints]:
+    """For every dim the length of each part, empty ones too."""
+    return [totals(s.stop - s.start, s.part, count) for s, count in zip(spans, parts, strict=True)]
 
 
 def outer(columns: Sequence[Ints]) -> Ints:

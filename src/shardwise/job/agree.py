@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, RefusedTypeError, RefusedValueError
 from shardwise.exchange import Exchange, Proposal
-from shardwise.job.session import SerialQueue, group_transport
+from shardwise.job.session import group_transport
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
@@ -48,15 +49,15 @@ def agree_on(
     """
 
     def say() -> tuple[tuple[M, K], str]:
-        made = make()
-        return made, made[0].fingerprint
+        both = make()
+        return both, both[0].fingerprint
 
-    (made, own), prints = tell_all(transport, operation, say, same)
+    (common, own), prints = tell_all(transport, operation, say, same)
     if len(set(prints.values())) > 1:  # find the difference, for the error
-        _, contents = tell_all(transport, operation, lambda: (None, made.contents()))
+        _, contents = tell_all(transport, operation, lambda: (None, common.contents()))
         with refusals(operation):
             _differ(contents)
-    return made, own
+    return common, own
 
 
 def _differ(by_rank: Mapping[int, dict[str, object]]) -> None:
@@ -97,13 +98,13 @@ def tell_all(
     the `same` values. Without a transport, this process is the only rank.
     """
     if transport is None:
-        kept, shared = say()
-        return kept, {job_rank(): shared}
+        own, shared = say()
+        return own, {job_rank(): shared}
     message, error = b"", None
-    kept_and_shared: tuple[K, S] | None = None
+    both: tuple[K, S] | None = None
     try:
-        kept_and_shared = say()
-        message = pickle.dumps(kept_and_shared[1])
+        both = say()
+        message = pickle.dumps(both[1])
     except Exception as failure:  # raised after the other ranks know of it
         error = failure
     exchange = Exchange(transport, Proposal({"operation": operation, **(same or {})}, error=error)).start()
@@ -112,11 +113,11 @@ def tell_all(
         exchange.finish()
         return transport.all_gather(message)
 
-    messages = SerialQueue.of(transport).run(tell)
-    assert kept_and_shared is not None, "or all have raised"
-    kept, shared = kept_and_shared
+    messages = transport.queue.run(tell)
+    assert both is not None, "or all have raised"
+    own, shared = both
     values = {one: shared if one == message else pickle.loads(one) for one in set(messages)}  # most ranks send the same
-    return kept, {owner: values[one] for owner, one in zip(transport.owners, messages, strict=True)}
+    return own, {owner: values[one] for owner, one in zip(transport.owners, messages, strict=True)}
 
 
 @contextmanager
@@ -153,3 +154,43 @@ def together_or_alone(
     if group is None and not has_default_group():
         return conclude({0: say()})
     return together(operation, say, conclude, group=group)
+
+
+class Callers:
+    """All ranks that call an operation together."""
+
+    def __init__(self, operation: str, group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
+        self.operation, self.group = operation, group
+        self.alone = alone or (group is None and not has_default_group())
+        self.transport = None if self.alone else group_transport(group)
+        self.me = job_rank() if self.transport is None else self.transport.me
+        self.owners: tuple[int, ...] = (self.me,) if self.transport is None else self.transport.owners
+
+    @property
+    def broken(self) -> bool:
+        """True if the ranks can no longer communicate; others may have continued."""
+        return self.transport is not None and self.transport.broken
+
+    @property
+    def first(self) -> bool:
+        """True for the rank that does what is done once."""
+        return self.me == self.owners[0]
+
+    def highest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over all callers."""
+        if self.transport is None:
+            return numbers
+        return self.transport.all_reduce(numbers, "max", next(self.transport.numbers))()
+
+    def tell(self, say: Callable[[], tuple[K, S]], same: Mapping[str, object] | None = None) -> tuple[K, dict[int, S]]:
+        """As `tell_all`: the kept value, and the shared values by rank. An error of one is raised for all."""
+        return tell_all(self.transport, self.operation, say, same)
+
+    def refusals(self) -> AbstractContextManager[None]:
+        """As `refusals`."""
+        return nullcontext() if self.alone else refusals(self.operation)
+
+    def from_first(self, say: Callable[[], S]) -> S:
+        """The first caller's value. An error of one is raised for all."""
+        _, answers = self.tell(lambda: (None, say()))
+        return next(iter(answers.values()))

@@ -40,7 +40,7 @@ class Typed(Protocol):
         """Of its elements."""
 
 
-Tensors = Mapping[str, Typed]
+TypedTensors = Mapping[str, Typed]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def check_changes(changes: Iterable[Change], check: Callable[[Change], None]) ->
         raise first
 
 
-def check_change(change: Change, sources: Tensors, targets: Tensors | None = None, *, named: bool) -> None:
+def check_change(change: Change, sources: TypedTensors, targets: TypedTensors | None = None, *, named: bool) -> None:
     """Refuse a cast between other dtypes than plain floating point numbers, unless it is `named` for this tensor.
 
     Scales of quantized codes are not plain numbers either: they define what the codes mean. `sources` and `targets` are
@@ -146,7 +146,7 @@ def _by_name(change: Change) -> str:
     )
 
 
-def codes_of(name: str, tensors: Tensors) -> str | None:
+def codes_of(name: str, tensors: TypedTensors) -> str | None:
     """The quantized tensor that a scale belongs to; None if the name is not that of a scale."""
     match = SCALE.fullmatch(name)
     if match is None:
@@ -158,7 +158,7 @@ def codes_of(name: str, tensors: Tensors) -> str | None:
     return next((one for one in near if tensors[one].dtype not in NO_CODES), None)
 
 
-def scales_of(name: str, tensors: Tensors) -> list[str]:
+def scales_of(name: str, tensors: TypedTensors) -> list[str]:
     """The scales that stand beside a quantized tensor."""
     if name not in tensors or tensors[name].dtype in NO_CODES:
         return []
@@ -240,7 +240,7 @@ class TargetCasts:
         """From the user's option: True, False, or what a conversion takes."""
         return TargetCasts(Casts(), cast) if isinstance(cast, bool) else TargetCasts(Casts.of(cast))
 
-    def check(self, change: Change, sources: Tensors, targets: Tensors) -> None:
+    def check(self, change: Change, sources: TypedTensors, targets: TypedTensors) -> None:
         """Refuse a cast that the options do not allow."""
         request = self.casts.among(targets).request(change.target, change.dtype)
         if request is not None and request.dtype != change.becomes:

@@ -1,4 +1,4 @@
-"""Find what a name stands for on a side that has its cells only under other names: joined, split or transposed.
+"""Find what a name stands for on a side that has its cells only under other names: joined, split or rearranged.
 
 Rules compose in any order and depth. An intermediate name, which neither side has, is made like any other: its cells
 are views of views of the tensors that the side has.
@@ -8,32 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
+from math import prod
 from typing import NamedTuple
 
 from shardwise.job.names import filled, matched
-from shardwise.job.remap_rules import Joining, Remap, Shape, Shapes, Stack, Transposed
-from shardwise.job.subtensor import Subtensor
+from shardwise.job.remap_rules import Joining, Padded, Rearranging, Remap, SameCells, Shape, Shapes, Stack
+from shardwise.job.subtensor import Subtensor, simplified
 
 Path = frozenset[Hashable]  # names that are being made, and rules that are being used, to make them
 
 
 class Fragment(NamedTuple):
-    """Cells of a tensor that the side has, and which cells of a name they are."""
+    """Cells of a tensor that the side has, and which cells of a name they are. Padding has no source: it is zeros."""
 
-    source: str
+    source: str | None
     source_view: Subtensor
     view: Subtensor
 
 
 @dataclass(frozen=True)
 class Derived:
-    """What a name stands for: its shape, where its cells come from, and the numbers of the rules that say so."""
+    """What a name stands for: its shape, where its cells come from, and the numbers of the rules that say so.
+
+    `left_out`: how many cells come from nowhere, and keep their values. `dropped`: padding of sources.
+    """
 
     shape: Shape
     fragments: tuple[Fragment, ...]
     rules: frozenset[int] = frozenset()
+    left_out: int = 0
+    dropped: tuple[Fragment, ...] = ()
 
     @staticmethod
     def plain(name: str, shape: Shape) -> Derived:
@@ -41,25 +47,33 @@ class Derived:
         whole = Subtensor.whole(shape)
         return Derived(shape, (Fragment(name, whole, whole),))
 
-    def within(self, view: Subtensor) -> list[Fragment]:
-        """The same cells, in the coordinates of a tensor of which this is a part."""
-        return [fragment._replace(view=view.part(fragment.view)) for fragment in self.fragments]
-
-    def cut(self, view: Subtensor, number: int) -> Derived:
-        """A part of it, by a rule."""
-        cuts = ((fragment, view.common(fragment.view)) for fragment in self.fragments)
-        fragments = [
-            Fragment(fragment.source, fragment.source_view.part(both[1]), both[0]) for fragment, both in cuts if both
+    def seen(self, cells: SameCells) -> list[Fragment]:
+        """Some of its cells (`here`), in the coordinates of a tensor where they are `there`."""
+        empty = [one._replace(view=cells.there.nothing()) for one in self.fragments if 0 in one.view.shape]
+        if cells.here is Subtensor.whole(self.shape) and cells.there.is_box and not empty:  # as usual, and quick
+            return [one._replace(view=cells.there.part(one.view)) for one in self.fragments]
+        return empty + [  # the names of what is empty count all the same
+            Fragment(source, *simplified(source_view.part(ours), cells.there.part(theirs)))
+            for source, source_view, view in self.fragments
+            for ours, theirs in view.common(cells.here)
         ]
-        if not fragments:  # there are no cells: all that counts is the dtype of the source
-            fragments = [self.fragments[0]._replace(view=Subtensor.whole(view.shape))]
-        return Derived(view.shape, tuple(fragments), self.rules | {number})
 
-    def turned(self, order: Sequence[int], number: int) -> Derived:
-        """Its dims in another order, by a rule: self == result.permute(order)."""
-        shape = tuple(self.shape[order.index(dim)] for dim in range(len(order)))
-        fragments = self.within(Subtensor.whole(shape).permute(order))
-        return Derived(shape, tuple(fragments), self.rules | {number})
+    def rearranged(self, shape: Shape, cells: Sequence[SameCells], number: int) -> Derived:
+        """Its cells in a tensor of another shape, by a rule."""
+        fragments = [fragment for one in cells for fragment in self.seen(one)]
+        if not fragments:  # there are no cells: all that counts is the dtype of the source
+            fragments = [self.fragments[0]._replace(view=Subtensor.whole(shape))]
+        return Derived(shape, tuple(fragments), self.rules | {number}, dropped=self.dropped)
+
+    def padded(self, rule: Padded, shape: Shape, number: int) -> Derived:
+        """Longer or shorter by a rule. What is new is zeros, or whatever was there; what is cut off is dropped."""
+        done = self.rearranged(shape, rule.views(self.shape, shape), number)
+        new, old = rule.padding(self.shape, shape), rule.padding(shape, self.shape)
+        if new is not None and rule.fill == "keep":
+            return replace(done, left_out=prod(new.shape))
+        zeros = [] if new is None else [Fragment(None, Subtensor.whole(new.shape), new)]
+        dropped = [] if old is None else self.seen(SameCells(old, old))
+        return replace(done, fragments=(*done.fragments, *zeros), dropped=(*done.dropped, *dropped))
 
 
 class Derivation:
@@ -70,8 +84,8 @@ class Derivation:
 
     def __init__(self, shapes: Shapes, rules: Sequence[Remap], targets: Derivation | None = None) -> None:
         self._shapes, self._targets = shapes, targets
-        self._joining = {at: rule for at, rule in enumerate(rules) if not isinstance(rule, Transposed)}
-        self._turning = {at: rule for at, rule in enumerate(rules) if isinstance(rule, Transposed)}
+        self._joining = {at: rule for at, rule in enumerate(rules) if not isinstance(rule, Rearranging)}
+        self._rearranging = {at: rule for at, rule in enumerate(rules) if isinstance(rule, Rearranging)}
         self._names: Collection[str] = shapes if targets is None else {*shapes, *targets._shapes}
         self._found, self._cuts = dict[str, Derived](), dict[tuple[int, str], dict[str, Derived]]()
         self._circles = list[str]()  # names that were looked for while they were being made
@@ -79,27 +93,47 @@ class Derivation:
     def find(self, name: str, wanted: Shape | None = None, path: Path = frozenset()) -> Derived | None:
         """What the name stands for; None where nothing says so. `wanted`: its shape, where it is known."""
         if name not in self._found:
-            turn = self._turn(name)
-            before = turn.before(name, wanted) if turn else wanted
+            steps = self._steps(name)
+            shapes = _shapes_of(name, steps, wanted)
             if name in path:
                 self._circles.append(name)
                 return None
-            made = self._made(name, before, path)
+            made = self._made(name, shapes[0], path)
             if made is None:
                 return None
-            if before not in (None, made.shape):
-                where = "when the target is transposed" if turn else "in the target"
-                raise ValueError(f"{name!r} has shape {made.shape} in the source, but {before} {where}")
-            self._found[name] = turn.apply(name, made, back=self._targets is None) if turn else made
+            if shapes[0] not in (None, made.shape):
+                by = ", ".join(str(step.rule) for step in steps)
+                where = f"is what becomes {wanted} (by {by})" if steps else "in the target"
+                raise ValueError(f"{name!r} has shape {made.shape} in the source, but {shapes[0]} {where}")
+            done = self._rearranged(name, made, steps, shapes[1:], final=not path)
+            if done is None:
+                return None
+            self._found[name] = done
         return self._found[name]
 
-    def _turn(self, name: str) -> Turn | None:
-        """The rule that permutes the dims of a name, if there is one."""
-        turns = [
-            Turn(at, rule) for at, rule in self._turning.items() if matched(rule.name, name, self._names) is not None
-        ]
-        _check_one(name, [turn.rule for turn in turns])
-        return turns[0] if turns else None
+    def _steps(self, name: str) -> list[Step]:
+        """The rules that rearrange the cells of a name, in their order: at most one of each kind."""
+        steps = list[Step]()
+        for at, rule in self._rearranging.items() if self._rearranging else ():
+            if matched(rule.name, name, self._names) is not None:
+                _check_one(name, [*(step.rule for step in steps if type(step.rule) is type(rule)), rule])
+                steps.append(Step(at, rule))
+        return steps
+
+    def _rearranged(
+        self, name: str, made: Derived, steps: Sequence[Step], shapes: Sequence[Shape | None], *, final: bool
+    ) -> Derived | None:
+        """The tensor after all steps; on the target side before them. None where nothing says what it was."""
+        if self._targets is None:
+            for step in reversed(steps):
+                before = step.before(name, made.shape)
+                if before is None:
+                    return None
+                made = step.undone(name, made, before)
+            return made
+        for step, shape in zip(steps, shapes, strict=True):
+            made = step.apply(name, made, shape, final=final and step is steps[-1])
+        return made
 
     def _made(self, name: str, wanted: Shape | None, path: Path) -> Derived | None:
         """The tensor of a name before its dims are permuted: as the side has it, joined, or cut."""
@@ -124,9 +158,13 @@ class Derivation:
             whole = wanted if wanted is not None else rule.joined([part.shape for part in parts.values()])
             views = _views(rule, name, whole, {part: made.shape for part, made in parts.items()})
         fragments = [
-            fragment for made, view in zip(parts.values(), views, strict=True) for fragment in made.within(view)
+            fragment
+            for made, cells in zip(parts.values(), views, strict=True)
+            for fragment in made.seen(SameCells(cells.there, cells.here))
         ]
-        return Derived(whole, tuple(fragments), frozenset({at}).union(*(part.rules for part in parts.values())))
+        rules = frozenset({at}).union(*(part.rules for part in parts.values()))
+        dropped = tuple(fragment for part in parts.values() for fragment in part.dropped)
+        return Derived(whole, tuple(fragments), rules, dropped=dropped)
 
     def _parts(
         self, rule: Joining, name: str, stars: Sequence[str], wanted: Shape | None, path: Path
@@ -180,7 +218,8 @@ class Derivation:
                 raise ValueError(f"the source has {twice[0]!r}, and {whole!r} of which it is a part: leave one out")
             shapes = self._part_shapes(rule, whole, names, made.shape)
             views = _views(rule, whole, made.shape, dict(zip(names, shapes, strict=True))) if shapes else []
-        return {name: made.cut(view, at) for name, view in zip(names, views, strict=False)}
+        shaped = zip(names, shapes or (), views, strict=False)
+        return {name: made.rearranged(shape, [cells], at) for name, shape, cells in shaped}
 
     def _part_shapes(self, rule: Joining, whole: str, names: Sequence[str], shape: Shape) -> list[Shape] | None:
         """The shapes of the parts of a whole, from the rule or the target. Sizes are never guessed."""
@@ -195,29 +234,54 @@ class Derivation:
         return [made.shape for made in known.values() if made is not None]
 
 
-class Turn(NamedTuple):
-    """A rule that changes the order of a tensor's dims, and its number."""
+class Step(NamedTuple):
+    """A rule that rearranges the cells of a tensor, and its number."""
 
     number: int
-    rule: Transposed
+    rule: Rearranging
 
     def before(self, name: str, shape: Shape | None) -> Shape | None:
-        """The shape that becomes this one."""
-        return None if shape is None else tuple(shape[dim] for dim in self._order(name, len(shape)))
+        """The shape that becomes this one; None where it is not known."""
+        with self._blamed(name):
+            return None if shape is None else self.rule.before(shape)
 
-    def apply(self, name: str, made: Derived, *, back: bool) -> Derived:
-        """The tensor with its dims in the other order."""
+    def apply(self, name: str, made: Derived, shape: Shape | None, *, final: bool) -> Derived:
+        """The tensor after it. `shape`: of the result, where it is known. `final`: it is a tensor of the target."""
+        self._check_once(name, made)
+        with self._blamed(name):
+            after = self.rule.after(made.shape) if shape is None else shape
+            if not isinstance(self.rule, Padded):
+                return made.rearranged(after, self.rule.views(made.shape, after), self.number)
+            if self.rule.fill == "keep" and not final:
+                raise ValueError('fill="keep" is only possible for a tensor of the target itself, after all rules')
+            return made.padded(self.rule, after, self.number)
+
+    def undone(self, name: str, made: Derived, before: Shape) -> Derived:
+        """The tensor that becomes this one."""
+        self._check_once(name, made)
+        with self._blamed(name):
+            cells = [SameCells(there, here) for here, there in self.rule.views(before, made.shape)]
+            return made.rearranged(before, cells, self.number)
+
+    def _check_once(self, name: str, made: Derived) -> None:
         if self.number in made.rules:
             raise ValueError(f"{self.rule} fits {name!r} and what that is made of: give a name that fits one of them")
-        order = self._order(name, len(made.shape))
-        return made.turned([order.index(dim) for dim in range(len(order))] if back else order, self.number)
 
-    def _order(self, name: str, ndim: int) -> tuple[int, ...]:
+    @contextmanager
+    def _blamed(self, name: str) -> Iterator[None]:
         with blamed(self.rule):
             try:
-                return self.rule.permutation(ndim)
+                yield
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from None
+
+
+def _shapes_of(name: str, steps: Sequence[Step], wanted: Shape | None) -> list[Shape | None]:
+    """The shapes before the first step, after it, and so on, as far as the shape after all of them says."""
+    shapes = [wanted]
+    for step in reversed(steps):
+        shapes.insert(0, step.before(name, shapes[0]))
+    return shapes
 
 
 def _check_one(name: str, rules: Sequence[Remap]) -> None:
@@ -225,15 +289,16 @@ def _check_one(name: str, rules: Sequence[Remap]) -> None:
         raise ValueError(f"{name!r} would come both from {rules[0]} and from {rules[1]}")
 
 
-def _views(rule: Joining, whole: str, shape: Shape, parts: Shapes) -> list[Subtensor]:
+def _views(rule: Joining, whole: str, shape: Shape, parts: Shapes) -> list[SameCells]:
     """Where the parts are in a whole; refused if their shapes do not fit."""
     try:
         views = rule.views(shape, list(parts.values()))
     except ValueError as error:
         raise ValueError(f"{whole!r}: {error}") from None
-    for (name, part), view in zip(parts.items(), views, strict=True):
-        if view.shape != part:
-            raise ValueError(f"{name!r} has shape {part}, but its part of {whole!r} has {view.shape}")
+    for (name, part), cells in zip(parts.items(), views, strict=True):
+        expected = cells.there.region.shape
+        if expected != part:
+            raise ValueError(f"{name!r} has shape {part}, but its part of {whole!r} has {expected}")
     return views
 
 

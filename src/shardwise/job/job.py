@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 
 from shardwise.exchange import Exchange, Move, Proposal, ViewCache
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import ModelPlan, TensorInfo
-from shardwise.job.session import SerialQueue
-from shardwise.job.side import Side, Tensors
+from shardwise.job.side import Side
 from shardwise.job.subtensor import Subtensor, subtensor_views
 from shardwise.job.verify import verify as verify_moves
 from shardwise.job.verify import worst_of_all
@@ -51,16 +51,12 @@ class Job:
         self._writing = False  # into the target: from when all have agreed on the first bucket
 
     @cached_property
-    def _queue(self) -> SerialQueue:
-        return SerialQueue.of(self.transport)
-
-    @cached_property
     def losses(self) -> Losses:
         """What casts lost, as far as it was looked for."""
         return Losses()
 
     @property
-    def written(self) -> list[torch.Tensor]:
+    def written(self) -> Tensors:
         """The tensors that kept moves write to."""
         return [tensor for move in self._moves.values() for tensor in move.target]
 
@@ -117,7 +113,7 @@ class Job:
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
             tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)
             losses.look(self._shown(link.target), tensors, theirs.dtype)
-        refuse_loss(losses.listed())
+        refuse_loss(losses.per_tensor())
 
     def exchange(
         self,
@@ -220,7 +216,7 @@ class Job:
             all_moves += moves if verify else ()
         if exchange is not None:
             written = "Nothing was written" if fresh else "All tensors of the target were written"
-            self._queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
+            self.transport.queue.run(partial(self.conclude, all_moves, written, exchange, verify=verify))
         source.sent(range(len(self.plan.links)) if verify else before)
         self.deliver(lambda: target.filled(self._filled_by[-1] if self._filled_by else ()))
 
@@ -243,9 +239,9 @@ class Job:
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
         views = self._views_of(bucket, moves) if keep else None
         exchange = self.exchange(bucket, moves, Proposal(fields, error=error), fresh=fresh, views=views)
-        exchange.start(alone=self._queue.idle)
+        exchange.start(alone=self.transport.queue.idle)
         try:
-            self._queue.run(exchange.finish)
+            self.transport.queue.run(exchange.finish)
         finally:
             self._writing |= exchange.writing
         return exchange

@@ -62,11 +62,11 @@ class PlannedLink:
             subtensor_layout(target.layout, link.target_view),
         )
         travels = travels_as(ours, theirs, source.dtype, target.dtype)
-        made = _planned(ours, theirs, travels.itemsize, None, hosts)
+        route = _plan(ours, theirs, travels.itemsize, None, hosts)
         limit: object = max_bytes
-        if limit is not None and not (isinstance(limit, int) and made.most_bytes <= limit):  # `plan` refuses others
-            made = _planned(ours, theirs, travels.itemsize, max_bytes, hosts)
-        return PlannedLink(link, made, travels, source.device)
+        if limit is not None and not (isinstance(limit, int) and route.most_bytes <= limit):  # `plan` refuses others
+            route = _plan(ours, theirs, travels.itemsize, max_bytes, hosts)
+        return PlannedLink(link, route, travels, source.device)
 
     @cached_property
     def bytes(self) -> int:
@@ -83,7 +83,7 @@ class PlannedLink:
         return self.device == other.device and not (self.in_rounds or other.in_rounds)
 
 
-def _planned(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
+def _plan(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
     """One plan object for all tensors that move alike: its properties are computed once."""
     return _cached_plan(source, target, itemsize, limit, _hosts_key(hosts))
 
@@ -98,8 +98,8 @@ def _hosts_key(hosts: HostsOption) -> HostsKey:
     """The option as a key of the caches."""
     if isinstance(hosts, Mapping):
         return tuple(hosts.items())
-    given: object = hosts
-    if isinstance(given, list | set):
+    option: object = hosts
+    if isinstance(option, list | set):
         raise PlanError(f"hosts must be a number of owners per host, or owner -> host, or a mesh, not {hosts!r}")
     return hosts
 
@@ -230,10 +230,10 @@ class ModelPlan:
             f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
             f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
         ]
-        for words, alike in kinds.items():
-            moved, link = size(sum(planned.plan.bytes_moved for planned in alike)), alike[0].link
+        for words, several in kinds.items():
+            moved, link = size(sum(planned.plan.bytes_moved for planned in several)), several[0].link
             named = link.source if link.source == link.target else f"{link.source} -> {link.target}"
-            lines.append(f"{len(alike):6d} x {words}: {moved} move, as {named}")
+            lines.append(f"{len(several):6d} x {words}: {moved} move, as {named}")
         return "\n".join(lines)
 
     def _in_words(self, planned: PlannedLink) -> str:
@@ -265,7 +265,7 @@ class ModelPlan:
 
     def _row(self, planned: PlannedLink) -> report.Row:
         link, target = planned.link, self.targets[planned.link.target]
-        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view.region}"
+        part = "" if link.target_view.is_whole(target.shape) else f" {link.target_view}"
         note = f"from {link.source}" if link.source != link.target else ""
         return report.Row(
             f"{link.target}{part}", planned.plan, dtype=str(target.dtype).removeprefix("torch."), note=note
@@ -276,7 +276,7 @@ class ModelPlan:
         return self._contents(str)
 
     def _contents(self, shown: Callable[[Layout], str]) -> dict[str, object]:
-        def described(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
+        def describe(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
             return {
                 name: {"shape": list(t.shape), "dtype": str(t.dtype), "layout": shown(t.layout)}
                 for name, t in tensors.items()
@@ -286,7 +286,7 @@ class ModelPlan:
         for link in (planned.link for planned in self.links):
             links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
         hosts = sorted({str(planned.plan.hosts) for planned in self.links})
-        parts = {"sources": described(self.sources), "targets": described(self.targets), "links": links}
+        parts = {"sources": describe(self.sources), "targets": describe(self.targets), "links": links}
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 
     def to_json(self) -> str:
@@ -297,16 +297,18 @@ class ModelPlan:
     def check(self, text: str) -> None:
         """Raise a PlanError with the first difference if the text is not that of this plan's file."""
         try:
-            given = json.loads(text)
+            document = json.loads(text)
         except (TypeError, ValueError) as error:
             raise PlanError(f"this is not a plan file: {error}") from None
-        if not isinstance(given, dict) or given.get("shardwise_model_plan") != 1:
+        if not isinstance(document, dict) or document.get("shardwise_model_plan") != 1:
             raise PlanError("this is not the plan file of a model")
         current = json.loads(self.to_json())
-        difference = first_difference(given, current, "in the file", "here")
+        difference = first_difference(document, current, "in the file", "here")
         if difference:
             raise PlanError(f"the plan file is of another model: {difference}")
 
 
 def _view(view: Subtensor) -> list[list[int]]:
-    return [list(view.region.lo), list(view.region.hi), list(view.order)]
+    """Its region and the dims of the whole; for one that is not a box also sizes and steps."""
+    strides = [] if view.is_box else [[dim.size for dim in view.dims], [dim.step for dim in view.dims]]
+    return [list(view.region.lo), list(view.region.hi), list(view.order), *strides]

@@ -14,7 +14,7 @@ Progress = Callable[[int, int], None] | Literal["bar"] | None
 
 
 @contextmanager
-def shown(progress: Progress, total: int, what: str, *, here: bool) -> Iterator[Callable[[int, int], None] | None]:
+def reporter(progress: Progress, total: int, what: str, *, here: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A function of (bytes done, bytes in total), called once more at the end. The bar is shown `here` only."""
     if callable(progress):
         yield progress

@@ -6,22 +6,48 @@ from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardwise.geometry import Box, Boxes, tiles
-from shardwise.job.derivation import Derivation, Derived, blamed
+from shardwise.job.derivation import Derivation, Derived, Fragment, blamed
 from shardwise.job.names import Rename, filled, matched, missing, renamed
-from shardwise.job.remap_rules import Concat, Joining, Remap, Shape, Shapes, Stack, Transposed, checked_rules
-from shardwise.job.subtensor import Subtensor
+from shardwise.job.remap_rules import (
+    Concat,
+    Interleaved,
+    Joining,
+    NamedParts,
+    Padded,
+    Rearranging,
+    Remap,
+    Rotary,
+    Shape,
+    Shapes,
+    Stack,
+    Transposed,
+    checked_rules,
+)
+from shardwise.job.subtensor import Subtensor, uncovered
 
-__all__ = ["Concat", "Link", "Remap", "Shapes", "Stack", "Transposed", "links", "shapes_after"]
+__all__ = [
+    "Concat",
+    "Interleaved",
+    "Link",
+    "Padded",
+    "Remap",
+    "Rotary",
+    "Shapes",
+    "Stack",
+    "Transposed",
+    "links",
+    "shapes_after",
+]
 
 
 class Link(NamedTuple):
-    """Cells of a source tensor that become cells of a target tensor."""
+    """Cells of a source tensor that become cells of a target tensor. `zeros`: the source is no tensor of the source."""
 
     source: str
     target: str
     source_view: Subtensor
     target_view: Subtensor
+    zeros: bool = False
 
 
 def links(
@@ -43,17 +69,39 @@ def links(
     given = _given(sources, rename)
     shapes = {name: sources[source] for name, source in given.items()}
     derivation = Derivation(shapes, rules, Derivation(targets, rules))
-    planned, used = list[Link](), set[int]()
-    for name, shape in targets.items():
+    planned, dropped, used = list[Link]() if rules else _plain(shapes, targets), list[Link](), set[int]()
+    for name, shape in targets.items() if rules else ():
         made = derivation.find(name, shape)
         if made is not None:
             _check_whole(name, shape, made)
-            planned += [Link(one.source, name, one.source_view, one.view) for one in made.fragments]
+            planned += [_link(name, fragment) for fragment in made.fragments]
+            dropped += [_link(name, fragment) for fragment in made.dropped]
             used |= made.rules
-    unused = [rule for at, rule in enumerate(rules) if at not in used]
-    _check(planned, shapes, targets, unused, strict, whole)
-    planned = [link for link in planned if empty or 0 not in link.target_view.shape]
-    return [link._replace(source=given[link.source]) if rename else link for link in planned]
+    _check(planned, shapes, targets, [rule for at, rule in enumerate(rules) if at not in used], strict, whole)
+    if strict and rules:
+        _check_cells([link for link in (*planned, *dropped) if not link.zeros], shapes)
+    planned = planned if empty else [link for link in planned if 0 not in link.target_view.shape]
+    return [link._replace(source=given[link.source]) if rename and not link.zeros else link for link in planned]
+
+
+def _plain(sources: Shapes, targets: Shapes) -> list[Link]:
+    """What there is without rules: every target is the source of the same name."""
+    planned = list[Link]()
+    for name, shape in targets.items():
+        if name in sources:
+            if sources[name] != shape:
+                raise ValueError(f"{name!r} has shape {sources[name]} in the source, but {shape} in the target")
+            view = Subtensor.whole(shape)
+            planned.append(Link(name, name, view, view))
+    return planned
+
+
+def _link(target: str, fragment: Fragment) -> Link:
+    source, source_view, view = fragment
+    if source is not None:
+        return Link(source, target, source_view, view)
+    shape = "x".join(map(str, view.shape))
+    return Link(f"zeros of {shape} for {target}", target, Subtensor.whole(view.shape), view, zeros=True)
 
 
 def _given(sources: Shapes, rename: Rename) -> dict[str, str]:
@@ -78,16 +126,19 @@ def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Rema
     shapes = {name: shape for source, shape in sources.items() for name in renamed(source, rename, sources)}
     rules = checked_rules(remap)
     made_by, before = dict.fromkeys(shapes, frozenset[int]()), None
-    turns = [(number, rule) for number, rule in enumerate(rules) if isinstance(rule, Transposed)]
-    joins = [(number, rule) for number, rule in enumerate(rules) if not isinstance(rule, Transposed)]
-    while shapes != before:  # dims change their order as soon as there is a name, before another rule takes it
+    steps = [(number, rule) for number, rule in enumerate(rules) if isinstance(rule, Rearranging)]
+    joins = [(number, rule) for number, rule in enumerate(rules) if not isinstance(rule, Rearranging)]
+    kept = next((rule for _, rule in steps if isinstance(rule, Padded) and rule.fill == "keep"), None)
+    if kept is not None:
+        raise ValueError(f'{kept}: a new tensor has no padding to keep: leave fill="keep" out')
+    while shapes != before:  # cells are rearranged as soon as there is a name, before another rule takes it
         before = shapes
-        for number, rule in [*turns, *(one for join in joins for one in (join, *turns))]:
+        for number, rule in [*steps, *(one for join in joins for one in (join, *steps))]:
             with blamed(rule):
                 shapes = _after(number, rule, shapes, made_by)
     for number, rule in joins:
         left = [name for name in shapes if number not in made_by[name]]
-        if isinstance(rule, Concat):
+        if isinstance(rule, NamedParts):
             with blamed(rule):
                 _check_parts(rule, left, made_by)
     return shapes
@@ -96,7 +147,7 @@ def shapes_after(sources: Shapes, *, rename: Rename = None, remap: Iterable[Rema
 def _after(number: int, rule: Remap, shapes: Shapes, made_by: dict[str, frozenset[int]]) -> dict[str, Shape]:
     """The names and shapes after one rule. It takes nothing that it has made: `made_by` are the rules behind names."""
     free = {name: shape for name, shape in shapes.items() if number not in made_by[name]}
-    becomes = _turned(rule, free, made_by) if isinstance(rule, Transposed) else _regrouped(rule, free, made_by)
+    becomes = _rearranged(rule, free, made_by) if isinstance(rule, Rearranging) else _regrouped(rule, free, made_by)
     found, gone = dict[str, Shape](), {old for olds, _ in becomes for old in olds}
     made = {olds[0]: (olds, news) for olds, news in becomes}
     twice = [new for _, news in becomes for new in news if new in shapes and new not in gone]
@@ -113,13 +164,9 @@ def _after(number: int, rule: Remap, shapes: Shapes, made_by: dict[str, frozense
 Becomes = list[tuple[Sequence[str], dict[str, Shape]]]  # which names become which, with their shapes
 
 
-def _turned(rule: Transposed, shapes: Shapes, names: Collection[str]) -> Becomes:
-    def turned(shape: Shape) -> Shape:
-        order = rule.permutation(len(shape))
-        return tuple(shape[order.index(dim)] for dim in range(len(shape)))
-
+def _rearranged(rule: Rearranging, shapes: Shapes, names: Collection[str]) -> Becomes:
     fitting = [name for name in shapes if matched(rule.name, name, names) is not None]
-    return [([name], {name: turned(shapes[name])}) for name in fitting]
+    return [([name], {name: rule.after(shapes[name])}) for name in fitting]
 
 
 def _regrouped(rule: Joining, shapes: Shapes, names: Collection[str]) -> Becomes:
@@ -135,7 +182,7 @@ def _regrouped(rule: Joining, shapes: Shapes, names: Collection[str]) -> Becomes
     ]
 
 
-def _check_parts(rule: Concat, left: Collection[str], names: Collection[str]) -> None:
+def _check_parts(rule: NamedParts, left: Collection[str], names: Collection[str]) -> None:
     """Refuse some of the parts without the others."""
     for name in left:
         for part in rule.parts:
@@ -150,7 +197,7 @@ def _check_whole(name: str, shape: Shape, made: Derived) -> None:
     """All cells of a target come from somewhere, once."""
     if made.shape != shape:
         raise ValueError(f"{name!r} has shape {made.shape} in the source, but {shape} in the target")
-    count = sum(prod(one.view.shape) for one in made.fragments)
+    count = sum(prod(one.view.shape) for one in made.fragments) + made.left_out
     if count != prod(shape):
         raise ValueError(f"{count} of the {prod(shape)} cells of {name!r} come from the source")
 
@@ -169,20 +216,14 @@ def _check(
         raise ValueError(missing("the target has no", extra, targets) + idle + "; strict=False leaves them out")
     if unused and strict:
         raise ValueError(f"{unused[0]} fits nothing: leave it out, or look for a name that is written otherwise")
-    if strict:
-        _check_cells(planned, sources)
 
 
 def _check_cells(planned: Sequence[Link], sources: Shapes) -> None:
     """Every cell of a source goes somewhere, also where the source is taken apart."""
-    regions = dict[str, set[Box]]()
+    views = dict[str, set[Subtensor]]()
     for link in planned:
-        regions.setdefault(link.source, set()).add(link.source_view.region)
-    for name, boxes in regions.items():
-        left = [Subtensor.whole(sources[name]).region]
-        if left[0] in boxes or tiles(Boxes.of(list(boxes), len(sources[name])), sources[name]):
-            continue
-        for box in boxes:
-            left = [rest for one in left for rest in one.minus(box)]
-        if left:
-            raise ValueError(f"the target has no place for cells {left[0]} of {name!r}; strict=False leaves them out")
+        views.setdefault(link.source, set()).add(link.source_view)
+    for name, several in views.items():
+        left = uncovered(several, sources[name])
+        if left is not None:
+            raise ValueError(f"the target has no place for cells {left} of {name!r}; strict=False leaves them out")

@@ -1,127 +1,25 @@
-"""The session of a process group: its transport, and the queue that runs its calls."""
+"""The session of a process group: which transport a call uses, and what is kept for it."""
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
-from contextvars import copy_context
 from functools import wraps
-from threading import Condition, Thread
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from shardwise.containers.container import Container
 from shardwise.containers.dtensor import DTensorContainer, default_group, home_of, mesh_of
 from shardwise.errors import ExchangeError, RefusedValueError
-from shardwise.exchange import Transport, in_words
+from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.transports import GroupTransport
 from shardwise.transports.members import has_default_group, job_rank
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Task = tuple[Callable[[], Any], Future[Any]]
-
-
-class SerialQueue:
-    """Runs tasks one after the other. All that a task waits for is within one timeout of the transport.
-
-    Each submitted task starts a thread, which runs the tasks before it too. Where only the order of messages tells them
-    apart, the waiting thread runs them, so that calls reach the transport in program order.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._threaded, self._budget = transport.tagged, transport.budget
-        self._tasks = deque[Task]()
-        self._turn = Condition()
-        self._busy = False  # a task is being done
-
-    @staticmethod
-    def of(transport: Transport) -> SerialQueue:
-        """The queue of a transport."""
-        return transport.resource(SerialQueue, lambda: SerialQueue(transport))
-
-    @property
-    def idle(self) -> bool:
-        """True if no task is queued or running."""
-        return not self._busy and not self._tasks
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run it after all tasks that were submitted before."""
-        future = Pending[T](self)
-        with self._turn:
-            self._tasks.append((_as_here(lambda: self._limited(work)), future))
-        if self._threaded:
-            Thread(target=self._drain, args=(future,), name="shardwise", daemon=True).start()
-        return future
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run it after all submitted tasks and wait for it; in this thread if the queue is idle."""
-        if not self.idle:
-            return self.submit(work).result()
-        with self._turn:
-            self._busy = True
-        try:
-            return self._limited(work)
-        finally:
-            with self._turn:
-                self._busy = False
-                self._turn.notify_all()
-
-    def _limited(self, work: Callable[[], T]) -> T:
-        with self._budget():
-            return work()
-
-    def _drain(self, until: Future[Any]) -> None:
-        """Run tasks in order until this one is done."""
-        while not until.done():
-            with self._turn:
-                self._turn.wait_for(lambda: not self._busy)
-                if until.done():
-                    return
-                work, future = self._tasks.popleft()
-                self._busy = True
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            finally:
-                with self._turn:
-                    self._busy = False
-                    self._turn.notify_all()
-
-
-class Pending(Future[T]):
-    """A future of a queue. If the queue has no thread, the waiting thread runs its tasks."""
-
-    def __init__(self, queue: SerialQueue) -> None:
-        super().__init__()
-        self._queue = queue
-
-    def result(self, timeout: float | None = None) -> T:
-        """The result, or the error."""
-        if not self._queue._threaded:
-            self._queue._drain(self)
-        return super().result(timeout)
-
-
-def _as_here(work: Callable[[], T]) -> Callable[[], T]:
-    """Run with the inference mode, stream and budget of the calling thread."""
-    context = copy_context()
-    inference = torch.is_inference_mode_enabled()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-    def run() -> T:
-        with torch.inference_mode(inference), torch.cuda.stream(stream) if stream else nullcontext():
-            return context.run(work)
-
-    return run
 
 
 def accepts_wire(call: Callable[P, T]) -> Callable[P, T]:
@@ -218,15 +116,15 @@ def release_staging() -> int:
     return sum(transport.release() for transport in transports)
 
 
-def check_owners(transport: GroupTransport, layouts: Mapping[str, Layout]) -> None:
+def check_owners(callers: Sequence[int], layouts: Mapping[str, Layout]) -> None:
     """Refuse layouts with owners that are not callers. The first of them is reported, by its name here."""
-    known = set[int]()  # a model has thousands of tensors, but few different layouts
+    known, calling = set[int](), set(callers)  # a model has thousands of tensors, but few different layouts
     for side, layout in layouts.items():
-        missing = [] if id(layout) in known else [owner for owner in layout.owners() if owner not in transport.rows]
+        missing = [] if id(layout) in known else [owner for owner in layout.owners() if owner not in calling]
         known.add(id(layout))
         if not missing:
             continue
         raise RefusedValueError(
-            f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(transport.owners)}: "
+            f"{side} {layout!r} names {in_words(missing)}, but those who call are {in_words(callers)}: "
             f"use a group that has all of them, or other owners"
         )

@@ -15,11 +15,10 @@ from shardwise.containers.description import Descriptions, TensorDescription, me
 from shardwise.containers.memory import ExpectedMemory, check_local
 from shardwise.containers.own_container import OwnContainer
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.job.plan import TensorInfo
 from shardwise.layout import Layout, local_shapes
 from shardwise.transports import GroupTransport
-
-Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PlainContainer(OwnContainer):
         """Where it is to be."""
         return self.on
 
-    def disassemble(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def disassemble(self, x: torch.Tensor) -> Tensors:
         """Itself."""
         return [x]
 
@@ -126,15 +125,15 @@ class FreshSide:
 
     def __init__(self, infos: Mapping[str, TensorInfo], device_of: Callable[[str], torch.device], me: int) -> None:
         self._infos, self._device_of, self._me = infos, device_of, me
-        self._made = dict[str, Tensors]()
+        self._tensors = dict[str, Tensors]()
 
     def memory(self, name: str) -> Tensors:
         """Not filled yet."""
-        if name not in self._made:
+        if name not in self._tensors:
             info, device = self._infos[name], self._device_of(name)
             shapes = local_shapes(info.layout, self._me)
-            self._made[name] = [fresh(shape, info.dtype, device) for shape in shapes]
-        return self._made[name]
+            self._tensors[name] = [fresh(shape, info.dtype, device) for shape in shapes]
+        return self._tensors[name]
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp."""
@@ -149,9 +148,13 @@ class FreshSide:
 
 def check_side(what: str, memories: Mapping[str, Tensors], infos: Mapping[str, TensorInfo], me: int) -> None:
     """Refuse memory, by the name of its tensor, that is not what the layouts give this rank."""
+    layouts = {id(infos[name].layout): infos[name].layout for name in memories}  # few, however many tensors
+    shapes = {key: local_shapes(layout, me) for key, layout in layouts.items()}
     check_local(
-        ExpectedMemory(f"{name!r} of the {what}", memory, local_shapes(infos[name].layout, me), infos[name].dtype)
-        for name, memory in memories.items()
+        [
+            ExpectedMemory(f"{name!r} of the {what}", memory, shapes[id(infos[name].layout)], infos[name].dtype)
+            for name, memory in memories.items()
+        ]
     )
 
 
@@ -179,50 +182,61 @@ def combine_descriptions(by_rank: Mapping[int, Descriptions | None], side: str) 
 
     A name that is None on all ranks is left out: it is not a tensor.
     """
-    alike = dict[int, tuple[list[int], Descriptions]]()  # usually all ranks send the same, as one object
+    groups = dict[int, tuple[list[int], Descriptions]]()  # usually all ranks send the same, as one object
     for rank, known in by_rank.items():
         if known is not None:
-            alike.setdefault(id(known), ([], known))[0].append(rank)
-    if not alike:
+            groups.setdefault(id(known), ([], known))[0].append(rank)
+    if not groups:
         raise ValueError(
             f"no rank has a {side}: at least one must give it. Jobs that were started separately are one "
             f"group only if all of them give group="
         )
-    (first, *_), names = next(iter(alike.values()))
-    for (rank, *_), other in alike.values():
+    (first, *_), names = next(iter(groups.values()))
+    for (rank, *_), other in groups.values():
         if list(other) != list(names):
             strange = sorted(set(names) ^ set(other)) or [a for a, b in zip(names, other, strict=True) if a != b]
             raise ValueError(
                 f"the {side} has other names on rank {rank} than on rank {first}: {', '.join(map(repr, strange[:5]))}"
             )
-    infos = {name: _one(f"{name!r} of the {side}", [(r, known[name]) for r, known in alike.values()]) for name in names}
+    infos = {name: _one(f"{name!r} of the {side}", [(r, one[name]) for r, one in groups.values()]) for name in names}
     return {name: tensor for name, tensor in infos.items() if tensor is not None}
 
 
+Present = Sequence[tuple[list[int], TensorDescription]]  # ranks, and what they all say of a tensor
+
+
 def _one(what: str, descriptions: Iterable[tuple[list[int], TensorDescription | None]]) -> TensorInfo | None:
-    given = [(ranks, one) for ranks, one in descriptions if one is not None]
-    if not given:
+    present = [(ranks, one) for ranks, one in descriptions if one is not None]
+    if not present:
         return None
+    shape, dtype, device = (_same(what, field, present) for field in ("shape", "dtype", "device"))
+    delivered = any(one.delivered for _, one in present)
+    dtype = dtype or torch.get_default_dtype()
+    return TensorInfo(shape, dtype, _layout(what, shape, present), device or "cpu", delivered=delivered)
 
-    def same(field: str) -> Any:
-        values = [(ranks[0], value) for ranks, one in given if (value := getattr(one, field)) is not None]
-        for rank, value in values[1:]:
-            if value != values[0][1]:
-                there = f"{values[0][1]} on rank {values[0][0]}"
-                raise ValueError(f"{what} has {field} {there}, but {value} on rank {rank}")
-        return values[0][1] if values else None
 
-    shape, dtype, device = same("shape"), same("dtype") or torch.get_default_dtype(), same("device") or "cpu"
-    plain = [ranks for ranks, one in given if one.layout is None]
-    if len(plain) == len(given):
-        return TensorInfo(
-            shape, dtype, _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks))), device
-        )
+def _same(what: str, field: str, present: Present) -> Any:
+    """A field of all descriptions; None if nobody knows it."""
+    values = [(ranks[0], value) for ranks, one in present if (value := getattr(one, field)) is not None]
+    for rank, value in values[1:]:
+        if value != values[0][1]:
+            there = f"{values[0][1]} on rank {values[0][0]}"
+            raise ValueError(f"{what} has {field} {there}, but {value} on rank {rank}")
+    return values[0][1] if values else None
+
+
+def _layout(what: str, shape: tuple[int, ...], present: Present) -> Layout:
+    """Over the ranks of all descriptions. Plain tensors are the same on every rank that has them."""
+    plain = [ranks for ranks, one in present if one.layout is None]
+    if len(plain) == len(present):
+        return _replicated(shape, tuple(sorted(rank for ranks in plain for rank in ranks)))
     if plain:
         raise ValueError(f"{what} is sharded on some ranks, but a plain tensor on rank {plain[0][0]}")
-    layouts = tuple({id(one.layout): one.layout for _, one in given if one.layout is not None}.values())  # usually one
-    layout = layouts[0] if len(layouts) == 1 else _joined(tuple(dict.fromkeys(layouts))) or same("layout")
-    return TensorInfo(shape, dtype, layout, device, delivered=any(one.delivered for _, one in given))
+    layouts = tuple({id(one.layout): one.layout for _, one in present if one.layout is not None}.values())
+    if len(layouts) == 1:  # as usual
+        return layouts[0]
+    layout: Layout = _join(tuple(dict.fromkeys(layouts))) or _same(what, "layout", present)
+    return layout
 
 
 @lru_cache(maxsize=4096)
@@ -231,7 +245,7 @@ def _replicated(shape: tuple[int, ...], holders: tuple[int, ...]) -> Layout:
 
 
 @lru_cache(maxsize=1024)
-def _joined(layouts: tuple[Layout, ...]) -> Layout | None:
+def _join(layouts: tuple[Layout, ...]) -> Layout | None:
     """One layout for several on disjoint ranks, each of the whole tensor. None if they share ranks."""
     if len(layouts) == 1:
         return layouts[0]

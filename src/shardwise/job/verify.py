@@ -23,6 +23,7 @@ import torch
 from shardwise.errors import ExchangeError
 from shardwise.exchange import Exchange, Move, Proposal, Transport, view_of
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Loss, Lost
 from shardwise.exchange.reduce import blocks
 from shardwise.exchange.reduce import check as check_reduction
@@ -95,9 +96,6 @@ def number(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-Tensors = Sequence[torch.Tensor]
-
-
 class PartialTensor(NamedTuple):
     """This rank's terms of a partial tensor."""
 
@@ -133,9 +131,9 @@ def verify(
     )
     wrong = [(label, *both) for label, both in zip(labels, totals, strict=True) if both[0] != both[1]]
     if wrong:
-        (_, sent, arrived), listed = wrong[0], ", ".join(label for label, *_ in wrong[:8])
+        (_, sent, arrived), names = wrong[0], ", ".join(label for label, *_ in wrong[:8])
         raise ExchangeError(
-            f"verify: {listed} did not arrive as sent: the sums of its cells were {_shown(sent)} and became "
+            f"verify: {names} did not arrive as sent: the sums of its cells were {_shown(sent)} and became "
             f"{_shown(arrived)}. {written}"
         )
 
@@ -149,8 +147,8 @@ def _comparable(transport: Transport, moves: Sequence[Move], within: Exchange) -
     compared = list(moves)
     for at, values in zip(reducing, reduced_values(transport, partials, within), strict=True):
         move = moves[at]
-        made = plan(spread_evenly(move.plan.source), move.plan.target)
-        compared[at] = move._replace(plan=made, source=values)
+        even = plan(spread_evenly(move.plan.source), move.plan.target)
+        compared[at] = move._replace(plan=even, source=values)
     return compared
 
 
@@ -161,9 +159,9 @@ def reduced_values(transport: Transport, partials: Sequence[PartialTensor], with
     moves = list[Move]()
     for layout, tensors, dtype, device in partials:
         check_reduction(layout.op or "", dtype)
-        made = plan(layout, spread_evenly(layout), itemsize=dtype.itemsize)
-        memory = [fresh(shape, dtype, device) for shape in local_shapes(made.target, transport.me)]
-        moves.append(Move.of(made, transport.me, tensors, memory, dtype))
+        even = plan(layout, spread_evenly(layout), itemsize=dtype.itemsize)
+        memory = [fresh(shape, dtype, device) for shape in local_shapes(even.target, transport.me)]
+        moves.append(Move.of(even, transport.me, tensors, memory, dtype))
     proposal = Proposal({"operation": "reduction of partial tensors"})
     Exchange(transport, proposal, moves, device=within.device, part_of=within).start().finish()
     return [move.target for move in moves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -9,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.errors import LayoutError
-from shardwise.geometry import Boxes, Ints, Spans, different, ints
-from shardwise.layout.checks import checked_dim, counted, not_too_many
+from shardwise.geometry import Boxes, Ints, Spans, different, fold, ints, overlap
+from shardwise.layout.checks import checked_dim
 from shardwise.layout.form import Form
 from shardwise.layout.grid import Grid
 from shardwise.layout.listing import Listing
-from shardwise.layout.mesh import Mesh, Partial, Placement, Shard, StridedShard
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placements import MAY_REPLICATE, Dim, Partial, Placement, Replicate
 
 
 def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
@@ -31,9 +33,9 @@ def along(shape: tuple[int, ...], dim: int, spans: Spans, owners: Ints) -> Form:
 
 
 class MeshForm(NamedTuple):
-    """A grid, the reduction of its terms, and the placements in words."""
+    """A form, the reduction of its terms, and the placements in words."""
 
-    form: Grid
+    form: Form
     op: str | None
     words: tuple[str, ...]
 
@@ -44,16 +46,18 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
     ops, words = set[str](), list[str]()
     for axis, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
-        if isinstance(placement, Shard | StridedShard):
-            placement = replace(placement, dim=checked_dim(placement.dim, shape))
-            spans[placement.dim] = _sharded(spans[placement.dim], placement, count)
-            groups[placement.dim].append(axis)
+        if isinstance(placement, Replicate):
+            groups[-1].append(axis)
         elif isinstance(placement, Partial):
             if count > 1:  # one term is the value, whatever the reduction
                 ops.add(placement.reduce_op)
             groups[-2].append(axis)
         else:
-            groups[-1].append(axis)
+            dim = checked_dim(placement.dim, shape)
+            placement = replace(placement, dim=dim)
+            parts = prod(mesh.shape[other] for other in groups[dim])
+            spans[dim] = placement.split(Dim(dim, shape, spans[dim], parts), count)
+            groups[dim].append(axis)
         words.append(str(placement))
     if len(ops) > 1:
         raise LayoutError(
@@ -63,17 +67,22 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
     op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value
-    return MeshForm(Grid.build(spans, table), op, tuple(words))
+    shared = {p.dim % len(shape) for p in placements if isinstance(p, MAY_REPLICATE)} if 0 not in shape else ()
+    return MeshForm(_form(shape, spans, table, [d for d in shared if overlap(spans[d], shape[d])]), op, tuple(words))
 
 
-def _sharded(spans: Spans, placement: Shard | StridedShard, count: int) -> Spans:
-    if isinstance(placement, Shard):
-        return spans.chunk(count)
-    size = max(int(spans.stop.max(initial=0)), 1)
-    factor = counted(placement.split_factor, "the split factor of a strided shard")
-    not_too_many(factor, "chunks (the split factor of a strided shard)")
-    not_too_many(min(factor * count * len(spans.start), size), "intervals of a strided shard")
-    return spans.strided(min(factor, size), count)  # beyond the size every cell is a chunk of its own
+def _form(shape: tuple[int, ...], spans: list[Spans], table: Ints, shared: Sequence[int]) -> Form:
+    """A grid; or a listing, where parts share some of their cells. `shared`: the dims where parts share cells."""
+    folded = {dim: fold(spans[dim], table.shape[dim]) for dim in shared}
+    known = {dim: one for dim, one in folded.items() if one is not None}
+    if len(known) == len(folded):
+        return Grid.build(spans, table, known)
+    if table.shape[-2] > 1:
+        raise LayoutError(
+            "a layout cannot be partial where a mesh axis replicates some cells of a dim and splits others: "
+            "reduce first (Replicate() or Shard() instead of Partial())"
+        )
+    return Listing.of_blocks(shape, spans, table)
 
 
 def unless_counting(owners: Ints) -> tuple[int, ...] | None:

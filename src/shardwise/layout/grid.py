@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import NamedTuple
@@ -12,19 +12,22 @@ import numpy as np
 from shardwise.geometry import (
     Axis,
     Boxes,
+    Folded,
     Ints,
     Places,
     Spans,
     Strides,
-    axes_of,
     block_numbers,
     block_shape,
     boxes_of_block,
     different,
     outer,
+    part_lengths,
     row_major,
 )
 from shardwise.layout.form import Cells, Holders, Piece, joined_bytes, rename
+
+NOTHING: Mapping[int, Folded] = {}
 
 
 class Idle(NamedTuple):
@@ -46,19 +49,27 @@ class Grid:
     idle: Idle
 
     @staticmethod
-    def build(spans: Sequence[Spans], table: Ints) -> Grid:
-        """From the spans of every dimension and owners by part; parts without cells become idle owners."""
+    def build(spans: Sequence[Spans], table: Ints, folded: Mapping[int, Folded] = NOTHING) -> Grid:
+        """From the spans of every dimension and owners by part; parts without cells become idle owners.
+
+        Parts of a dim that share cells are given `folded` too: their owners become replicas.
+        """
         parts = table.shape[:-2]
-        lengths, axes, kept = axes_of(spans, parts)
+        lengths = part_lengths(spans, parts)
         empty = reduce(np.logical_or.outer, [n == 0 for n in lengths], np.zeros((), dtype=np.bool_))
         where = np.nonzero(np.broadcast_to(empty[..., None, None], table.shape))
         shapes = [n[i] for n, i in zip(lengths, where[:-2], strict=True)]
         idle = _idle(table[where], np.stack(shapes, axis=1) if shapes else np.zeros((0, 0), dtype=np.int64))
         if idle.owners.size == table.size:
-            return Grid.empty([axis.size for axis in axes], idle)
-        for axis, numbers in enumerate(kept):
-            if len(numbers) < parts[axis] or (np.diff(numbers) < 0).any():  # else the table stays a view of its mesh
-                table = table.take(numbers, axis=axis)
+            return Grid.empty([int(one.stop.max(initial=0)) for one in spans], idle)
+        axes = list[Axis]()
+        for dim, one in enumerate(spans):
+            axis, numbers = Axis.of(folded[dim].spans if dim in folded else one)
+            axes.append(axis)
+            if dim in folded:
+                table = _with_copies(table, dim, folded[dim].copies[numbers])
+            elif len(numbers) < parts[dim] or (np.diff(numbers) < 0).any():  # else the table stays a view of its mesh
+                table = table.take(numbers, axis=dim)
         return Grid(tuple(axes), _replicas_rising(table), idle)
 
     @staticmethod
@@ -162,6 +173,13 @@ class Grid:
         """Axes, owners and idle owners: normalized, so that equal meaning is equal bytes."""
         arrays = [x for axis in self.axes for x in (axis.cuts, axis.part)]
         return joined_bytes(b"grid", [*arrays, np.array(self.table.shape), self.table, *self.idle])
+
+
+def _with_copies(table: Ints, dim: int, copies: Ints) -> Ints:
+    """Row p of `copies` names the parts that are now part p: their owners become replicas."""
+    before, after = table.shape[:dim], table.shape[dim + 1 :]
+    every = table.take(copies.reshape(-1), axis=dim).reshape(*before, *copies.shape, *after)
+    return np.moveaxis(every, dim + 1, -1).reshape(*before, len(copies), *after[:-1], -1)
 
 
 def _replicas_rising(table: Ints) -> Ints:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import LayoutError
-from shardwise.geometry import Box, Boxes, Ints, Spans, ints
+from shardwise.geometry import Box, Boxes, Ints, Spans, different, ints
 from shardwise.layout.build import along, on_mesh, unless_counting
 from shardwise.layout.checks import (
     MOST_CELLS,
@@ -22,15 +22,14 @@ from shardwise.layout.checks import (
     checked_ranges,
     checked_shape,
     checked_sizes,
-    counted,
-    not_too_many,
     owner_array,
     refuse_repeats,
 )
 from shardwise.layout.diagnosis import Diagnosis, diagnose
 from shardwise.layout.form import Form, Piece
 from shardwise.layout.listing import Listing
-from shardwise.layout.mesh import Mesh, Replicate
+from shardwise.layout.mesh import Mesh
+from shardwise.layout.placements import Cyclic, Experts, Fused, Heads, Placement, Replicate, Zigzag
 from shardwise.notation import Numbers, Spelling, read
 
 
@@ -108,8 +107,8 @@ class Layout:
     def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: object) -> Layout:
         """One placement per mesh axis, in DTensor's meaning: applied from left to right.
 
-        Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax"), Shard/Replicate/Partial, or torch's own objects,
-        in a sequence, or in a mapping axis name -> placement.
+        Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax", "fused0=64,16,16", "heads0=8"), values such as
+        Shard(0) or Heads(0, 8), or torch's own objects, in a sequence, or in a mapping axis name -> placement.
 
         >>> print(Layout.on_mesh((8, 6), Mesh(fsdp=4, tp=2), ["S0", "R"]))
         8x6/S0,R@fsdp=4,tp=2
@@ -150,8 +149,7 @@ class Layout:
         >>> print(Layout.replicated((), owners=[3, 5]))
         scalar/R@2:3,5
         """
-        numbers = owner_array(owners)
-        return Layout.on_mesh(shape, Mesh.of((len(numbers),), ranks=numbers), [Replicate()])
+        return _on_owners(shape, Replicate(), owners)
 
     @staticmethod
     def cyclic(shape: Sequence[int], dim: int, block: int, owners: int | Sequence[int]) -> Layout:
@@ -160,15 +158,47 @@ class Layout:
         >>> [p.box.lo[0] for p in Layout.cyclic((10,), 0, block=2, owners=2).pieces(0)]
         [0, 4, 8]
         """
+        return _on_owners(shape, Cyclic(dim, block), owners)
+
+    @staticmethod
+    def zigzag(shape: Sequence[int], dim: int, owners: int | Sequence[int]) -> Layout:
+        """Two chunks of `dim` for each of n owners: owner i has chunk i and the i-th from the end (ring attention).
+
+        >>> [str(p.box) for p in Layout.zigzag((16,), 0, owners=4).pieces(0)]
+        ['[0:2]', '[14:16]']
+        """
+        return _on_owners(shape, Zigzag(dim), owners)
+
+    @staticmethod
+    def ulysses(
+        shape: Sequence[int], sequence: int, heads: int, owners: int | Sequence[int], count: int | None = None
+    ) -> tuple[Layout, Layout]:
+        """The layouts of Ulysses attention: outside, dim `sequence` is split; inside, the heads of dim `heads`.
+
+        `count`: how many heads the dim has, if it is not one cell each. To reshard between them is the all-to-all.
+
+        >>> outside, inside = Layout.ulysses((1024, 512), sequence=0, heads=1, owners=4, count=8)
+        >>> print(outside, inside)
+        1024x512/S0@4 1024x512/heads1=8@4
+        """
         shape = checked_shape(shape)
-        dim, block, numbers = checked_dim(dim, shape), counted(block, "the block size"), owner_array(owners)
-        refuse_repeats(numbers, "a cyclic layout")
-        not_too_many(shape[dim] // block, "blocks")
-        edges = np.append(np.arange(0, shape[dim], block), shape[dim])
-        spans = Spans(edges[:-1], edges[1:], np.arange(len(edges) - 1) % len(numbers))
-        return Layout(
-            shape, along(shape, dim, spans, numbers), lambda: _spelled(shape, "cyclic", dim, ((block,),), numbers)
-        )
+        whole_heads = Heads(heads, shape[checked_dim(heads, shape)] if count is None else count)
+        return Layout.chunk(shape, sequence, owners), _on_owners(shape, whole_heads, owners)
+
+    @staticmethod
+    def experts(shape: Sequence[int], dim: int, owners: Sequence[int | Sequence[int]]) -> Layout:
+        """Experts stacked along `dim`: expert e is on owner `owners[e]`, or on each of several (replicas).
+
+        An owner has one buffer with its experts in rising order. Expert re-placement is a reshard between two of these.
+
+        >>> layout = Layout.experts((4, 64), 0, [0, (5, 7), 7, 0])
+        >>> [piece.box.lo[0] for piece in layout.pieces(7)]
+        [1, 2]
+        """
+        rows = cast(tuple[tuple[int, ...], ...], Experts(dim, owners).ranks)
+        numbers = different(owner_array([owner for row in rows for owner in row]))
+        ranks = [numbers.searchsorted(row).tolist() for row in rows]
+        return _on_owners(shape, Experts(dim, ranks), numbers.tolist())
 
     @staticmethod
     def flat(shape: Sequence[int], ranges: Iterable[tuple[int, int, int]]) -> Layout:
@@ -191,17 +221,7 @@ class Layout:
         >>> [str(p.box) for p in Layout.fused((12,), 0, [8, 4], owners=2).pieces(1)]
         ['[4:8]', '[10:12]']
         """
-        shape = checked_shape(shape)
-        dim, numbers = checked_dim(dim, shape), owner_array(owners)
-        lengths = checked_sizes(segments, shape, dim, "segments")
-        refuse_repeats(numbers, "a fused layout")
-        start, stop, part = Spans.pieces(ints(lengths), np.arange(len(lengths))).chunk(len(numbers))
-        spans = Spans(start, stop, part % len(numbers))
-        return Layout(
-            shape,
-            along(shape, dim, spans, numbers),
-            lambda: _spelled(shape, "fused", dim, tuple((n,) for n in lengths), numbers),
-        )
+        return _on_owners(shape, Fused(dim, segments), owners)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +403,11 @@ def parse(text: str) -> Layout:
     """
     if not isinstance(text, str):
         raise LayoutError(f"the notation of a layout is a string, not {text!r}")
-    s = read(text)
+    return from_spelling(read(text))
+
+
+def from_spelling(s: Spelling) -> Layout:
+    """The layout of a string that was read before."""
     owners = s.owners if s.owners is not None else range(prod(s.mesh))
     if s.kind == "mesh":
         return _parsed_mesh(s, owners)
@@ -391,10 +415,6 @@ def parse(text: str) -> Layout:
     match s.kind:
         case "split":
             return Layout.split(s.shape, dim, [r[0] for r in rows], list(owners))
-        case "cyclic":
-            return Layout.cyclic(s.shape, dim, rows[0][0], list(owners))
-        case "fused":
-            return Layout.fused(s.shape, dim, [r[0] for r in rows], list(owners))
         case "flat":
             return Layout.flat(s.shape, [(o, r[0], r[1]) for o, r in zip(owners, rows, strict=True)])
     return Layout.boxes(
@@ -409,6 +429,12 @@ def _parsed_mesh(s: Spelling, owners: Sequence[int]) -> Layout:
     if s.names is None and len(s.items) == 1 and word[1:].isdigit():  # may name an owner twice
         return Layout.chunk(s.shape, int(word[1:]), list(owners))
     return Layout.on_mesh(s.shape, Mesh.of(s.mesh, s.names, ranks=owners), s.items)
+
+
+def _on_owners(shape: Sequence[int], placement: Placement, owners: int | Sequence[int]) -> Layout:
+    """One placement over a plain list of owners."""
+    numbers = owner_array(owners)
+    return Layout.on_mesh(shape, Mesh.of((len(numbers),), ranks=numbers), [placement])
 
 
 def _spelled(

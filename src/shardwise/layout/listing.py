@@ -15,7 +15,9 @@ from shardwise.geometry import (
     Boxes,
     Ints,
     Places,
+    Spans,
     Strides,
+    boxes_of_blocks,
     cut,
     different,
     distinct,
@@ -23,6 +25,7 @@ from shardwise.geometry import (
     heads,
     ints,
     join,
+    merged,
     numbered,
     row_major,
     run_of,
@@ -78,8 +81,7 @@ class Listing:
         full = np.flatnonzero((size > 0).all(axis=1))
         order = np.argsort(place[full], kind="stable")
         overlapping = overlapping and not _only_replicas(shape, boxes, owners)
-        strides = np.ones_like(size[full])
-        strides[:, :-1] = np.cumprod(size[full][:, :0:-1], axis=1)[:, ::-1]
+        strides = _row_major(size[full])
         return Listing(
             shape,
             boxes.take(full).take(order),
@@ -117,6 +119,24 @@ class Listing:
             np.tile(strides, (len(row), 1)),
             buffers,
         )
+
+    @staticmethod
+    def of_blocks(shape: tuple[int, ...], spans: Sequence[Spans], table: Ints) -> Listing:
+        """Parts of every dim, which may share cells, and owners by part, as for a grid: a buffer for each owner."""
+        parts = np.unravel_index(np.arange(table.size), table.shape)[: len(shape)]
+        sizes = [totals(s.stop - s.start, s.part, n)[p] for s, n, p in zip(spans, table.shape, parts, strict=False)]
+        size = np.stack(sizes, axis=1)
+        joined = [merged(one) for one in spans]
+        if all(heads(one.part).all() for one in joined):  # every buffer is one box
+            first = [_first_cells(one, n)[p] for one, n, p in zip(joined, table.shape, parts, strict=False)]
+            lo = np.stack(first, axis=1)
+            return Listing.of_boxes(shape, Boxes(lo, lo + size), table.reshape(-1), overlapping=True)
+        buffers, place = Buffers.of(table.reshape(-1), size)
+        block, boxes, corner = boxes_of_blocks(spans, parts)
+        strides = _row_major(size)[block]
+        order = np.argsort(place[block], kind="stable")
+        offset = (corner * strides).sum(axis=1)
+        return Listing(shape, boxes.take(order), place[block][order], offset[order], strides[order], buffers)
 
     @property
     def piece_owner(self) -> Ints:
@@ -214,6 +234,20 @@ class Listing:
         """All pieces and buffers, in their order."""
         arrays = [*self.boxes, self.buffer, self.offset, self.strides, self.storage.owner, self.storage.shape]
         return joined_bytes(b"overlapping" if self.overlapping else b"listing", arrays)
+
+
+def _first_cells(spans: Spans, parts: int) -> Ints:
+    """The first cell of every part, each of which is one interval; 0 for parts without cells."""
+    first = np.zeros(parts, dtype=np.int64)
+    first[spans.part] = spans.start
+    return first
+
+
+def _row_major(shapes: Ints) -> Ints:
+    """The strides of contiguous buffers, row by row."""
+    strides = np.ones_like(shapes)
+    strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
+    return strides
 
 
 def _only_replicas(shape: tuple[int, ...], boxes: Boxes, owners: Ints) -> bool:

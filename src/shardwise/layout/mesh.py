@@ -1,12 +1,10 @@
-"""Meshes of owners with named axes, and the placements of a tensor on them."""
+"""Meshes of owners with named axes."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,94 +12,9 @@ import numpy.typing as npt
 from shardwise.errors import LayoutError
 from shardwise.geometry import Ints
 from shardwise.layout.checks import counted, owner_array, refuse_repeats
-from shardwise.notation import LONGEST, MOST_AXES, NAME, OPERATIONS, PLACEMENT
+from shardwise.layout.placements import Placement, placement
+from shardwise.notation import MOST_AXES, NAME, NEXT_PLACEMENT
 from shardwise.quoting import brief
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Split dim `dim` over a mesh axis by torch.chunk's rule."""
-
-    dim: int
-
-    def __str__(self) -> str:
-        return f"S{self.dim}"
-
-
-@dataclass(frozen=True, slots=True)
-class StridedShard:
-    """Split dim `dim` into `split_factor` chunks and each of these over a mesh axis (DTensor's `_StridedShard`)."""
-
-    dim: int
-    split_factor: int
-
-    def __str__(self) -> str:
-        return f"S{self.dim}:{self.split_factor}"
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """The same on every owner of a mesh axis."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Every owner of a mesh axis holds a term; `reduce_op` over the terms gives the value."""
-
-    reduce_op: str = "sum"
-
-    def __post_init__(self) -> None:
-        if self.reduce_op not in OPERATIONS:
-            near = get_close_matches(str(self.reduce_op), OPERATIONS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise LayoutError(f"no reduction {self.reduce_op!r}: use one of {', '.join(OPERATIONS)}{hint}")
-
-    def __str__(self) -> str:
-        return "P" if self.reduce_op == "sum" else f"P{self.reduce_op}"
-
-
-Placement = Shard | StridedShard | Replicate | Partial
-
-
-def placement(given: object) -> Placement:
-    """A placement from its word ("S0", "S0:2", "R", "P", "Pmax"; also "S(0)", "P(max)"), from ours, or from torch's.
-
-    >>> placement("Pmax"), placement("S(1)")
-    (Partial(reduce_op='max'), Shard(dim=1))
-    """
-    if isinstance(given, Shard | StridedShard | Replicate | Partial):
-        return given
-    if isinstance(given, str):
-        return _read(given)
-    torchs: Any = given
-    match type(given).__name__:  # torch's, exactly: a kind that we do not know must not pass for one that we do
-        case "Shard":
-            return Shard(int(torchs.dim))
-        case "_StridedShard":
-            return StridedShard(int(torchs.dim), int(torchs.split_factor))
-        case "Replicate":
-            return Replicate()
-        case "Partial":
-            return Partial(str(torchs.reduce_op))
-    raise LayoutError(
-        f"{brief(given)} is not a placement: use 'S0', 'R', 'P', or Shard(0), Replicate(), Partial('sum')"
-    )
-
-
-def _read(word: str) -> Placement:
-    plain = word.strip().removeprefix("_").replace(", ", ":").replace("(", "").replace(")", "")
-    short = len(plain) <= LONGEST
-    match = PLACEMENT.fullmatch(plain) if short else None  # DTensor writes S(0), P(max) and _S(0, 2)
-    if not match and plain[:1] == "P" and short:
-        return Partial(plain[1:])  # which knows the reductions
-    if not match:
-        raise LayoutError(f"{brief(word)} is not a placement: use S0 (shard dim 0), S0:2 (strided), R, P or Pmax")
-    if match["dim"] is None:
-        return Replicate() if plain == "R" else Partial(match["op"] or "sum")
-    return StridedShard(int(match["dim"]), int(match["factor"])) if match["factor"] else Shard(int(match["dim"]))
 
 
 class Mesh:
@@ -177,7 +90,7 @@ class Mesh:
                     raise LayoutError(f"no axis {name!r} in {self}: it has {', '.join(self.names)}{hint}")
             given = [given.get(name, "R") for name in self.names]
         if isinstance(given, str):
-            given = given.split(",")
+            given = NEXT_PLACEMENT.split(given)
         if not isinstance(given, Iterable):
             raise LayoutError(f"placements must be a sequence, one per mesh axis, not {given!r}")
         placements = tuple(placement(p) for p in given)

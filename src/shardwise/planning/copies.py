@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -98,6 +99,13 @@ class Copies(Sequence[Copy]):
             owners = different(np.concatenate([source, target]))
             source, target, width = owners.searchsorted(source), owners.searchsorted(target), len(owners)
         return (self.step * width + source) * width + target
+
+    def stages(self) -> Iterator[tuple[int, int, Copies]]:
+        """The copies of each step and round, in order."""
+        edges = [*np.flatnonzero(heads(self.step, self.round)).tolist(), len(self.source)]
+        for start, stop in pairwise(edges):
+            some = self if len(edges) == 2 else self[start:stop]
+            yield int(some.step[0]), int(some.round[0]), some
 
     @cached_property
     def volumes(self) -> Ints:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shardwise.layout import Layout, Mesh, Partial, Placement, Replicate, Shard, StridedShard
 
+OF_DTENSOR = (Shard, StridedShard, Replicate, Partial)
 MeshPlacements = tuple[Mesh, tuple[Placement, ...]]
 
 
@@ -56,7 +57,8 @@ def _on_mesh(layout: Layout) -> MeshPlacements | None:
     if s.kind != "mesh" or len(set(s.owners or ())) < len(s.owners or ()):
         return None
     mesh = Mesh.of(s.mesh, s.names, ranks=s.owners)
-    return mesh, mesh.placements(list(s.items))
+    placements = mesh.placements(list(s.items))
+    return (mesh, placements) if all(isinstance(p, OF_DTENSOR) for p in placements) else None
 
 
 def _refusal(here: MeshPlacements | None, there: MeshPlacements | None) -> str:

@@ -15,7 +15,7 @@ from shardwise.containers.description import memory_of
 from shardwise.errors import RefusedValueError
 from shardwise.exchange import view_of
 from shardwise.exchange.overflow import Losses, may_overflow
-from shardwise.geometry import Box
+from shardwise.geometry import Box, Boxes
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link, Remap
 from shardwise.job.subtensor import Subtensor
@@ -70,14 +70,19 @@ def coded_links(link: Link, source: QuantisedTensor, target: QuantisedTensor) ->
         )
     ends = (source, link.source_view), (target, link.target_view)
     for tensor, view in ends:
+        if not view.is_box:
+            raise RefusedValueError(
+                f"the part {view} of {tensor.value!r} is not a box: its codes and scales cannot be moved together. "
+                f"Dequantise it first"
+            )
         if not _whole_blocks(tensor, view):
             raise RefusedValueError(
                 f"the part {view.region} of {tensor.value!r} does not end where blocks of {tensor.format.name} end, "
                 f"{tensor.format.blocks(tensor.shape)}: a scale would be shared by two tensors. Dequantise it first"
             )
     kept = [at for at in range(len(link.source_view.order)) if all(_has_scales(*end, at) for end in ends)]
-    codes = Link(source.codes, target.codes, *(_codes_view(*end) for end in ends))
-    scales = Link(source.scales, target.scales, *(_scales_view(*end, kept) for end in ends))
+    codes = Link(source.codes, target.codes, _codes_view(*ends[0]), _codes_view(*ends[1]))
+    scales = Link(source.scales, target.scales, _scales_view(*ends[0], kept), _scales_view(*ends[1], kept))
     if codes.source_view.shape != codes.target_view.shape or scales.source_view.shape != scales.target_view.shape:
         raise RefusedValueError(f"blocks of {source.value!r} are not blocks of {target.value!r}: dequantise it first")
     return codes, scales
@@ -99,16 +104,16 @@ def _has_scales(tensor: QuantisedTensor, view: Subtensor, at: int) -> bool:
 def _codes_view(tensor: QuantisedTensor, view: Subtensor) -> Subtensor:
     region = tensor.format.codes_box(view.region)
     if not tensor.format.pairs:
-        return Subtensor(region, view.order)
+        return Subtensor.of_box(region, view.order)
     last = len(tensor.shape) - 1
     if view.order[-1:] != (last,):
         raise RefusedValueError(f"{tensor.value!r} has two codes in a byte of its last dim, which must stay the last")
-    return Subtensor(region, (*view.order, last + 1))
+    return Subtensor.of_box(region, (*view.order, last + 1))
 
 
 def _scales_view(tensor: QuantisedTensor, view: Subtensor, kept: Sequence[int]) -> Subtensor:
     region = tensor.format.scales_box(view.region, tensor.shape, tensor.scales_shape)
-    return Subtensor(region, tuple(view.order[at] for at in kept))
+    return Subtensor.of_box(region, tuple(view.order[at] for at in kept))
 
 
 # --- codes and scales to values ---------------------------------------------------------------------------------------
@@ -132,7 +137,7 @@ class Buffers(NamedTuple):
     @property
     def view(self) -> Subtensor:
         """The region, of the tensor in the source."""
-        return Subtensor(self.region, tuple(range(len(self.region.lo))))
+        return Subtensor.of_box(self.region, tuple(range(len(self.region.lo))))
 
     def by_box(self, owner: int, tensors: Sequence[torch.Tensor]) -> dict[Box, torch.Tensor]:
         """An owner's tensors by their boxes, in coordinates of the whole tensor."""
@@ -158,14 +163,13 @@ def _buffers(
 
 
 def _needed(layout: Layout, owner: int, source: Subtensor, target: Subtensor) -> list[Box]:
-    """The cells of the source that an owner of the target needs."""
-    seen = (target.box(piece.box) for piece in layout.pieces(owner))
-    return [_source_box(source, box) for box in seen if box is not None]
+    """The boxes around cells of the source that an owner of the target needs."""
+    pieces = Boxes.of([piece.box for piece in layout.pieces(owner)], layout.ndim)
+    return _boxes(source.back(target.seen(pieces)[1]))
 
 
-def _source_box(source: Subtensor, box: Box) -> Box:
-    """A box of a part, in the coordinates of the whole."""
-    return source.part(Subtensor(box, tuple(range(len(box.lo))))).region
+def _boxes(boxes: Boxes) -> list[Box]:
+    return [boxes.box(row) for row in range(boxes.count)]
 
 
 @dataclass(frozen=True)
@@ -249,23 +253,24 @@ class Dequantising:
         one, source, target = self.quantised, self.link.source_view, self.link.target_view
         codes, scales = (b.by_box(owner, tensors) for b, tensors in zip(self.buffers(), filled, strict=True))
         places = target.of_places(places_of(self.target.layout, owner, [tensor.stride() for tensor in memory]))
-        for at, window in enumerate(places.windows()):
-            box = _source_box(source, places.boxes.box(at))
-            out = _in_source_dims(view_of(window, memory), source)
+        for window, box in zip(places.windows(), _boxes(source.back(places.boxes)), strict=True):
             grid = scales[one.format.scales_box(box, one.shape, one.scales_shape)]
-            self._write_box(out, codes[one.format.codes_box(box)], grid, box, losses)
+            self._write_box(view_of(window, memory), codes[one.format.codes_box(box)], grid, box, losses)
 
     def _write_box(
         self, out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, box: Box, losses: Losses | None
     ) -> None:
-        format, shape = self.quantised.format, self.quantised.shape
-        if losses is None or not may_overflow(torch.float32, self.target.dtype):
-            dequantise_box(out, codes, scales, format, box, shape)
+        format, shape, view = self.quantised.format, self.quantised.shape, self.link.source_view
+        counted = losses is not None and may_overflow(torch.float32, self.target.dtype)
+        if view.is_box and not counted:
+            dequantise_box(_in_source_dims(out, view), codes, scales, format, box, shape)
             return
         values = torch.empty(box.shape, dtype=torch.float32, device=out.device)
         dequantise_box(values, codes, scales, format, box, shape)
-        losses.look(repr(self.link.target), [values], self.target.dtype)
-        out.copy_(values)
+        seen = values.as_strided(out.shape, [values.stride(dim.of) * dim.step for dim in view.dims])
+        if losses is not None and counted:
+            losses.look(repr(self.link.target), [seen], self.target.dtype)
+        out.copy_(seen)
 
 
 def _in_source_dims(part: torch.Tensor, view: Subtensor) -> torch.Tensor:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from shardwise.containers.delivered import DeliveredTensor
 from shardwise.errors import RefusedValueError
 from shardwise.exchange import view_of
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, may_overflow
 from shardwise.geometry import Places
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link
-from shardwise.job.session import SerialQueue
-from shardwise.job.side import LiveSide, Tensors
+from shardwise.job.side import LiveSide
 from shardwise.layout import Layout, local_boxes, local_shapes, places_of
 from shardwise.quantised.arithmetic import Scaling, check_finite, encode_box, largest_magnitudes
 from shardwise.quantised.layouts import scales_layout
@@ -119,6 +119,10 @@ class CodedLinks:
         self, link: Link, infos: tuple[Infos, Infos], ends: tuple[QuantisedTensor | None, QuantisedTensor | None]
     ) -> None:
         source, target = ends
+        if link.zeros and target is not None:
+            raise RefusedValueError(
+                f"{link.target!r} is quantised: it cannot be padded on the way. Pad its values first"
+            )
         if source is None and target is not None:
             self._quantise(link, infos[0][link.source], target)
         elif source is not None and target is not None:
@@ -148,6 +152,10 @@ class CodedLinks:
         computed, moved = set(self.values()), {link.target for link in self.links}
         found = {name: info for name, info in infos.items() if name not in computed or name in moved}
         return {**found, **{name: info for one in self.dequantised for name, info in one.infos().items()}}
+
+    def zeros(self) -> list[str]:
+        """The sources that are padding."""
+        return [link.source for link in self.links if link.zeros]
 
     def values(self) -> list[str]:
         """The targets that are computed."""
@@ -198,9 +206,9 @@ class QuantisingSide(LiveSide):
             return [self._largest(name).cpu().view(-1) for name in self._cut], None
 
         own, _ = tell_all(self._transport, "sync", say)
-        queue, number = SerialQueue.of(self._transport), next(self._transport.numbers)
+        number = next(self._transport.numbers)
         reduce = self._transport.all_reduce(torch.cat(own), "max", number, in_order=False)
-        parts = torch.split(queue.run(reduce), [len(part) for part in own])
+        parts = torch.split(self._transport.queue.run(reduce), [len(part) for part in own])
         self._reduced = dict(zip(self._cut, parts, strict=True))
 
     def _largest(self, name: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ from shardwise.containers.torch_sharded import (
     torchs_sharded,
 )
 from shardwise.errors import ExchangeError, LayoutError
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow
 from shardwise.geometry import Box
 from shardwise.job.agree import together
@@ -43,7 +44,7 @@ from shardwise.sharded_tensor.metadata import (
 )
 from shardwise.sharded_tensor.pickling import loaded, place, unplaced
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
-from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget, Tensors
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer, SpecTarget
 from shardwise.sharded_tensor.utils import _flatten_tensor_size, check_local_tensor, check_owners
 from shardwise.tensor.call import Options, Source
 from shardwise.tensor.resharding import gather, result_of, start_call
@@ -102,11 +103,8 @@ class ShardedTensor(ShardedTensorBase):
     @classmethod
     def holding(cls, container: SpecContainer, tensors: Tensors) -> Self:
         """One of that container with these tensors of this rank."""
-        first = tensors[0] if tensors else None
-        dtype = container.properties.dtype if first is None else first.dtype
-        return cls._wrapper(container.layout.shape, dtype, None if first is None else first.device)._become(
-            container, tensors
-        )
+        dtype, device = (tensors[0].dtype, tensors[0].device) if tensors else (container.properties.dtype, None)
+        return cls._wrapper(container.layout.shape, dtype, device)._become(container, tensors)
 
     def _become(self, container: SpecContainer, tensors: Tensors, stand_in: torch.Tensor | None = None) -> Self:
         """Take over another container and its tensors."""
@@ -135,7 +133,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @staticmethod
     def _init_from_local_tensor(
-        local_tensor: torch.Tensor | Tensors,
+        local_tensor: torch.Tensor | Sequence[torch.Tensor],
         sharding_spec: SpecLike,
         *global_size: int | Sequence[int],
         process_group: Group = None,
@@ -196,7 +194,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def to_torch(self) -> TorchShardedTensor:
         """The same as torch's own ShardedTensor. The tensors are shared."""
-        return torchs_sharded(self.shards, self.metadata(), self.sharding_spec(), self.group)
+        return torchs_sharded(list(self.shards), self.metadata(), self.sharding_spec(), self.group)
 
     # --- what it is --------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,7 @@ from shardwise.containers.torch_sharded import MetadataLike, ShardLike
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.sharding_spec import (
     _infer_sharding_spec_from_shards_metadata,
-    check_tensor,
-    validate_non_overlapping_shards_metadata,
+    check_shards,
 )
 from shardwise.sharded_tensor.spec_container import Group, SpecContainer
 from shardwise.sharded_tensor.utils import (
@@ -90,8 +89,7 @@ def checked_metadata(metadata: MetadataLike) -> ShardedTensorMetadata:
     if not checked.shards_metadata:
         raise ValueError("shards_metadata must not be empty!")
     refuse(init_rrefs=False, layout=checked.tensor_properties.layout)
-    validate_non_overlapping_shards_metadata(checked.shards_metadata)
-    check_tensor(checked.shards_metadata, checked.size)
+    check_shards(checked.shards_metadata, checked.size)
     return checked
 
 

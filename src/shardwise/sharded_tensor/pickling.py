@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from shardwise.containers.dtensor import default_group
 from shardwise.containers.torch_sharded import SpecLike, torchs_loading
+from shardwise.exchange.messages import Tensors
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded_tensor.spec_container import Group, SpecContainer, Tensors
+from shardwise.sharded_tensor.spec_container import Group, SpecContainer
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor

@@ -157,6 +157,18 @@ def _overlap(boxes: Boxes) -> tuple[int, int] | None:
 
 def check_tensor(shards_metadata: Sequence[ShardMetadataLike], tensor_dims: Sequence[int]) -> None:
     """Raise a ValueError unless shards that do not overlap cover a tensor of these dims; it names what is missing."""
+    _check_volume(shards_metadata, tensor_dims)
+    validate_non_overlapping_shards_metadata(shards_metadata)  # else a gap may hide behind cells that are held twice
+
+
+def check_shards(shards: Sequence[ShardMetadataLike], size: Sequence[int]) -> None:
+    """The same, but overlaps are named before what is missing."""
+    validate_non_overlapping_shards_metadata(shards)
+    _check_volume(shards, size)
+
+
+def _check_volume(shards_metadata: Sequence[ShardMetadataLike], tensor_dims: Sequence[int]) -> None:
+    """Refuse shards that reach beyond a tensor of these dims, or have fewer or more cells."""
     shape = tuple(tensor_dims)
     ranks = {len(shard.shard_offsets) for shard in shards_metadata}
     if ranks != {len(shape)}:
@@ -175,7 +187,6 @@ def check_tensor(shards_metadata: Sequence[ShardMetadataLike], tensor_dims: Sequ
             f"Total volume of shards: {volume} does not match tensor volume: {prod(shape)}, in other words all the "
             f"individual shards do not cover the entire tensor: no shard holds {missing}"
         )
-    validate_non_overlapping_shards_metadata(shards_metadata)  # else a gap may hide behind cells that are held twice
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:

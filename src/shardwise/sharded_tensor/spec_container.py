@@ -21,6 +21,7 @@ from shardwise.containers.torch_sharded import (
     owner_of,
     shards_of,
 )
+from shardwise.exchange.messages import Tensors
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.sharding_spec import _infer_sharding_spec_from_shards_metadata
 from shardwise.transports.members import owner_here
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from shardwise.sharded_tensor.api import ShardedTensor
 
 Group = dist.ProcessGroup | None
-Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)

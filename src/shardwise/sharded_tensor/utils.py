@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from operator import index
+from operator import attrgetter, index
 from typing import cast
 
 import torch
@@ -14,8 +14,16 @@ from shardwise.containers.torch_sharded import RemoteDevice, ShardLike, owner_of
 from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, same_device
-from shardwise.sharded_tensor.sharding_spec import Group, check_tensor, validate_non_overlapping_shards_metadata
+from shardwise.sharded_tensor.sharding_spec import Group, check_shards
 from shardwise.transports.members import owners_of
+
+SAME_ON_ALL = {
+    "global_size": "size",
+    "dtype": "tensor_properties.dtype",
+    "requires_grad": "tensor_properties.requires_grad",
+    "pin_memory": "tensor_properties.pin_memory",
+}
+_same_on_all = attrgetter(*SAME_ON_ALL.values())
 
 
 def _parse_and_validate_remote_device(pg: Group, remote_device: RemoteDevice | None) -> tuple[int | None, torch.device]:
@@ -124,18 +132,18 @@ def build_global_metadata(
     if not known:
         raise ValueError("ShardedTensor have no local shards on all ranks!")
     first_rank, first = known[0]
+    expected = _same_on_all(first)
     for rank, other in known[1:]:
-        _raise_if_mismatch(first.size, other.size, "global_size", (first_rank, rank), is_local=False)
-        for name in ("dtype", "requires_grad", "pin_memory"):
-            expected, actual = (getattr(m.tensor_properties, name) for m in (first, other))
-            _raise_if_mismatch(expected, actual, name, (first_rank, rank), is_local=False)
+        actual = _same_on_all(other)
+        if actual != expected:
+            for name, one, two in zip(SAME_ON_ALL, expected, actual, strict=True):
+                _raise_if_mismatch(one, two, name, (first_rank, rank), is_local=False)
     combined: ShardedTensorMetadata = copy(first)
     combined.shards_metadata = [shard for _, other in known for shard in other.shards_metadata]
     if recalc_metadata:
         combined.shards_metadata = [copy(shard) for shard in combined.shards_metadata]
         recalc_global_sharded_tensor_metadata(combined, sharded_dim)
-    validate_non_overlapping_shards_metadata(combined.shards_metadata)
-    check_tensor(combined.shards_metadata, combined.size)
+    check_shards(combined.shards_metadata, combined.size)
     return combined
 
 

@@ -1,7 +1,7 @@
 """Whole state dicts: visit and flatten them, reshard all tensors at once, sync one model into another every step."""
 
 from shardwise.job.plan import ModelPlan
-from shardwise.job.remap import Concat, Stack, Transposed
+from shardwise.job.remap import Concat, Interleaved, Padded, Rotary, Stack, Transposed
 from shardwise.state.flatten import _flatten_sharded_tensors, flatten_sharded_tensors
 from shardwise.state.reshard import reshard_state_dict
 from shardwise.state.resharder import Resharder
@@ -22,8 +22,11 @@ __all__ = [
     "STATE_DICT_ITEM",
     "STATE_DICT_TYPE",
     "Concat",
+    "Interleaved",
     "ModelPlan",
+    "Padded",
     "Resharder",
+    "Rotary",
     "Stack",
     "Transposed",
     "_flatten_sharded_tensors",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardwise.containers.container import container_of
 from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.containers.torch_sharded import is_torch_sharded
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Box
 from shardwise.job.agree import together_or_alone
 from shardwise.layout import Layout
@@ -76,7 +77,7 @@ def _is_nested(value: object) -> bool:
     return is_sharded(value) and _holds_shards(value) and any(map(is_sharded, _tensors(value)))
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
+def _tensors(value: object) -> Tensors:
     """The tensors of a container, in any order; this works without a process group."""
     if isinstance(value, ShardedTensor):
         return list(value.shards)

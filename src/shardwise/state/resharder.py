@@ -12,16 +12,18 @@ from torch.autograd.graph import increment_version
 
 from shardwise.containers.description import Descriptions, describe_all, tensors_in
 from shardwise.containers.memory import check_written, shared
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Overflow, check_overflow, refuse_loss
 from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, Change, TargetCasts, check_changes
 from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
-from shardwise.job.progress import Progress, check_progress, shown
+from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
-from shardwise.job.side import FreshSide, LiveSide, Tensors, combine_descriptions, refuse_several_jobs
+from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
+from shardwise.job.zeros import zeros_infos, zeros_memory
 from shardwise.quantised.moves import Rule, check_used, folded, separated
 from shardwise.quantised.recognition import recognise
 from shardwise.quantised.sides import CodedLinks, QuantisingSide
@@ -33,13 +35,13 @@ class Resharder:
     """Moves the values of a source state dict into the tensors of a target state dict, in place.
 
     Every rank of the group creates one, and all ranks call `run` together. A rank that holds nothing of one side passes
-    None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors,
-    by a mapping or rules with stars, or by a function. `remap`: Concat, Stack and Transposed, to join, split or
-    transpose tensors; Quantised, for tensors that are codes and scales on one side or both. `cast=True`: float64,
-    float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as those of quantized codes,
-    only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`: write nothing if a
-    value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without a target.
-    `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
+    None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors, by a
+    mapping or rules with stars, or by a function. `remap`: rules to join, split, transpose or pad tensors (Concat,
+    Interleaved, Stack, Transposed, Rotary, Padded), and Quantised for tensors that are codes and scales on one side or
+    both. `cast=True`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
+    those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`:
+    write nothing if a value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without
+    a target. `max_bytes`: stage at most this much at a time. `verify`: compare, and write only if all values are right.
     `plan`: the text of a plan file, which must be of this plan. `transport`: as in `reshard`.
     """
 
@@ -63,7 +65,7 @@ class Resharder:
         transport: TransportChoice = "auto",
     ) -> None:
         self._verify, self._progress, self._transport = verify, progress, group_transport(group)
-        values, by_rank = tell_all(self._transport, "Resharder", lambda: _described(self._transport, source, target))
+        values, by_rank = tell_all(self._transport, "Resharder", lambda: _describe(self._transport, source, target))
         with refusals("Resharder"):
             sources, targets = ({rank: both[side] for rank, both in by_rank.items()} for side in (0, 1))
             refuse_several_jobs(sources, self._transport)
@@ -79,7 +81,8 @@ class Resharder:
             made, coded = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
             if plan is not None:
                 made.check(plan)
-            source = QuantisingSide(values[0], list(made.sources), coded.quantised, self._transport)
+            zeros = zeros_memory({name: made.sources[name] for name in coded.zeros()}, self._transport.me)
+            source = QuantisingSide({**values[0], **zeros}, list(made.sources), coded.quantised, self._transport)
             buffers = coded.buffers(values[1], self._transport.me, group, counted)
             target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.values()])
             _check(made, source, target, infos, self._transport.me, apart=not verify)
@@ -96,7 +99,7 @@ class Resharder:
     def run(self) -> None:
         """Move the current values. Every rank of the group calls. All waits share one timeout, that of the group."""
         first = self._transport.me == self._transport.owners[0]
-        bar = shown(self._progress, self._job.total, "sync", here=first)
+        bar = reporter(self._progress, self._job.total, "sync", here=first)
         with self._transport.budget(), torch.no_grad(), bar as progress:
             self._losses.clear()
             self._source.start()
@@ -115,7 +118,7 @@ class Resharder:
         """Refuse values of any rank that were out of range for their targets once they were dequantised."""
 
         def say() -> tuple[None, None]:
-            refuse_loss(self._losses.listed(), "All tensors of the target were written")
+            refuse_loss(self._losses.per_tensor(), "All tensors of the target were written")
             return None, None
 
         if self._coded.may_lose:
@@ -146,7 +149,8 @@ def _check(
     plan: ModelPlan, source: LiveSide, target: LiveSide, infos: tuple[Infos, Infos], me: int, *, apart: bool
 ) -> None:
     """Refuse memory that does not match the layouts, cannot be written, or (with `apart`) is on both sides."""
-    targets, sources = target.checked("target", infos[1], me), source.checked("source", infos[0], me)
+    targets = target.checked("target", {**infos[1], **plan.targets}, me)
+    sources = source.checked("source", {**infos[0], **plan.sources}, me)
     for name, memory in targets.items():
         for tensor in memory:
             check_written(tensor, f"{name!r} of the target")
@@ -182,7 +186,7 @@ Infos = dict[str, TensorInfo]
 Values = tuple[Mapping[str, object], Mapping[str, object]]
 
 
-def _described(
+def _describe(
     transport: GroupTransport, source: StateDict | None, target: StateDict | None
 ) -> tuple[Values, tuple[Descriptions | None, Descriptions | None]]:
     """This rank's tensors of both sides, and their descriptions."""
@@ -202,7 +206,7 @@ def _plan(
     hosts: HostsOption,
 ) -> tuple[ModelPlan, CodedLinks]:
     for side, tensors in zip(("source", "target"), known, strict=True):
-        check_owners(transport, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
+        check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     quantised, regrouped = separated(remap)
     folds = recognise(known[0], quantised), recognise(known[1], quantised)
     for rule in quantised:
@@ -211,8 +215,8 @@ def _plan(
     planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
     cast.check_used(known[1])
     coded = CodedLinks.of(planned, known, folds)
-    sources = coded.sources(known[0])
     targets = coded.targets(known[1])
+    sources = coded.sources(known[0]) | zeros_infos(coded.links, targets)
     pairs = ((link.source, link.target) for link in coded.links)
     changes = [Change(one, other, sources[one].dtype, targets[other].dtype) for one, other in pairs]
     check_changes(changes, partial(cast.check, sources=sources, targets=targets))

@@ -14,6 +14,7 @@ from shardwise.containers.container import Target, target_container
 from shardwise.containers.description import is_tensor, memory_of
 from shardwise.errors import ExchangeError, LayoutError
 from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.layout import Layout, local_shapes, parse
 from shardwise.transports.members import owner_here
 
@@ -69,7 +70,7 @@ def share_(x: T) -> T:
     return x
 
 
-def _tensors(x: object) -> list[torch.Tensor]:
+def _tensors(x: object) -> Tensors:
     if isinstance(x, nn.Module):
         return [local for one in (*x.parameters(), *x.buffers()) for local in memory_of(one)]
     if isinstance(x, Mapping):
@@ -87,6 +88,6 @@ def _shared(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def _memory() -> SharedTensors:
     if sys.platform != "linux":
         raise ExchangeError("shared memory between ranks needs Linux")
-    from shardwise.transports.this_process import this_process
+    from shardwise.transports.segments import this_process
 
     return this_process.shared_tensors

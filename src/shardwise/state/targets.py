@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Container as Names
+from types import FunctionType
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,9 @@ from shardwise.containers.dtensor import is_mesh, is_placement
 from shardwise.containers.memory import is_chunked
 from shardwise.containers.sharded import is_sharded
 from shardwise.job.names import matched, missing
-from shardwise.job.plan import TensorInfo
+from shardwise.job.remap import Shapes
 from shardwise.job.side import PlainContainer
-from shardwise.layout import Layout, Partial, Replicate, Shard, StridedShard
+from shardwise.layout import Layout, Placement, Replicate
 from shardwise.state.traverse import StateDict
 from shardwise.transports import GroupTransport
 
@@ -25,19 +26,20 @@ Targets = StateDict | Sequence[tuple[str, object]] | Callable[[str], object]
 
 
 def containers_for(
-    sources: Mapping[str, TensorInfo],
+    shapes: Shapes,
     to: Targets,
     mesh: DeviceMesh | None,
     transport: GroupTransport,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Container]:
     """The target container of every tensor. Tensors that stay as they are, are left out."""
-    target_of, containers = _target_by_name(to, list(sources)), dict[str, Container]()
-    for name, source in sources.items():
+    target_of, containers = _target_by_name(to, list(shapes)), dict[str, Container]()
+    for name, shape in shapes.items():
         try:
             target = target_of(name)
+            target = target(shape) if isinstance(target, FunctionType) else target
             if target is not None:
-                containers[name] = _container(_on(mesh, target), source.shape, transport, group)
+                containers[name] = _container(_on(mesh, target), shape, transport, group)
         except Exception as error:
             reason = f"{error}" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the target of {name!r}: {reason}") from error
@@ -144,4 +146,4 @@ def _are_placements(target: object) -> bool:
         return not (target and is_mesh(target[0]))
     if isinstance(target, Mapping):
         return True  # by the names of the axes
-    return isinstance(target, Shard | Replicate | Partial | StridedShard) or is_placement(target)
+    return isinstance(target, Placement) or is_placement(target)

@@ -1,4 +1,8 @@
-"""One reshard on one rank: a job of one link, agreed on with the others. Autograd is not seen here."""
+"""One reshard on one rank: a job of one link, agreed on with the others. Autograd is not seen here.
+
+A `Source` is what this rank brings, `Facts` are what all ranks must know of it. `Call.start` tells the others what this
+rank knows, and with all facts `Plans` has the plan. `Call.run` then moves the data.
+"""
 
 from __future__ import annotations
 
@@ -6,109 +10,28 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.containers.container import Container, container_of, on_transport
-from shardwise.containers.memory import check_memory, check_written, shared
-from shardwise.containers.sharded import is_sharded
-from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
+from shardwise.containers.memory import check_memory
+from shardwise.errors import ExchangeError
 from shardwise.exchange import Exchange, Move, Proposal
-from shardwise.exchange.buffers import fresh
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
-from shardwise.job.casts import ONLY_PLAIN, PLAIN, check_cast, check_dtype
+from shardwise.job.casts import check_dtype
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan, TensorInfo, single
-from shardwise.job.session import SerialQueue, check_owners
+from shardwise.job.session import check_owners
 from shardwise.layout import Layout, local_shapes
 from shardwise.planning import Plan
+from shardwise.tensor.output import Shapes, memory_for
 from shardwise.transports import GroupTransport, TransportChoice
 
-
-def output(
-    out: Any,
-    target: Container,
-    shapes: Shapes,
-    transport: GroupTransport,
-    dtype: torch.dtype,
-    *,
-    device: torch.device,
-    source: list[torch.Tensor],
-    followed: bool,
-) -> list[torch.Tensor]:
-    """This rank's local tensors of the target, of these shapes, to be written."""
-    me = transport.me
-    if out is None:
-        return [fresh(shape, dtype, device) for shape in shapes]
-    if followed:
-        raise ExchangeError(
-            "out= cannot be written while autograd follows the source: on the ranks that hold it, "
-            "call under torch.no_grad() or pass x.detach()"
-        )
-    given = _given(out, target, transport)
-    found = [(tuple(t.shape), t.dtype) for t in given]
-    if given and not shapes:
-        raise ExchangeError(f"rank {me} holds nothing of the target: pass out=None there")
-    if found != [(shape, dtype) for shape in shapes]:
-        raise ExchangeError(
-            f"out= must have tensors of shapes {list(shapes)} and {dtype} on rank {me}, but has {found}"
-        )
-    _check_out(given, source)
-    return given
-
-
-def _given(out: Any, target: Container, transport: GroupTransport) -> list[torch.Tensor]:
-    if is_sharded(out):
-        container = on_transport(container_of(out), transport)
-        if container.layout != target.layout:
-            raise ExchangeError(f"out= lies as {container.layout!r}, but the target is {target.layout!r}")
-        taken = container.disassemble(out)
-        for tensor in taken:
-            _check_leaf(tensor)
-        tensors = container.local(taken)
-    else:
-        tensors = list(out) if isinstance(out, list | tuple) else [out]
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise RefusedTypeError(f"out= must be a tensor, tensors or a sharded tensor, not {tensor!r}")
-        _check_leaf(tensor)
-    return [tensor.detach() for tensor in tensors]
-
-
-def _check_leaf(tensor: torch.Tensor) -> None:
-    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-        raise ExchangeError("out= is a leaf that autograd follows: write into it under torch.no_grad()")
-
-
-def check_whole(out: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *, here: bool) -> None:
-    """Refuse what a whole tensor of that shape and dtype cannot be copied to, on a rank that gets it or not."""
-    if not here:
-        raise RefusedValueError("out= must only be given on the rank that gets the tensor")
-    if not isinstance(out, torch.Tensor):
-        raise RefusedTypeError(f"out= must be a tensor, not {out!r}")
-    if tuple(out.shape) != shape:
-        raise RefusedValueError(f"out= has size {tuple(out.shape)}, but should be {shape}")
-    if dtype is not None and dtype != out.dtype:
-        check_cast(dtype, out.dtype)
-        if dtype not in PLAIN or out.dtype not in PLAIN:
-            raise RefusedValueError(
-                f"out= is {out.dtype}, but the tensor is {dtype}: {ONLY_PLAIN}; dtype={out.dtype} on all ranks names it"
-            )
-    _check_leaf(out)
-    _check_out([out], [])
-
-
-def _check_out(out: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Refuse what would be read after it was written, what would be written twice, and what must not be written."""
-    for tensor in out:
-        check_memory(tensor, "out=")
-        check_written(tensor, "out=")
-    if next(shared(out, source), None):
-        raise ExchangeError("out= shares memory with the source or with itself: give tensors of their own")
-
-
 TargetContainer = Callable[[tuple[int, ...]], Container]  # the target's container, for a tensor of that shape
+MOST_PLANS = 4096  # that are kept for a transport
 
 
 @dataclass(frozen=True)
@@ -122,6 +45,7 @@ class Options:
     transport: TransportChoice = "auto"
     overflow: Overflow = "refuse"
 
+    @cached_property
     def fields(self) -> dict[str, object]:
         """What all ranks must give alike, by the names of the keywords."""
         hosts = self.hosts
@@ -140,110 +64,7 @@ class Facts:
     gradient: bool  # followed by autograd
 
 
-MOST_PLANS = 4096  # that are kept for a transport
 FACTS = tuple(Facts.__dataclass_fields__)
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a rank brings to a call: its container and tensors of the source. None is what it does not know."""
-
-    container: Container | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
-    dtype: torch.dtype | None = None
-    gradient: bool | None = None
-    error: Exception | None = None
-    stand_in: torch.Tensor | None = None  # for backward through an earlier reshard, of which this rank got nothing
-
-    @staticmethod
-    def of(make: Callable[[], Any]) -> Source:
-        """From the sharded tensor, or None, that is made here. What goes wrong is raised on all ranks, later."""
-        try:
-            x = make()
-            if x is None:
-                return Source.by(None, (), None)
-            container = container_of(x)
-            _ = container.layout  # here, where what it refuses is kept for all
-            source = Source.by(container, tuple(container.disassemble(x)), getattr(x, "dtype", None))
-            return replace(source, stand_in=getattr(x, "_stand_in", None))
-        except Exception as error:  # the others have to hear of it first
-            return Source(error=error)
-
-    @staticmethod
-    def by(container: Container | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Source:
-        """From the tensors of a container."""
-        gradient = any(t.requires_grad for t in tensors) if tensors else None
-        followed = gradient if torch.is_grad_enabled() else False
-        return Source(container, tensors, tensors[0].dtype if tensors else dtype, followed)
-
-    def on(self, transport: GroupTransport) -> Source:
-        """With the owners of a transport."""
-        try:
-            container = self.container and on_transport(self.container, transport)
-            return self if container is self.container else replace(self, container=container)
-        except Exception as error:
-            return Source(error=error)
-
-    def facts(self) -> dict[str, Any]:
-        """The facts that this rank knows, by name."""
-        layout = self.container and self.container.layout
-        device = self.tensors[0].device.type if self.tensors else None
-        facts = (layout and layout.shape, self.dtype, layout, device, self.gradient)
-        return {name: fact for name, fact in zip(FACTS, facts, strict=True) if fact is not None}
-
-    def local(self, facts: Facts, me: int, expected: Shapes) -> list[torch.Tensor]:
-        """This rank's local tensors, which must be those of the layout."""
-        tensors = [] if self.container is None else self.container.local(self.tensors)
-        shapes = tuple(tuple(t.shape) for t in tensors)
-        if not tensors and all(0 in shape for shape in expected):
-            return [torch.empty(shape, dtype=facts.dtype, device=facts.device) for shape in expected]
-        if shapes != expected:
-            brought = f"tensors of shapes {list(shapes)}" if tensors else "None"
-            raise ExchangeError(
-                f"the source {facts.source!r} gives rank {me} tensors of shapes {list(expected)}, not {brought}"
-                + ("" if tensors else ": pass None only on ranks that it does not name")
-            )
-        for tensor in tensors:
-            check_memory(tensor, "the source")
-        return [t.resolve_conj().resolve_neg() for t in tensors]
-
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
-class PlannedCall(NamedTuple):
-    """The plan of a call, and the shapes of this rank's local tensors on both sides."""
-
-    plan: ModelPlan
-    source: Shapes
-    target: Shapes
-
-
-class Plans:
-    """The plans of calls on a transport, kept by what they are of: the same moves come back step after step."""
-
-    def __init__(self, transport: GroupTransport) -> None:
-        self._transport, self._plans = transport, dict[object, PlannedCall]()
-
-    def of(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
-        """Checked and planned when it comes for the first time."""
-        key = facts, target, tuple((type(value), str(value)) for value in options.fields().values())
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._plan(facts, target, options)
-        return plan
-
-    def _plan(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
-        self._transport.check_choice(options.transport)
-        check_overflow(options.overflow)
-        check_dtype(options.dtype)
-        check_owners(self._transport, {"the source": facts.source, "the target": target})
-        ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
-        theirs = TensorInfo(target.shape, options.dtype or facts.dtype, target, facts.device)
-        plan, me = single(ours, theirs, options.max_bytes, options.hosts), self._transport.me
-        return PlannedCall(plan, local_shapes(facts.source, me), local_shapes(target, me))
 
 
 class Call:
@@ -269,7 +90,6 @@ class Call:
         self.transport, self.source, self.options, self.operation = transport, source, options, operation
         self._target, self._out = target, out
         self._exchange: Exchange | None = None
-        self._queue = SerialQueue.of(transport)
 
     @property
     def plan(self) -> Plan:
@@ -281,16 +101,16 @@ class Call:
         known = self.source.facts()
         self._exchange = self._make_exchange(known, frozenset(FACTS).difference(known))
         with self._noting():
-            self._exchange.start(alone=alone and self._queue.idle)
+            self._exchange.start(alone=alone and self.transport.queue.idle)
         return self
 
     def run(self) -> Call:
         """Carry it out and wait for it."""
-        return self._queue.run(self._finish)
+        return self.transport.queue.run(self._finish)
 
     def submit(self) -> Future[Call]:
         """Carry it out beside the caller, after the calls that were submitted before."""
-        return self._queue.submit(self._finish)
+        return self.transport.queue.submit(self._finish)
 
     def _finish(self) -> Call:
         assert self._exchange is not None, "start first"
@@ -349,7 +169,7 @@ class Call:
         self.job.refuse_losses(lambda _: source)
         self.followed = facts.gradient and (becomes.is_floating_point or becomes.is_complex)
         device = device or (source[0].device if source else torch.device(facts.device))
-        memory = output(
+        memory = memory_for(
             self._out, target, planned.target, transport, becomes, source=source, device=device, followed=self.followed
         )
         self.move = self.job.move(0, source, memory)
@@ -357,4 +177,103 @@ class Call:
 
     def _proposal(self, facts: Mapping[str, Any], target: object, unknown: frozenset[str]) -> Proposal:
         fields = {"operation": self.operation, **{name: facts[name] for name in FACTS}, "target": target}
-        return Proposal(fields | self.options.fields(), unknown)
+        return Proposal(fields | self.options.fields, unknown)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a rank brings to a call: its container and tensors of the source. None is what it does not know."""
+
+    container: Container | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+    dtype: torch.dtype | None = None
+    gradient: bool | None = None
+    error: Exception | None = None
+    stand_in: torch.Tensor | None = None  # for backward through an earlier reshard, of which this rank got nothing
+
+    @staticmethod
+    def of(make: Callable[[], Any]) -> Source:
+        """From the sharded tensor, or None, that is made here. What goes wrong is raised on all ranks, later."""
+        try:
+            x = make()
+            if x is None:
+                return Source.by(None, (), None)
+            container = container_of(x)
+            _ = container.layout  # here, where what it refuses is kept for all
+            source = Source.by(container, tuple(container.disassemble(x)), getattr(x, "dtype", None))
+            return replace(source, stand_in=getattr(x, "_stand_in", None))
+        except Exception as error:  # the others have to hear of it first
+            return Source(error=error)
+
+    @staticmethod
+    def by(container: Container | None, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> Source:
+        """From the tensors of a container."""
+        gradient = any(t.requires_grad for t in tensors) if tensors else None
+        followed = gradient if torch.is_grad_enabled() else False
+        return Source(container, tensors, tensors[0].dtype if tensors else dtype, followed)
+
+    def on(self, transport: GroupTransport) -> Source:
+        """With the owners of a transport."""
+        try:
+            container = self.container and on_transport(self.container, transport)
+            return self if container is self.container else replace(self, container=container)
+        except Exception as error:
+            return Source(error=error)
+
+    def facts(self) -> dict[str, Any]:
+        """The facts that this rank knows, by name."""
+        layout = self.container and self.container.layout
+        device = self.tensors[0].device.type if self.tensors else None
+        facts = (layout and layout.shape, self.dtype, layout, device, self.gradient)
+        return {name: fact for name, fact in zip(FACTS, facts, strict=True) if fact is not None}
+
+    def local(self, facts: Facts, me: int, expected: Shapes) -> Tensors:
+        """This rank's local tensors, which must be those of the layout."""
+        tensors = [] if self.container is None else self.container.local(list(self.tensors))
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        if not tensors and all(0 in shape for shape in expected):
+            return [torch.empty(shape, dtype=facts.dtype, device=facts.device) for shape in expected]
+        if shapes != expected:
+            brought = f"tensors of shapes {list(shapes)}" if tensors else "None"
+            raise ExchangeError(
+                f"the source {facts.source!r} gives rank {me} tensors of shapes {list(expected)}, not {brought}"
+                + ("" if tensors else ": pass None only on ranks that it does not name")
+            )
+        for tensor in tensors:
+            check_memory(tensor, "the source")
+        return [t.resolve_conj().resolve_neg() for t in tensors]
+
+
+class PlannedCall(NamedTuple):
+    """The plan of a call, and the shapes of this rank's local tensors on both sides."""
+
+    plan: ModelPlan
+    source: Shapes
+    target: Shapes
+
+
+class Plans:
+    """The plans of calls on a transport, kept by what they are of: the same moves come back step after step."""
+
+    def __init__(self, transport: GroupTransport) -> None:
+        self._transport, self._plans = transport, dict[object, PlannedCall]()
+
+    def of(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
+        """Checked and planned when it comes for the first time."""
+        key = facts, target, tuple((type(value), str(value)) for value in options.fields.values())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._plan(facts, target, options)
+        return plan
+
+    def _plan(self, facts: Facts, target: Layout, options: Options) -> PlannedCall:
+        self._transport.check_choice(options.transport)
+        check_overflow(options.overflow)
+        check_dtype(options.dtype)
+        check_owners(self._transport.owners, {"the source": facts.source, "the target": target})
+        ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
+        theirs = TensorInfo(target.shape, options.dtype or facts.dtype, target, facts.device)
+        plan, me = single(ours, theirs, options.max_bytes, options.hosts), self._transport.me
+        return PlannedCall(plan, local_shapes(facts.source, me), local_shapes(target, me))

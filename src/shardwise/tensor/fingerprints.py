@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -10,14 +9,14 @@ import torch.distributed as dist
 
 from shardwise.containers.container import Sharded
 from shardwise.exchange import Exchange, Proposal
-from shardwise.job.session import SerialQueue, transport_for
+from shardwise.exchange.messages import Tensors
+from shardwise.job.session import transport_for
 from shardwise.job.verify import LANES, PartialTensor, reduced_values, spread_evenly, sums
 from shardwise.layout import Layout
 from shardwise.planning import plan
 from shardwise.tensor.call import Source
 from shardwise.transports import GroupTransport
 
-Tensors = Sequence[torch.Tensor]
 FIELDS = ("shape", "dtype", "source", "device")  # what all ranks must know
 
 
@@ -38,7 +37,7 @@ def fingerprint(x: Sharded | None, *, group: dist.ProcessGroup | None = None) ->
     fields = {name: known.get(name, "unknown") for name in FIELDS}
     proposal = Proposal({"operation": "fingerprint", **fields}, frozenset(FIELDS).difference(known), source.error)
     exchange = Exchange(transport, proposal).start()
-    return SerialQueue.of(transport).run(lambda: _fingerprint(transport, source, exchange))
+    return transport.queue.run(lambda: _fingerprint(transport, source, exchange))
 
 
 def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) -> str:
@@ -46,7 +45,9 @@ def _fingerprint(transport: GroupTransport, source: Source, exchange: Exchange) 
     fields = exchange.proposal.fields if answers is None else next(known for known in answers if known is not None)
     dtype, layout = fields["dtype"], fields["source"]
     local: Tensors = (
-        [t.resolve_conj().resolve_neg() for t in source.container.local(source.tensors)] if source.container else []
+        [t.resolve_conj().resolve_neg() for t in source.container.local(list(source.tensors))]
+        if source.container
+        else []
     )
     if layout.op is not None:
         partial = PartialTensor(layout, local, dtype, local[0].device if local else torch.device(fields["device"]))

@@ -17,11 +17,13 @@ from shardwise.containers.container import Container, Sharded, Target, on_transp
 from shardwise.containers.own_container import OwnContainer
 from shardwise.containers.sharded import ShardedTensor, is_sharded
 from shardwise.errors import ExchangeError
+from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Overflow, refuse_loss
 from shardwise.job.plan import SINGLE, HostsOption
 from shardwise.job.session import accepts_wire, group_transport, transport_for
 from shardwise.layout import Layout
-from shardwise.tensor.call import Call, Options, Source, check_whole
+from shardwise.tensor.call import Call, Options, Source
+from shardwise.tensor.output import check_whole
 from shardwise.transports import TransportChoice
 
 Output = Sharded | Sequence[torch.Tensor] | None
@@ -140,9 +142,10 @@ def start_call(
 def result_of(call: Call, out: Output = None) -> tuple[Any, torch.Tensor | None]:
     """The user's result, and a stand-in for backward on a rank that gets nothing."""
     tensors, stand_in = with_autograd(call)
-    if out is not None:
-        for tensor in call.move.target:  # autograd does not see what is received
-            increment_version(tensor)
+    if out is None:
+        return call.target.assemble(tensors), stand_in
+    for tensor in call.move.target:  # autograd does not see what is received
+        increment_version(tensor)
     return (out if is_sharded(out) else call.target.assemble(tensors)), stand_in
 
 
@@ -211,11 +214,11 @@ def gather(
     if not fits and overflow == "refuse":
         losses = Losses()
         losses.look(SINGLE, [whole], out.dtype)
-        refuse_loss(losses.listed())
+        refuse_loss(losses.per_tensor())
     return out if fits else out.copy_(whole)
 
 
-def with_autograd(call: Call) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def with_autograd(call: Call) -> tuple[Tensors, torch.Tensor | None]:
     """The finished call's tensors as autograd sees them.
 
     A rank that holds nothing of the target has none; it gets a stand-in, on which backward can be called.
@@ -235,7 +238,7 @@ class Reshard(torch.autograd.Function):
     """Ties tensors that an exchange has filled to those that it read."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, outputs: Tensors, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Nothing is left to do."""
         ctx.source, ctx.target, ctx.holds = call.source.container, call.target, bool(outputs)
         ctx.transport, ctx.facts, ctx.options = call.transport, call.facts, call.options
@@ -246,13 +249,13 @@ class Reshard(torch.autograd.Function):
         """Gradients of the target, moved to where those of the source belong."""
         dtype, mine = ctx.facts.dtype, grads if ctx.holds else ()
         becomes = ctx.options.dtype or dtype
-        given = Source.by(ctx.target.gradient_of(mine), mine, becomes)
+        gradient = Source.by(ctx.target.gradient_of(mine), mine, becomes)
         source = ctx.source or OwnContainer(ctx.facts.source)
         # gradients that overflow are inf, as torch's own are: those who scale losses look for it
         options = replace(ctx.options, dtype=None if dtype == becomes else dtype, overflow="allow")
         # a rank that holds nothing of the source cannot know what arrives at the others
-        arrived = given.container if all(owner in source.layout for owner in ctx.transport.owners) else None
+        arrived = gradient.container if all(owner in source.layout for owner in ctx.transport.owners) else None
         operation = "backward of a reshard"
-        call = Call(ctx.transport, given, lambda _: source.gradient(arrived), options, operation=operation)
+        call = Call(ctx.transport, gradient, lambda _: source.gradient(arrived), options, operation=operation)
         moved, _ = with_autograd(call.start().run())
         return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in

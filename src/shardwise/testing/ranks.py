@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -92,6 +93,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # torch makes its pool anew after a fork; threads that ask for it first, together, abort
+    gc.freeze()  # the collector would visit, and so copy, all that the parent has
     _end_with(parent)
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
         end.close()  # or the death of another rank would not be seen

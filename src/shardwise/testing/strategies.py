@@ -11,8 +11,8 @@ from shardwise.geometry import Box
 from shardwise.layout import Layout, Mesh
 from shardwise.notation import OPERATIONS
 
-NEED_A_DIM = ("chunk", "split", "cyclic", "fused")
-KINDS = ("chunk", "split", "mesh", "partial", "boxes", "overlapping", "replicated", "cyclic", "flat", "fused")
+NEED_A_DIM = ("chunk", "split", "cyclic", "zigzag", "experts", "fused")
+KINDS = ("mesh", "partial", "boxes", "overlapping", "replicated", "flat", *NEED_A_DIM)
 
 
 def shapes(max_dims: int = 3, max_size: int = 9, min_dims: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
@@ -47,6 +47,11 @@ def layouts(
             return Layout.replicated(size, owners)
         case "cyclic":
             return Layout.cyclic(size, dim, draw(st.integers(1, 4)), owners)
+        case "zigzag":
+            return Layout.zigzag(size, dim, owners)
+        case "experts":
+            ranks = draw(_experts(size[dim], len(owners)))
+            return Layout.experts(size, dim, [[owners[rank] for rank in row] for row in ranks])
         case "flat":
             ends = draw(_cuts(prod(size), len(owners)))
             starts = [sum(ends[:i]) for i in range(len(ends))]
@@ -80,14 +85,52 @@ def _cuts(draw: st.DrawFn, size: int, count: int) -> list[int]:
 def _meshes(draw: st.DrawFn, shape: tuple[int, ...], *, partial: bool) -> Layout:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     op = draw(st.sampled_from(OPERATIONS))
-    dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
-    word = st.just("R") | dims.map("S{}".format) | st.tuples(dims, st.integers(1, 3)).map(lambda s: f"S{s[0]}:{s[1]}")
-    words = draw(st.lists(word, min_size=len(sizes), max_size=len(sizes)))
-    if partial:
-        axis = draw(st.integers(0, len(words) - 1))
-        words[axis], sizes[axis] = f"P{op}", max(sizes[axis], 2)  # one term would be the value itself
+    terms = draw(st.integers(0, len(sizes) - 1)) if partial else None
+    words, whole = list[str](), set(range(len(shape)))
+    for axis, count in enumerate(sizes):
+        dim = draw(st.sampled_from([None, *range(len(shape))]))
+        if axis == terms:
+            words.append(f"P{op}")
+            sizes[axis] = max(count, 2)  # one term would be the value itself
+        elif dim is None:
+            words.append("R")
+        else:
+            words.append(draw(_splits(dim, shape[dim], count, whole=dim in whole, replicas=not partial)))
+            whole.discard(dim)
     ranks = draw(st.permutations(range(prod(sizes))) | st.just(range(prod(sizes))))
     return Layout.on_mesh(shape, Mesh.of(sizes, ranks=list(ranks)), words)
+
+
+@st.composite
+def _splits(draw: st.DrawFn, dim: int, size: int, count: int, *, whole: bool, replicas: bool) -> str:
+    """The word of a split of a dim over `count` ranks; some need a dim that is `whole`, and may give `replicas`."""
+    kind = draw(st.sampled_from(["S", "S:", "zigzag", "cyclic", *["fused", "heads", "experts"] * whole]))
+    match kind:
+        case "S:" | "cyclic":
+            number = draw(st.integers(1, 3))
+            return f"S{dim}:{number}" if kind == "S:" else f"cyclic{dim}={number}"
+        case "experts":
+            ranks = draw(_experts(size, count)) if replicas else [(n % count,) for n in range(size or 1)]
+            return f"experts{dim}={','.join('+'.join(map(str, row)) for row in ranks)}"
+        case "heads":
+            return f"heads{dim}={draw(_heads(size, count))}"
+        case "fused":
+            segments = draw(_cuts(size, draw(st.integers(1, 3))))
+            heads = [draw(_heads(segment, count)) for segment in segments] if replicas and draw(st.booleans()) else []
+            return f"fused{dim}={','.join(map(str, segments))}" + f":{','.join(map(str, heads))}" * bool(heads)
+    return f"{kind}{dim}"
+
+
+def _heads(size: int, count: int) -> st.SearchStrategy[int]:
+    """Numbers of heads that a size may have on so many ranks."""
+    return st.sampled_from([n for n in range(1, 10) if size % n == 0 and (n % count == 0 or count % n == 0)])
+
+
+def _experts(size: int, ranks: int) -> st.SearchStrategy[list[list[int]]]:
+    """The ranks of every expert; they have equal sizes."""
+    row = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks, unique=True)
+    counts = st.sampled_from([n for n in range(1, 10) if size % n == 0])
+    return counts.flatmap(lambda count: st.lists(row, min_size=count, max_size=count))
 
 
 @st.composite

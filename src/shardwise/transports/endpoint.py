@@ -1,4 +1,4 @@
-"""What all transports have in common, made of messages between two owners: small collectives, rounds, staging.
+"""What all transports have in common: small collectives and rounds, made of messages; the queue that runs calls.
 
 The tag of a collective keeps it apart from other messages, so it may run between other calls of the same owners.
 """
@@ -6,10 +6,15 @@ The tag of a collective keeps it apart from other messages, so it may run betwee
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from functools import cached_property
 from itertools import count
-from typing import Protocol, TypeVar
+from threading import Condition, Thread
+from typing import Any, TypeVar
 from weakref import WeakSet
 from zlib import crc32
 
@@ -23,19 +28,7 @@ from shardwise.exchange.transport import PeerBuffer, PostedMessages, PostedRound
 T = TypeVar("T")
 
 
-class Messages(Protocol):
-    """What can send messages: an end of a transport."""
-
-    me: int
-    owners: tuple[int, ...]
-    rows: dict[int, int]  # the number of each owner in `owners`
-
-    def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
-        """Post the receives, then the sends as the iterator yields them. Both sides know all sizes beforehand."""
-        ...
-
-
-def all_to_all(over: Messages, rows: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+def all_to_all(over: Endpoint, rows: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
     """Send row i to `owners[i]`; the function that is returned waits for the rows of all owners."""
     mine, result = over.rows[over.me], torch.empty_like(rows)
     result[mine] = rows[mine]
@@ -50,7 +43,7 @@ def all_to_all(over: Messages, rows: torch.Tensor, tag: int) -> Callable[[], tor
     return wait
 
 
-def all_reduce(over: Messages, numbers: torch.Tensor, op: ReduceOp, tag: int) -> torch.Tensor:
+def all_reduce(over: Endpoint, numbers: torch.Tensor, op: ReduceOp, tag: int) -> torch.Tensor:
     """By doubling: after step k an owner has the result of 2**k owners. Those past a power of two join in first."""
     me, count = over.rows[over.me], len(over.owners)
     most = 1 << (count.bit_length() - 1)
@@ -66,7 +59,7 @@ def all_reduce(over: Messages, numbers: torch.Tensor, op: ReduceOp, tag: int) ->
     return numbers
 
 
-def all_gather(over: Messages, value: T, tag: int, device: torch.device) -> list[T]:
+def all_gather(over: Endpoint, value: T, tag: int, device: torch.device) -> list[T]:
     """Everybody's values, pickled. Equal values are one object: they must not be changed.
 
     After step k an owner has the values of the next 2**k owners, so large groups need few messages too.
@@ -88,7 +81,7 @@ def wait_for(posted: PostedMessages) -> None:
 
 
 def _exchange_numbers(
-    over: Messages, row: int, tag: int, *, send: torch.Tensor | None = None, like: torch.Tensor | None = None
+    over: Endpoint, row: int, tag: int, *, send: torch.Tensor | None = None, like: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Send numbers to an owner, and receive as many as `like` has."""
     peer, result = over.owners[row], torch.empty(0) if like is None else torch.empty_like(like)
@@ -103,7 +96,7 @@ def _combine(a: torch.Tensor, b: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _pass_on(
-    over: Messages, pickles: list[bytes], target: int, source: int, tag: int, device: torch.device
+    over: Endpoint, pickles: list[bytes], target: int, source: int, tag: int, device: torch.device
 ) -> list[bytes]:
     """Send pickles to one owner and receive those of another: the size first, since only the sender knows it."""
     once = {text: text for text in pickles}  # pickle writes an object once, so equal values travel once
@@ -140,6 +133,11 @@ class Endpoint:
         self.me, self.owners = me, tuple(owners)
         self.rows = {owner: row for row, owner in enumerate(self.owners)}
 
+    @cached_property
+    def queue(self) -> SerialQueue:
+        """Runs the calls that use this transport."""
+        return SerialQueue(self)
+
     def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
         """Every transport has its own."""
         raise NotImplementedError
@@ -152,9 +150,9 @@ class Endpoint:
         """The one object of this type that belongs to the transport, made at first use."""
         if kind not in self._resources:
             self._resources[kind] = make()
-        kept = self._resources[kind]
-        assert isinstance(kept, kind), "made by another function"
-        return kept
+        resource = self._resources[kind]
+        assert isinstance(resource, kind), "made by another function"
+        return resource
 
     def budget(self) -> AbstractContextManager[None]:
         """By default a transport has no timeout."""
@@ -211,11 +209,11 @@ class Endpoint:
 
     def release(self) -> int:
         """Give back staging and the views of repeated exchanges; the number of bytes of staging."""
-        kept = self.staging.bytes
+        size = self.staging.bytes
         self.staging.release()
         for views in list(self.views):
             views.release()
-        return kept
+        return size
 
 
 class MessageRound:
@@ -231,3 +229,96 @@ class MessageRound:
 
     def finish(self) -> None:
         """All was sent when the last message had arrived."""
+
+
+Task = tuple[Callable[[], Any], Future[Any]]
+
+
+class SerialQueue:
+    """Runs tasks one after the other. All that a task waits for is within one timeout of the transport.
+
+    Each submitted task starts a thread, which runs the tasks before it too. Where only the order of messages tells them
+    apart, the waiting thread runs them, so that calls reach the transport in program order.
+    """
+
+    def __init__(self, transport: Endpoint) -> None:
+        self._threaded, self._budget = transport.tagged, transport.budget
+        self._tasks = deque[Task]()
+        self._turn = Condition()
+        self._busy = False  # a task is being done
+
+    @property
+    def idle(self) -> bool:
+        """True if no task is queued or running."""
+        return not self._busy and not self._tasks
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run it after all tasks that were submitted before."""
+        future = Pending[T](self)
+        with self._turn:
+            self._tasks.append((_as_here(lambda: self._limited(work)), future))
+        if self._threaded:
+            Thread(target=self._drain, args=(future,), name="shardwise", daemon=True).start()
+        return future
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run it after all submitted tasks and wait for it; in this thread if the queue is idle."""
+        if not self.idle:
+            return self.submit(work).result()
+        with self._turn:
+            self._busy = True
+        try:
+            return self._limited(work)
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+
+    def _limited(self, work: Callable[[], T]) -> T:
+        with self._budget():
+            return work()
+
+    def _drain(self, until: Future[Any]) -> None:
+        """Run tasks in order until this one is done."""
+        while not until.done():
+            with self._turn:
+                self._turn.wait_for(lambda: not self._busy)
+                if until.done():
+                    return
+                work, future = self._tasks.popleft()
+                self._busy = True
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                with self._turn:
+                    self._busy = False
+                    self._turn.notify_all()
+
+
+class Pending(Future[T]):
+    """A future of a queue. If the queue has no thread, the waiting thread runs its tasks."""
+
+    def __init__(self, queue: SerialQueue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result, or the error."""
+        if not self._queue._threaded:
+            self._queue._drain(self)
+        return super().result(timeout)
+
+
+def _as_here(work: Callable[[], T]) -> Callable[[], T]:
+    """Run with the inference mode, stream and budget of the calling thread."""
+    context = copy_context()
+    inference = torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run() -> T:
+        with torch.inference_mode(inference), torch.cuda.stream(stream) if stream else nullcontext():
+            return context.run(work)
+
+    return run

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.errors import ExchangeError
 from shardwise.geometry import Ints
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import this_process
 from shardwise.transports.unix_packets import PATIENCE, PeerEndedError
 
 SHORT = 0.2  # seconds to wait for peers that this process may have refused

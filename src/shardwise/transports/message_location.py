@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Ints, Strides
 from shardwise.transports.segments import SegmentPlace, SharedSegment
 
@@ -56,9 +57,9 @@ class LocatedTensors:
         self.key, self._segment, self._read = payload, segment, read
         self._words = np.frombuffer(payload, np.int64)
         self.mapped = bool(self._words[1])
-        self._fields: tuple[list[Strides], list[torch.Tensor], Ints] | None = None
+        self._fields: tuple[list[Strides], Tensors, Ints] | None = None
 
-    def _parse(self) -> tuple[list[Strides], list[torch.Tensor], Ints]:
+    def _parse(self) -> tuple[list[Strides], Tensors, Ints]:
         """Strides, bytes and starts of each. Only at first use: a repeated exchange keeps its views by the payload."""
         if self._fields is None:
             words, at = self._words.tolist(), 3
@@ -78,7 +79,7 @@ class LocatedTensors:
         """The strides of each tensor."""
         return self._parse()[0]
 
-    def bytes_of_each(self) -> list[torch.Tensor]:
+    def bytes_of_each(self) -> Tensors:
         """The bytes of each tensor from its first element on. Only where they are mapped."""
         return self._parse()[1]
 

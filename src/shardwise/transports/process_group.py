@@ -106,12 +106,12 @@ class GroupTransport(GuardedGroup):
 
     def _result_of(self, work: dist.Work, result: torch.Tensor, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Wait for a collective call; its inputs are kept until then."""
-        kept = list(inputs)
+        alive = list(inputs)
 
         def wait() -> torch.Tensor:
             with self.guard(self._waiting_for_all):
                 self.wait_for_collective(work)
-            kept.clear()
+            alive.clear()
             return result
 
         return wait

@@ -1,6 +1,6 @@
 """Shared memory without a name: nothing is left behind, and only processes that are sent the descriptor can read it.
 
-Also which segments peers have of this process, and which of theirs are mapped here.
+Also which segments peers have of this process, and which of theirs are mapped here. `this_process` holds all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import finalize
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange.buffers import available, give_back, outside_inference
+from shardwise.exchange.buffers import available, give_back
 from shardwise.transports.torch_groups import move_to_shared_memory, storage_id
 from shardwise.transports.unix_packets import PacketKey, PacketSocket, close_files
 
@@ -81,7 +81,7 @@ def map_file(file: int, size: int, when_unmapped: Callable[[], None] | None = No
         raise SharedMemoryError(f"{size} bytes of shared memory cannot be mapped: {why}")
     memory = (ctypes.c_uint8 * size).from_address(address)
     weakref.finalize(memory, _unmap, address, size, when_unmapped).atexit = False
-    with outside_inference():
+    with torch.inference_mode(False):  # it is kept, and may be used again outside that mode
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -189,18 +189,18 @@ class SharedStaging:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[SharedSegment, torch.Tensor] | None = None
+        self._current: tuple[SharedSegment, torch.Tensor] | None = None
         self._read, self._lock = True, RLock()
 
     def take(self, size: int) -> tuple[SharedSegment, torch.Tensor]:
         """A segment of at least that many bytes. What was packed before is overwritten."""
         with self._lock:
-            if self._kept is None or self._kept[0].size < size:
+            if self._current is None or self._current[0].size < size:
                 self.give_back()  # before a larger one is allocated
                 segment = SharedSegment.allocate(size)
-                self._kept = segment, segment.mapped()
+                self._current = segment, segment.mapped()
             self._read = False
-            return self._kept
+            return self._current
 
     def mark_read(self) -> None:
         """All peers have read what was packed."""
@@ -209,20 +209,20 @@ class SharedStaging:
     def give_back(self) -> None:
         """Release the segment, and its pages at once if no peer reads it: peers unmap it only when they are told."""
         with self._lock:
-            if self._kept is not None and self._read:
-                give_back(self._kept[1])
+            if self._current is not None and self._read:
+                give_back(self._current[1])
             self.release()
 
     @property
     def bytes(self) -> int:
         """The size of the segment that is kept."""
-        kept = self._kept
-        return kept[0].size if kept else 0
+        current = self._current
+        return current[0].size if current else 0
 
     def release(self) -> None:
         """Pack into this segment no more; peers may still read it."""
         with self._lock:
-            self._kept, self._read = None, True
+            self._current, self._read = None, True
 
 
 SEGMENT, FREED = range(2)  # kinds of packets of transport 0: a segment, tagged by its number; numbers of freed segments
@@ -289,3 +289,42 @@ class PeerSegments:
             if numbers:
                 key = PacketKey("", 0, FREED, 0)
                 self._packets.try_to_send(address, key, ",".join(map(str, numbers)).encode())
+
+
+class ThisProcess:
+    """One per process. A forked child keeps its tensors, and gets a socket and peers of its own at first use."""
+
+    def __init__(self) -> None:
+        self.shared_tensors = SharedTensors()
+        self._lock, self._packets, self._peer_segments = Lock(), None, None
+
+    _packets: PacketSocket | None
+    _peer_segments: PeerSegments | None
+
+    @property
+    def packets(self) -> PacketSocket:
+        """Its socket, opened at first use. Not every system allows one: an OSError."""
+        with self._lock:  # threads that come at the same time get the same one
+            if self._packets is None:
+                self._packets = PacketSocket()
+            return self._packets
+
+    @property
+    def peer_segments(self) -> PeerSegments:
+        """Segments that go to peers, and come from them, over its socket."""
+        packets = self.packets
+        with self._lock:
+            if self._peer_segments is None:
+                self._peer_segments = PeerSegments(packets)
+            return self._peer_segments
+
+    def after_fork(self) -> None:
+        """Sockets and mappings of peers are the parent's: close them. A thread of the parent may have held the lock."""
+        packets = self._packets
+        self._lock, self._packets, self._peer_segments = Lock(), None, None
+        if packets is not None:
+            packets.close()
+
+
+this_process = ThisProcess()
+os.register_at_fork(after_in_child=this_process.after_fork)

@@ -28,8 +28,7 @@ from shardwise.transports.guarded_group import CauseError
 from shardwise.transports.local_peers import LocalPeers
 from shardwise.transports.message_location import LocatedTensors, MessageLocation
 from shardwise.transports.process_group import GroupMessages, GroupTransport
-from shardwise.transports.segments import SharedMemoryError, SharedSegment, SharedStaging
-from shardwise.transports.this_process import this_process
+from shardwise.transports.segments import SharedMemoryError, SharedSegment, SharedStaging, this_process
 from shardwise.transports.unix_packets import (
     FAILED,
     Packet,
@@ -82,11 +81,11 @@ class SharedMemoryTransport(GroupTransport):
 
     def release(self) -> int:
         """Give back the shared staging too, and unmap segments that peers have freed."""
-        kept = self.shared_staging.bytes
+        size = self.shared_staging.bytes
         self.shared_staging.give_back()
         if self.local_peers.addresses:
             this_process.peer_segments.tidy()
-        return kept + super().release()
+        return size + super().release()
 
     def check_choice(self, choice: object) -> None:
         """Every choice is possible if everybody is on this host."""

@@ -17,10 +17,13 @@ from math import prod
 import numpy as np
 import torch
 
+from shardwise.checkpoint.axis_rules import AxisRule, Known, Word
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
+from shardwise.checkpoint.file_patterns import axis_positions, file_name
 from shardwise.checkpoint.files import FileLabel, Files, inside
 from shardwise.checkpoint.formats import safetensors, torch_save
-from shardwise.checkpoint.rules import Rules, RulesSource, Word, axis_positions, file_name, layout_on, read_rules
+from shardwise.checkpoint.rules import Rules, RulesSource, rules_for
+from shardwise.checkpoint.sharding_rule import layout_on, ranks_of, without_heads
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.geometry import Box, Boxes, Ints, Places, ints, join, spread
 from shardwise.job.names import missing
@@ -35,17 +38,20 @@ MAX_MISSING = 1024  # files that may be missing and are still listed by name
 
 def open_rank_files(files: Files, source: RulesSource) -> Checkpoint:
     """The tensors of all rank files together. Other values come from the file of the first rank."""
-    rules = read_rules(source)
+    rules = rules_for(source, files)
     names = rank_files(files, rules)
     opened = [_open(files, name) for name in names]
     ranks = [_selected(checkpoint, rules) for checkpoint in opened]
     labels = [files.label(name) for name in names]
-    _check_names(ranks, labels, rules)
+    meshes = _meshes(ranks, rules)
+    _check_names(ranks, labels, rules, meshes)
     entries = dict[str, Entry]()
-    for name in ranks[0]:
-        mesh, rule = rules.known_mesh(), rules.rule(name)
-        tensor = RankTensors(name, [rank[name] for rank in ranks], labels, mesh, rule.on(mesh), rule.where)
-        entries[name] = _entry(tensor, files, names)
+    for name, mesh in meshes.items():
+        rule, known = rules.placed(name)
+        here, words = mesh.ranks.reshape(-1).tolist(), rule.on(rules.known_mesh())
+        shards, where = [ranks[rank][name] for rank in here], [labels[rank] for rank in here]
+        tensor = RankTensors(name, shards, where, mesh, without_heads(words, mesh, known), rule.where, known)
+        entries[name] = _entry(tensor, files, [names[rank] for rank in here])
     return Checkpoint(
         files,
         "files of ranks",
@@ -134,16 +140,32 @@ def _selected(checkpoint: Checkpoint, rules: Rules) -> dict[str, Entry]:
     return {name: entry for name, entry in named.items() if not rules.rule(name).skip}
 
 
-def _check_names(ranks: Sequence[Mapping[str, Entry]], labels: Sequence[FileLabel], rules: Rules) -> None:
-    """Refuse ranks with different names."""
-    if not ranks[0]:
+def _meshes(ranks: Sequence[Mapping[str, Entry]], rules: Rules) -> dict[str, Mesh]:
+    """The ranks that should have each tensor, by the rules."""
+    mesh = rules.known_mesh()
+    every = Mesh.of(mesh.shape, mesh.names)  # of numbers of files
+    placed = {name: rules.placed(name) for name in dict.fromkeys(name for rank in ranks for name in rank)}
+    return {name: rule.submesh(every, known) for name, (rule, known) in placed.items()}
+
+
+def _check_names(
+    ranks: Sequence[Mapping[str, Entry]], labels: Sequence[FileLabel], rules: Rules, meshes: Mapping[str, Mesh]
+) -> None:
+    """Refuse ranks that lack tensors, or have those of others."""
+    if not meshes:
         under = f" whose name begins with {rules.prefix!r}" if rules.prefix else ""
         raise CheckpointError(f"{labels[0]} has no tensor{under}, except those that the rules skip")
-    for rank, file in zip(ranks, labels, strict=True):
-        if absent := [name for name in ranks[0] if name not in rank]:
-            raise CheckpointError(f"{missing(f'{file} has no', absent, rank)}, but {labels[0]} has")
-        if more := [name for name in rank if name not in ranks[0]]:
-            raise CheckpointError(f"{missing(f'{labels[0]} has no', more, ranks[0])}, but {file} has")
+    holders = {name: set(mesh.ranks.reshape(-1).tolist()) for name, mesh in meshes.items()}
+    absent = [(name, rank) for name, numbers in holders.items() for rank in sorted(numbers) if name not in ranks[rank]]
+    if absent:
+        first, rank = absent[0]
+        names = [name for name, number in absent if number == rank]
+        other = next(label for names, label in zip(ranks, labels, strict=True) if first in names)
+        raise CheckpointError(f"{missing(f'{labels[rank]} has no', names, ranks[rank])}, but {other} has")
+    for rank, names_there in enumerate(ranks):
+        if more := [name for name in names_there if rank not in holders[name]]:
+            where = rules.rule(more[0]).where
+            raise CheckpointError(f"{labels[rank]} has {more[0]!r}, which {where} gives to other ranks")
 
 
 def _objects(first: Checkpoint, entries: Mapping[str, Entry], rules: Rules) -> dict[str, object]:
@@ -223,6 +245,7 @@ class RankTensors:
     mesh: Mesh
     words: Sequence[Word]
     where: str  # in the rules
+    known: Known
 
     @cached_property
     def dims(self) -> list[int | None]:
@@ -266,7 +289,15 @@ class RankTensors:
 
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return tuple(int(sizes.sum()) for sizes in self.sizes)
+        return tuple(self._length(dim, int(sizes.sum())) for dim, sizes in enumerate(self.sizes))
+
+    def _length(self, dim: int, stored: int) -> int:
+        """The size of a dim: heads that lie on several ranks count once."""
+        words = {self.words[axis] for axis in self.axes(dim)}
+        for word in words:
+            if isinstance(word, AxisRule):
+                stored = word.length(stored, ranks_of(word, self.words, self.mesh), self.known)
+        return stored
 
     def first(self) -> Ints:
         """The ranks to read: of replicas the first. An array with the axes that split a dim."""
@@ -336,7 +367,8 @@ def _by_layout(tensors: RankTensors) -> RankShards:
     """Strided and fused tensors: sizes are not enough, so the parts come from the layout."""
     shape, axes = tensors.shape(), [axis for axis, dim in enumerate(tensors.dims) if dim is not None]
     mesh = Mesh.of([tensors.mesh.shape[axis] for axis in axes], ranks=tensors.first())
-    layout, parts = layout_on(shape, mesh, [tensors.words[axis] for axis in axes]), list[RankShards]()
+    words = [tensors.words[axis] for axis in axes]
+    layout, parts = layout_on(shape, mesh, words, tensors.known), list[RankShards]()
     for rank in layout.owners():
         local, pieces = layout.local_shape(rank), layout.pieces(rank)
         if local != tensors.entries[rank].shape:

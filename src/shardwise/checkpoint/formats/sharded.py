@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
+from operator import sub
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +31,7 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, c
 from shardwise.checkpoint.values import STORED, JsonObject, JsonValue, decode, encode
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
-from shardwise.layout import Grid, Layout, parse
+from shardwise.layout import Grid, Layout, from_spelling
 from shardwise.notation import read
 from shardwise.quoting import brief
 from shardwise.state.traverse import OBJ_PATH, Key, is_step
@@ -146,8 +147,17 @@ class Headers:
     def __init__(self, files: Files, names: Sequence[str]) -> None:
         self.files, self.names = files, names
         self._read = dict[int, Header]()
+        self._parts = dict[tuple[str, tuple[int, ...], str], StoredParts]()
 
-    def check_room(self, layout: Layout) -> None:
+    def parts(self, dtype: str, shape: tuple[int, ...], layout: str) -> StoredParts:
+        """How tensors with these fields are stored. Checked and made once: many tensors have the same."""
+        key = dtype, shape, layout
+        if key not in self._parts:
+            self._check_room(_file_layout(layout, len(self.names)))
+            self._parts[key] = _stored_parts(*key, len(self.names))
+        return self._parts[key]
+
+    def _check_room(self, layout: Layout) -> None:
         """Refuse more parts than the files can have: each takes at least LINE bytes of a header."""
         parts = prod(len(axis.part) for axis in layout.form.axes) if isinstance(layout.form, Grid) else 0
         if parts > FEW_PARTS and parts > sum(self.files.size(name) for name in self.names) // LINE:
@@ -167,8 +177,7 @@ def _entry(headers: Headers, where: object, tensors: JsonObject, name: str) -> E
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where} lacks dtype, shape or layout") from error
     try:
-        headers.check_room(_file_layout(layout, len(headers.names)))
-        parts = _stored_parts(dtype, shape, layout, len(headers.names))
+        parts = headers.parts(dtype, shape, layout)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
     own = _own_name(tensors, name, fields, where)
@@ -178,15 +187,16 @@ def _entry(headers: Headers, where: object, tensors: JsonObject, name: str) -> E
 
 def _own_name(tensors: JsonObject, name: str, fields: JsonObject, where: object) -> str:
     """The name of a tensor in its files: that of the one that it is tied to."""
-    one = fields.get("tied", name)
-    same = {key: value for key, value in fields.items() if key != "tied"}
-    if one != name and (not isinstance(one, str) or tensors.get(one) != same):
+    if "tied" not in fields:
+        return name
+    one, same = fields["tied"], {key: value for key, value in fields.items() if key != "tied"}
+    if one == name:
+        raise CheckpointError(f"{name!r} in {where} is tied to itself")
+    if not isinstance(one, str) or tensors.get(one) != same:
         raise CheckpointError(
             f"{name!r} in {where} is tied to {one!r}, which is not an untied tensor with the same layout"
         )
-    if one == name and "tied" in fields:
-        raise CheckpointError(f"{name!r} in {where} is tied to itself")
-    return str(one)
+    return one
 
 
 class StoredParts(NamedTuple):
@@ -202,8 +212,8 @@ class StoredParts(NamedTuple):
         """The file, the end of the key, and the shape of a box."""
         part = self.known.get(row)
         if part is None:
-            box = self.stored.boxes.box(row)
-            part = self.known[row] = int(self.file[row]), key_of("", box.lo), box.shape
+            lo, hi = (side[row].tolist() for side in self.stored.boxes)
+            part = self.known[row] = int(self.file[row]), key_of("", lo), tuple(map(sub, hi, lo))
         return part
 
 
@@ -213,7 +223,7 @@ def _file_layout(text: str, files: int) -> Layout:
     spelling = read(text)
     if max(spelling.owners or (prod(spelling.mesh) - 1,)) >= files:
         raise ValueError(f"the layout {text} has more owners than there are files: {files}")
-    return parse(text)
+    return from_spelling(spelling)
 
 
 @lru_cache(maxsize=4096)
