@@ -73,7 +73,7 @@ The built-in rules, for Hugging Face names and an axis tp (and ep for experts), 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -220,8 +220,14 @@ class Rules:
 
     def skips(self, name: str) -> bool:
         """True for a name that the rules leave out."""
-        found = (rule for rule in self.rules if rule.match(name) is not None and rule.applies(self._known))
-        return next((rule.skip for rule in found), False)
+        return next((rule.skip for rule in self._matching(name)), False)
+
+    def matches(self, name: str) -> bool:
+        """True for a name that a rule matches."""
+        return next(self._matching(name), None) is not None
+
+    def _matching(self, name: str) -> Iterator[ShardingRule]:
+        return (rule for rule in self.rules if rule.match(name) is not None and rule.applies(self._known))
 
     def known_mesh(self) -> Mesh:
         """The mesh; refused if there is none."""
