@@ -200,7 +200,7 @@ class Dequantising:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the buffers of codes and of scales, with the part of the target that they are for: there may be several."""
+        """Of the buffers of codes and of scales, with the part of the target they are for: there may be several."""
         part = "" if self.link.target_view.is_whole(self.target.shape) else str(self.link.target_view)
         target = self.link.target + part
         return f"{self.quantised.codes} for {target}", f"{self.quantised.scales} for {target}"
