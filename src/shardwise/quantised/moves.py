@@ -200,8 +200,10 @@ class Dequantising:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the buffers of codes and of scales."""
-        return f"{self.quantised.codes} for {self.link.target}", f"{self.quantised.scales} for {self.link.target}"
+        """Of the buffers of codes and of scales: with the part of the target that they are for, as it may have several."""
+        part = "" if self.link.target_view.is_whole(self.target.shape) else str(self.link.target_view)
+        target = self.link.target + part
+        return f"{self.quantised.codes} for {target}", f"{self.quantised.scales} for {target}"
 
     def buffers(self) -> tuple[RegionBuffers, RegionBuffers]:
         """Of codes and of scales."""
