@@ -36,7 +36,7 @@ from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
-from shardwise.quantised.moves import Rule, check_used, folded, separated
+from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
 from shardwise.quantised.recognition import Quantised, recognise
 from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
 
@@ -145,7 +145,7 @@ def _target(
 ) -> LoadTarget:
     """Open the checkpoint, and take apart what is to be filled."""
     options.check()
-    rename, (quantised, remap) = options.rename, separated(options.remap)
+    rename, (quantised, remap) = options.rename, split_rules(options.remap)
     checkpoint = with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
     module: ModuleTarget | None = None
     if isinstance(into, torch.nn.Module):
@@ -249,7 +249,7 @@ def _streams(
     checkpoint, rename, remap = target.checkpoint, target.rename, target.remap
     coded = recognise(infos, target.quantised)
     check_used(target.quantised, coded, quantised_in(checkpoint) if target.quantised else ())
-    wanted = folded(infos, coded)
+    wanted = value_shapes(infos, coded)
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap

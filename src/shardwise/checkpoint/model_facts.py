@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardwise.checkpoint.axis_rules import Known
 from shardwise.checkpoint.expressions import Expression
 from shardwise.checkpoint.model_config import Config, config_numbers, text_config
-from shardwise.checkpoint.sharding_rule import numbered, numbers_in
+from shardwise.checkpoint.sharding_rule import numbers_by_prefix, numbers_in
 from shardwise.errors import LayoutError
 
 BARE = re.compile(r"\w*(?<!LMHead)Model")  # the class of a model without an output layer
@@ -94,7 +94,7 @@ class ModelFacts:
 
 def _check_count(pattern: str, known: Known, count: Expression, names: Sequence[str]) -> None:
     """Refuse numbers in names other than 0 to count - 1."""
-    for before, found in numbered(pattern, names).items():
+    for before, found in numbers_by_prefix(pattern, names).items():
         expected = set(range(known.count(count, f"the number of {pattern!r}")))
         if found != expected:
             wrong = min(found ^ expected)

@@ -221,7 +221,7 @@ def quantised_names(values: KnownTensors, rules: Sequence[Quantised]) -> dict[st
     found = dict[str, Becoming]()
     for rule, format in ((rule, rule.known_format()) for rule in rules):
         for name, tensor in values.items() if format is not None else ():
-            names, shape = rule.named(name, values), tuple(tensor.shape)
+            names, shape = rule.of_value(name, values), tuple(tensor.shape)
             if names is not None and format is not None and len(shape) >= 2 and tensor.dtype in PLAIN:
                 one = QuantisedTensor.new(names, format, shape, scales_dtype(format))
                 found.setdefault(name, Becoming(one, rule))

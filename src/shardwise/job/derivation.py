@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardwise.job.names import filled, matched
 from shardwise.job.remap_rules import Joining, Padded, Rearranging, Remap, SameCells, Shape, Shapes, Stack
-from shardwise.job.subtensor import Subtensor, simplified
+from shardwise.job.subtensor import Subtensor, simplify
 
 Path = frozenset[Hashable]  # names that are being made, and rules that are being used, to make them
 
@@ -53,7 +53,7 @@ class Derived:
         if cells.here is Subtensor.whole(self.shape) and cells.there.is_box and not empty:  # as usual, and quick
             return [one._replace(view=cells.there.part(one.view)) for one in self.fragments]
         return empty + [  # the names of what is empty count all the same
-            Fragment(source, *simplified(source_view.part(ours), cells.there.part(theirs)))
+            Fragment(source, *simplify(source_view.part(ours), cells.there.part(theirs)))
             for source, source_view, view in self.fragments
             for ours, theirs in view.common(cells.here)
         ]

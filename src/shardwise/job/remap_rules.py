@@ -377,7 +377,7 @@ def checked_dim(dim: object, shape: Shape) -> int:
     return dim % len(shape)
 
 
-def listed(remap: object) -> list[Any]:
+def list_rules(remap: object) -> list[Any]:
     """What is given as `remap=`: rules in any iterable, or a single one. Not checked yet."""
     return list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
 
@@ -385,7 +385,7 @@ def listed(remap: object) -> list[Any]:
 def checked_rules(remap: object) -> list[Remap]:
     """The rules; anything else is refused."""
     rules = list[Remap]()
-    for rule in listed(remap):
+    for rule in list_rules(remap):
         if not isinstance(rule, Remap):
             raise TypeError(f"remap= must be a list of {RULES}, but has {rule!r}")
         _check_names(rule)

@@ -18,7 +18,7 @@ from shardwise.exchange.overflow import Losses, may_overflow
 from shardwise.geometry import Box, Boxes
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link, Remap
-from shardwise.job.remap_rules import listed
+from shardwise.job.remap_rules import list_rules
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
 from shardwise.quantised.arithmetic import dequantise_box
@@ -29,14 +29,14 @@ from shardwise.quantised.recognition import KnownTensors, Quantised, QuantisedTe
 Rule = Remap | Quantised
 
 
-def separated(remap: object) -> tuple[list[Quantised], list[Remap]]:
+def split_rules(remap: object) -> tuple[list[Quantised], list[Remap]]:
     """The rules of quantised tensors, and all others."""
-    rules = listed(remap)
+    rules = list_rules(remap)
     quantised = [rule for rule in rules if isinstance(rule, Quantised)]
     return quantised, [rule for rule in rules if not isinstance(rule, Quantised)]
 
 
-def folded(tensors: KnownTensors, quantised: Mapping[str, QuantisedTensor]) -> dict[str, Shape]:
+def value_shapes(tensors: KnownTensors, quantised: Mapping[str, QuantisedTensor]) -> dict[str, Shape]:
     """The shapes of a side with values in the place of codes, and without scales."""
     values, scales = {one.codes: one for one in quantised.values()}, {one.scales for one in quantised.values()}
     shapes = dict[str, Shape]()

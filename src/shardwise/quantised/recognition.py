@@ -96,7 +96,7 @@ class Quantised:
     is one of fp8-block, fp8-row, fp8-tensor, int8-row, int8-scb, mxfp8 and mxfp4, or a `Format`. `value` is the name of
     the values, by default that of the codes. `dtype` is that of the values in a conversion, if `cast=` gives no other.
 
-    >>> Quantised("*.weight", "*.weight_scale_inv", format="fp8-block").named("layers.0.up.weight", ())
+    >>> Quantised("*.weight", "*.weight_scale_inv", format="fp8-block").of_value("layers.0.up.weight", ())
     ('layers.0.up.weight', 'layers.0.up.weight', 'layers.0.up.weight_scale_inv')
     """
 
@@ -123,7 +123,7 @@ class Quantised:
         found = None if self.format is None else format_of(self.format)
         return found if found is None or self.block is None else found.with_block(self.block)
 
-    def named(self, value: str, names: Collection[str]) -> tuple[str, str, str] | None:
+    def of_value(self, value: str, names: Collection[str]) -> tuple[str, str, str] | None:
         """The names of values, codes and scales, if `value` is that of values; None where it is not."""
         return self._filled(self.value or self.codes, value, names)
 

@@ -89,7 +89,7 @@ class Quantising(NamedTuple):
             encode_box(view_of(to, made), view_of(window, memory), here, one.format, box, one.shape)
         return made
 
-    def stored(self, owner: int, stored: torch.Tensor) -> Tensors:
+    def scales(self, owner: int, stored: torch.Tensor) -> Tensors:
         """The scales that an owner has."""
         layout = scales_layout(self.layout, self.tensor.format)
         pieces = sorted(layout.pieces(owner), key=lambda piece: piece.buffer) if owner in layout else []
@@ -202,7 +202,7 @@ class QuantisingSide(LiveSide):
             values, scaling = super().memory(one.tensor.value), self._scaling(one)
             coded = name == one.tensor.codes
             me = self._transport.me
-            self._made[name] = one.codes(values, me, scaling.forward) if coded else one.stored(me, scaling.stored)
+            self._made[name] = one.codes(values, me, scaling.forward) if coded else one.scales(me, scaling.stored)
         return self._made[name]
 
     def _scaling(self, one: Quantising) -> Scaling:

@@ -24,7 +24,7 @@ from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
-from shardwise.quantised.moves import Rule, check_used, folded, separated
+from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
 from shardwise.quantised.recognition import Quantised, recognise
 from shardwise.quantised.sides import CodedLinks, QuantisingSide
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
@@ -72,7 +72,7 @@ class Resharder:
             infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
         self._infos, self._losses = infos, Losses()
-        counted, rules = self._losses if overflow == "refuse" else None, separated(remap)
+        counted, rules = self._losses if overflow == "refuse" else None, split_rules(remap)
 
         def make() -> tuple[ModelPlan, tuple[CodedLinks, QuantisingSide, LiveSide]]:
             check_progress(progress)
@@ -208,13 +208,13 @@ def _plan(
     for side, tensors in zip(("source", "target"), known, strict=True):
         check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     quantised, regrouped = rules
-    folds = recognise(known[0], quantised), recognise(known[1], quantised)
+    by_side = recognise(known[0], quantised), recognise(known[1], quantised)
     for rule in quantised:
         check_used([rule], *(recognise(side, [rule]) for side in known))
-    shapes = (folded(side, fold) for side, fold in zip(known, folds, strict=True))
+    shapes = (value_shapes(side, tensors) for side, tensors in zip(known, by_side, strict=True))
     planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
     cast.check_used(known[1])
-    coded = CodedLinks.of(planned, known, folds)
+    coded = CodedLinks.of(planned, known, by_side)
     targets = coded.targets(known[1])
     sources = coded.sources(known[0]) | zeros_infos(coded.links, targets)
     pairs = ((link.source, link.target) for link in coded.links)
