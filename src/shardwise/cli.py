@@ -83,7 +83,7 @@ def show(layout: LayoutText, html: Page = None) -> None:
     _say(report.draw(parsed))
     idle = sorted(set(parsed.owners()).difference(parsed.form.holders.owners.tolist()))
     if idle:
-        _say(f"\nnothing on owner {write_ranges(idle)}")
+        _say(f"\nnothing on owner{'s' * (len(idle) > 1)} {write_ranges(idle)}")
     if html is not None:
         report.write(html, report.page(parsed))
 
@@ -133,26 +133,33 @@ AllowOverflow = Annotated[
 ]
 Concats = Annotated[
     list[str] | None,
-    typer.Option(help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes."),
+    typer.Option(
+        help="'*.qkv=*.q,*.k,*.v' in either direction; '@1' along dim 1, ':64,32,32' sizes (by default equal)."
+    ),
 ]
-Stacks = Annotated[list[str] | None, typer.Option(help="'*.experts.w=*.experts.{}.w' in either direction.")]
+Stacks = Annotated[list[str] | None, typer.Option(help="'*.w=*.experts.{}.w' in either direction; {} is the number.")]
 Transposes = Annotated[list[str] | None, typer.Option(help="Names of tensors to transpose (all dims reversed).")]
 Interleaves = Annotated[
     list[str] | None,
     typer.Option(
-        help="'*.qkv=*.q,*.k,*.v:64,64,64' in either direction: parts that alternate, with the sizes of each."
+        help="'*.qkv=*.q,*.k,*.v:8,8,8' in either direction: parts that alternate, with their sizes in one group "
+        "(one head of q, k and v)."
     ),
 ]
 Rotaries = Annotated[
     list[str] | None,
-    typer.Option(help="'*.q_proj.weight=halves:128': rotary pairs as halves of heads of 128; or pairs."),
+    typer.Option(
+        help="'*.q.weight=halves:128': rotary pairs become halves of heads of 128 cells; 'pairs:128' for the other way."
+    ),
 ]
-Pads = Annotated[list[str] | None, typer.Option(help="'embed.weight=1024' or 'embed.weight=multiple:64', with zeros.")]
+Pads = Annotated[
+    list[str] | None,
+    typer.Option(help="'embed=1024' or 'embed=multiple:64': pad with zeros; a smaller size cuts off."),
+]
 QuantisedTensors = Annotated[
     list[str] | None,
     typer.Option(
-        help="'auto' dequantises what it finds; 'CODES,SCALES@FORMAT', as in '*.weight,*.weight_scale_inv@fp8-block', "
-        "also quantises."
+        help="'auto' dequantises what it finds; CODES,SCALES@FORMAT, as in '*.w,*.w_scale@fp8-row', also quantises."
     ),
 ]
 ObjectsOf = Annotated[

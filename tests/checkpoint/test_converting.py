@@ -575,7 +575,7 @@ REFUSED = {
     "rules without a mesh": (
         {"format": "sharded", "rules": {"rule": [{"name": "*", "placements": "R"}]}},
         LayoutError,
-        "has no [mesh]",
+        "there is no mesh",
     ),
 }
 

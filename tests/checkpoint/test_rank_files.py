@@ -281,7 +281,7 @@ def test_directories_without_files_of_ranks_are_refused(tmp_path):
     write(tmp_path, [{"w": ROWS}] * 2, "a_{}.safetensors")
     write(tmp_path, [{"w": ROWS}] * 2, "b_{}.safetensors")
     refused(tmp_path, rules(tp=2), "several sets of numbered files", "a_0.safetensors", "b_1.safetensors")
-    refused(tmp_path, "llama", "has no [mesh]", error=LayoutError)
+    refused(tmp_path, "llama", "there is no mesh", error=LayoutError)
 
 
 def test_a_damaged_file_is_named(tmp_path):

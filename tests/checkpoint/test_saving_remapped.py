@@ -80,6 +80,12 @@ def test_renamed_tensors_are_saved_as_they_are_and_stay_tied(tmp_path):
         checkpoint.save(state, tmp_path / "d", rename=lambda name: "one")
 
 
+def test_quantising_is_left_to_convert(tmp_path):
+    rule = sw.Quantised("w", "w_scale", format="fp8-row")
+    with pytest.raises(TypeError, match="save without it, then `convert` with it"):
+        checkpoint.save({"w": cells(4, 2)}, tmp_path / "c", remap=[rule])
+
+
 def test_parts_of_unlike_dtypes_are_refused(tmp_path):
     state = {"q": cells(4, 2), "k": cells(4, 2).double()}
     with pytest.raises(ValueError, match="'qk' is put together from"):
@@ -117,3 +123,20 @@ def test_rules_come_in_any_iterable_or_as_a_single_one(tmp_path):
                 torch.testing.assert_close(one, expected, rtol=0, atol=0)
 
     on_ranks(1, run)
+
+
+@pytest.mark.parametrize("remap", [[], RULES])
+def test_a_rename_that_matches_nothing_is_refused(tmp_path, remap):
+    with pytest.raises(ValueError, match=r"rename= has 'modle\.\*', which matches no name"):
+        checkpoint.save(STATE, tmp_path / "c", rename={"plain": "new", "modle.*": "*"}, remap=remap)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_rename_that_matches_nothing_is_refused_on_all_ranks(tmp_path):
+    def save(rank):
+        with pytest.raises(ValueError, match="rename= has 'b', which matches no name"):
+            checkpoint.save({"a": torch.ones(2)}, tmp_path / "c", rename={"b": "c"})
+        checkpoint.save({"a": torch.ones(2)}, tmp_path / "c", rename={"a": "c"})
+
+    on_ranks(2, save)
+    assert set(checkpoint.open(tmp_path / "c")) == {"c"}

@@ -229,7 +229,7 @@ def test_bad_input_is_refused_in_one_error(stored, tmp_path):
     del kept["k.weight_scale_inv"]
     save_file(kept, tmp_path / "lone.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"'k.weight' is torch.float8_e4m3fn, which are codes, but its scales"
+        CheckpointError, match=r"'k.weight' is torch.float8_e4m3fn, which are codes, but there are no scales"
     ) as error:
         checkpoint.convert(tmp_path / "lone.safetensors", tmp_path / "out.safetensors", remap=[RULE])
     assert "lone.safetensors" in str(error.value)
@@ -268,3 +268,16 @@ def test_the_command_line_dequantises_and_quantises(tmp_path):
     again = run(app, ["convert", b, c, "--quantised", "*.weight,*.weight_scale@mxfp8", "--no-bar"])
     assert again.exit_code == 0
     assert_all_same(load_file(c), {"a.weight": codes, "a.weight_scale": scales})
+
+
+def test_errors_name_the_file_that_has_codes(tmp_path):
+    codes, scales = quantise(torch.ones(4, 4), "fp8-row")
+    save_file({"w": codes, "w_scale": scales}, tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match=r"c\.safetensors: 'w' has shape \(4, 4\) in the source, but \(5, 4\)"):
+        checkpoint.load(tmp_path / "c.safetensors", {"w": torch.empty(5, 4)}, remap=[Quantised()])
+
+
+def test_automatic_rules_say_how_to_quantise(tmp_path):
+    save_file({"w": torch.ones(4, 4)}, tmp_path / "c.safetensors")
+    with pytest.raises(CheckpointError, match=r"c\.safetensors: Quantised\(\).* fits nothing.*To quantise values"):
+        checkpoint.convert(tmp_path / "c.safetensors", tmp_path / "d", remap=[Quantised()])

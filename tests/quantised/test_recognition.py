@@ -74,7 +74,10 @@ def test_rules_give_other_names():
     [
         (tensors(w_scale_inv=((2, 2), torch.float32)), "'w_scale_inv' is a scale, but its codes 'w' are not there"),
         (tensors(m__SCB=((2,), torch.float32)), "'m.SCB' is a scale, but its codes 'm.weight' are not there"),
-        (tensors(w=((256, 256), FP8)), "'w' is torch.float8_e4m3fn, which are codes, but its scales 'w_scale_inv' or"),
+        (
+            tensors(w=((256, 256), FP8)),
+            "'w' is torch.float8_e4m3fn, which are codes, but there are no scales 'w_scale_inv' or",
+        ),
         (
             tensors(w=((256, 256), FP8), w_scale_inv=((3, 2), torch.float32)),
             r"the scales of 'w' have shape \(3, 2\), but codes of shape \(256, 256\) in fp8-block need \(2, 2\)",
@@ -96,7 +99,7 @@ def test_what_does_not_fit_is_named(known, error):
 
 def test_names_of_rules_are_checked_too():
     rule = Quantised("*.q", "*.s", format="int8-row")
-    with pytest.raises(ValueError, match=r"'a.q' is torch.int8, which are codes, but its scales 'a.s' are not there"):
+    with pytest.raises(ValueError, match=r"'a.q' is torch.int8, which are codes, but there are no scales 'a.s'"):
         recognise(tensors(a__q=((8, 8), torch.int8)), [rule])
     with pytest.raises(ValueError, match=r"'a.s' is a scale, but its codes 'a.q' are not there"):
         recognise(tensors(a__s=((8,), torch.float32)), [rule])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
 from math import gcd
 from typing import Literal
@@ -34,10 +35,14 @@ class Known:
         """The value of an expression."""
         missing = sorted(expression.names - self.numbers.keys())
         if missing:
-            why = "it is not in config.json" if self.config else f"no config.json was given. {REMEDY}"
+            why = self._unknown(missing[0]) if self.config else f"no config.json was given. {REMEDY}"
             what = "" if expression.text == missing[0] else f" for {expression.text!r}"
             raise LayoutError(f"the number {missing[0]!r} is needed{what}: {why}")
         return expression.value(self.numbers)
+
+    def _unknown(self, name: str) -> str:
+        near = get_close_matches(name, list(self.numbers), 1)
+        return "it is not in config.json" + (f"; did you mean {near[0]!r}?" if near else "")
 
     def count(self, expression: Expression, what: str) -> int:
         """The value of an expression that counts something."""

@@ -115,7 +115,7 @@ def with_values(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> Checkpoin
             entries[one.value] = ValueEntry(one, checkpoint[one.codes], checkpoint[one.scales], rule)
         elif name not in scales:
             entries[name] = checkpoint[name]
-    return Checkpoint(
+    made = Checkpoint(
         checkpoint.files,
         checkpoint.format,
         entries,
@@ -123,6 +123,8 @@ def with_values(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> Checkpoin
         objects=lambda: checkpoint.objects,
         metadata=checkpoint.metadata,
     )
+    made.path = checkpoint.path  # of a single file it is more than the root of `files`
+    return made
 
 
 def quantised_in(checkpoint: Checkpoint) -> list[str]:

@@ -86,8 +86,8 @@ def _unknown(kind: object, names: Sequence[str], config: Config, where: str) -> 
     near = get_close_matches(str(asked)[:100], list(ready_names()), 1, 0)[0]
     known = ", ".join(sorted(ready_names()))
     return LayoutError(
-        f"{where}: no built-in rules for model_type {brief(kind)}, architectures {brief(list(names))}. The nearest "
-        f"are {near!r} (of {known}). If they fit, name them; otherwise {HOW_TO_WRITE.format(near=near)}"
+        f"{where}: no built-in rules for model_type {brief(kind)}, architectures {brief(list(names))}. There are "
+        f"{known}. If the nearest, {near!r}, fit, name them; otherwise {HOW_TO_WRITE.format(near=near)}"
     )
 
 

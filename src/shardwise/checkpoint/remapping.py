@@ -8,7 +8,7 @@ import torch
 
 from shardwise.containers.description import is_tensor, memory_of
 from shardwise.job.agree import Callers
-from shardwise.job.names import Rename, renamed
+from shardwise.job.names import Rename, matched, rename_patterns, renamed
 from shardwise.job.remap import Link, Remap, links, shapes_after
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout
@@ -18,8 +18,9 @@ from shardwise.state.traverse import StateDict, flatten_state_dict
 
 def remap_state_dict(state_dict: StateDict, callers: Callers, rename: Rename, remap: Sequence[Remap]) -> StateDict:
     """The tensors under their new names; other values as they are. Without `remap`, they are the same tensors."""
+    result = _checked_names(state_dict, callers, rename, same_tensors=not remap)
     if not remap:
-        return callers.tell(lambda: (_renamed(state_dict, rename), None))[0]
+        return result
     if callers.alone:
         return _alone(state_dict, rename, remap)
 
@@ -29,6 +30,22 @@ def remap_state_dict(state_dict: StateDict, callers: Callers, rename: Rename, re
         return Layout.replicated(shape, owners[:1]) if longest is None else Layout.chunk(shape, longest, owners)
 
     return reshard_state_dict(state_dict, [("*", spread)], group=callers.group, rename=rename, remap=remap)
+
+
+def _checked_names(state_dict: StateDict, callers: Callers, rename: Rename, *, same_tensors: bool) -> StateDict:
+    """With new names if the tensors stay the same. Refused is a pattern that matches nothing on any rank."""
+
+    def say() -> tuple[StateDict, frozenset[str]]:
+        result = _renamed(state_dict, rename) if same_tensors else state_dict
+        flat, _ = flatten_state_dict(state_dict)
+        return result, frozenset(p for p in rename_patterns(rename) if not any(matched(p, n) is not None for n in flat))
+
+    result, unused = callers.tell(say)
+    nowhere = sorted(frozenset.intersection(*unused.values()))
+    if nowhere:
+        with callers.refusals():
+            raise ValueError(f"rename= has {nowhere[0]!r}, which matches no name of the state dict")
+    return result
 
 
 def _renamed(state_dict: StateDict, rename: Rename) -> StateDict:

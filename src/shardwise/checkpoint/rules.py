@@ -233,7 +233,7 @@ class Rules:
         """The mesh; refused if there is none."""
         if self.mesh is None:
             raise LayoutError(
-                f"{self.where} has no [mesh]: give the sizes of its axes: with_mesh(tp=4), or --mesh tp=4"
+                f"{self.where}: there is no mesh: give the sizes of its axes, with_mesh(tp=4) or --mesh tp=4"
             )
         return self.mesh
 

@@ -32,10 +32,10 @@ from shardwise.job.agree import Callers
 from shardwise.job.names import Rename
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Remap
-from shardwise.job.remap_rules import list_rules
 from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.layout import Layout, places_of
+from shardwise.quantised.moves import split_rules
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
 
@@ -64,7 +64,9 @@ def save(
     with a warning. `rename` and `remap`: rename, join, split or rearrange tensors on the way, as in `Resharder`; with
     `remap` this rank's share of the result is in memory meanwhile. `durable`: wait until the data is on disk.
     """
-    callers, rules = Callers("save", group), list_rules(remap)
+    callers, (quantised, rules) = Callers("save", group), split_rules(remap)
+    if quantised:
+        raise TypeError(f"save cannot quantise, but remap= has {quantised[0]}: save without it, then `convert` with it")
     if rename is not None or rules:
         state_dict = remap_state_dict(state_dict, callers, rename, rules)
     flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)

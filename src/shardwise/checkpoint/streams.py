@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
 from shardwise.geometry import Box, Boxes, Window, cut, ints
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_change, check_changes
-from shardwise.job.names import Rename, matched
+from shardwise.job.names import Rename, matched, rename_patterns
 from shardwise.job.remap import Link, links, shapes_after
 from shardwise.job.subtensor import Subtensor
 from shardwise.quantised.moves import Rule, split_rules
@@ -162,10 +162,9 @@ def streams_of(
     targets = shapes_after(shapes, rename=rename, remap=remap)
     casts = casts.among(targets)
     sources = by_target(links(shapes, targets, rename=rename, remap=remap, empty=True), opened)
-    named = list(rename.items() if isinstance(rename, Mapping) else [] if callable(rename) else rename or [])
     if select is not None:
         _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
-    _check_used(opened, "rename=", [pattern for pattern, _ in named], opened)
+    _check_used(opened, "rename=", rename_patterns(rename), opened)
     _check_used(opened, "cast=", casts.unused(targets), targets)
     streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
     check_casts(opened, sources, streams, partial(_check_cast, opened=opened, casts=casts))
@@ -180,7 +179,7 @@ def _quantised(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Q
     becoming = quantised_names(streams, [rule for rule in rules if rule not in used])
     for rule in rules:
         if rule not in used and not any(one.rule == rule for one in becoming.values()):
-            raise CheckpointError(f"{opened.path}: {rule} fits nothing: leave it out, or look for other names")
+            raise CheckpointError(f"{opened.path}: {_fits_nothing(rule)}")
     found = dict[str, Stream]()
     for name, stream in streams.items():
         if name in becoming:
@@ -193,6 +192,15 @@ def _quantised(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Q
             raise CheckpointError(f"{opened.path}: {twice!r} is there already: {name!r} cannot be quantised to it")
         found |= made
     return found
+
+
+def _fits_nothing(rule: Quantised) -> str:
+    if rule.codes is None:
+        return (
+            "Quantised() (--quantised auto) fits nothing: there are no codes with scales. To quantise values, give "
+            "names and a format: Quantised('*.weight', '*.weight_scale_inv', format='fp8-block')"
+        )
+    return f"{rule} fits nothing: leave it out, or look for other names"
 
 
 def selector(opened: Checkpoint, select: Select) -> Callable[[str], bool]:

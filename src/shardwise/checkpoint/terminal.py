@@ -96,7 +96,10 @@ def _concat(text: str) -> Remap:
 def _interleave(text: str) -> Remap:
     whole, (parts, dim, sizes) = _pair_along(text, "--interleave", "whole=a,b:1,1")
     if sizes is None:
-        raise ValueError(f"--interleave {text!r} has no sizes: write 'whole=a,b:1,1'")
+        raise ValueError(
+            f"--interleave {text!r} has no sizes: add those that the parts have in one group, such as one head: "
+            f"'*.qkv=*.q,*.k,*.v:64,64,64'"
+        )
     return Interleaved(whole, tuple(parts.split(",")), sizes, dim)
 
 
@@ -148,7 +151,7 @@ def _pair_along(text: str, option: str, form: str) -> tuple[str, tuple[str, int,
 
 def _count(text: str, axis: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"--mesh '{axis}={text}': write a whole number, as in tp=2")
+        raise ValueError(f"--mesh '{axis}={text}': write one axis and a whole number, as in --mesh tp=2 --mesh dp=4")
     return int(text)
 
 

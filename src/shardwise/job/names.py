@@ -89,6 +89,16 @@ def renamed(name: str, rename: Rename, names: Container[str] = ()) -> list[str]:
     return list(several)
 
 
+def rename_patterns(rename: Rename) -> list[str]:
+    """The patterns of a mapping or of rules; a function has none. What is not a rule is refused by `renamed`.
+
+    >>> rename_patterns([("model.*", "*"), ("head", "lm_head")])
+    ['model.*', 'head']
+    """
+    rules = rename.items() if isinstance(rename, Mapping) else rename if isinstance(rename, list | tuple) else []
+    return [rule[0] for rule in rules if isinstance(rule, list | tuple) and rule and isinstance(rule[0], str)]
+
+
 def _by_rules(name: str, rename: object, names: Container[str]) -> object:
     if not isinstance(rename, Mapping | list | tuple):
         raise TypeError(f"it must be a mapping, rules [(pattern, name), ...] or a function, not {rename!r}")

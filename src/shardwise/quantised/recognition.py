@@ -239,7 +239,10 @@ def _lone_scale(name: str, codes: Sequence[str]) -> str:
 
 def _lone_codes(name: str, dtype: torch.dtype, scales: Sequence[str]) -> str:
     wanted = " or ".join(map(repr, scales))
-    return f"{name!r} is {dtype}, which are codes, but its scales {wanted} are not there: codes mean nothing without"
+    return (
+        f"{name!r} is {dtype}, which are codes, but there are no scales {wanted}: if they have another name, give it, "
+        f"as in Quantised({name!r}, 'name.of.scales', format='fp8-block')"
+    )
 
 
 def config_block(config: object) -> tuple[int, int] | None:
