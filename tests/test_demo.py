@@ -145,10 +145,10 @@ def children(process):
 
 def interrupted(process):
     """What it printed. Python ignores an interrupt inside the hooks of a fork, so it may take more than one."""
-    for _ in range(30):
+    for _ in range(6):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
         try:
-            return process.communicate(timeout=2)[0].decode()
+            return process.communicate(timeout=10)[0].decode()
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError("it does not end")
