@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from shardwise import Layout, LayoutError, Mesh, checkpoint
 from shardwise.checkpoint import Rules, read_rules
+from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.ready_rules import FILES, file_for, ready_names, ready_table
 from shardwise.errors import CheckpointError
 from shardwise.layout import Experts, Heads
@@ -391,7 +393,7 @@ DEEPSEEK = {  # the real one, in fp8
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
     "n_shared_experts": 1,
-    "quantization_config": {"weight_block_size": [128, 128]},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 BLOCKS = {
     "model.layers.0.mlp.down_proj": (7168, 18432),
@@ -407,21 +409,37 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_scales_lie_with_their_blocks_of_codes(name):
-    rules, shape = Rules.of(DEEPSEEK, {"ep": 2, "tp": 8}), BLOCKS[name]
-    codes = rules.layout(f"{name}.weight", shape)
-    scales = rules.layout(f"{name}.weight_scale_inv", tuple(-(-size // 128) for size in shape))
-    assert codes.owners() == scales.owners()
-    for rank in codes.owners():
-        (one,), (other,) = codes.pieces(rank), scales.pieces(rank)
-        assert tuple(at // 128 for at in one.box.lo) == other.box.lo
-        assert tuple(-(-at // 128) for at in one.box.hi) == other.box.hi
+@pytest.mark.parametrize("tp", [8, 32])  # 32 ranks cut blocks in two
+def test_scales_lie_with_their_blocks_of_codes(tp):
+    grids = {name: tuple(-(-size // 128) for size in shape) for name, shape in BLOCKS.items()}
+    with torch.device("meta"):
+        meta = {f"{name}.weight": torch.empty(shape, dtype=torch.float8_e4m3fn) for name, shape in BLOCKS.items()}
+        meta |= {f"{name}.weight_scale_inv": torch.empty(grid) for name, grid in grids.items()}
+    rules = CoupledRules.of(Rules.of(DEEPSEEK, {"ep": 2, "tp": tp}), meta)
+    for name, shape in BLOCKS.items():
+        codes, scales = rules.layout(f"{name}.weight", shape), rules.layout(f"{name}.weight_scale_inv", grids[name])
+        assert codes.owners() == scales.owners()
+        for rank in codes.owners():
+            (one,), (other,) = codes.pieces(rank), scales.pieces(rank)
+            assert tuple(at // 128 for at in one.box.lo) == other.box.lo
+            assert tuple(-(-at // 128) for at in one.box.hi) == other.box.hi
 
 
-def test_a_mesh_that_cuts_blocks_of_scales_is_refused():
-    with pytest.raises(LayoutError, match=r"32 ranks cut 144 blocks \(intermediate_size // 128 = 144\)"):
-        Rules.of(DEEPSEEK, {"tp": 32})
+def test_a_quantised_model_is_converted_by_the_rules_of_its_weights(tmp_path):
+    """The rules name no scales. The cut of 12 rows by two ranks goes through a block of 8."""
+    config = llama() | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    up, scales = torch.arange(48 * 64).reshape(48, 64).to(torch.float8_e4m3fn), torch.rand(6, 8)
+    stored = {"model.layers.0.mlp.up_proj.weight": up, "model.layers.0.mlp.up_proj.weight_scale_inv": scales}
+    save_file(stored, tmp_path / "in" / "model.safetensors")
+    made = checkpoint.convert(
+        tmp_path / "in", tmp_path / "out", format="sharded", rules=Rules.of(config, {"tp": 4}), select="*"
+    )
+    for name, value in stored.items():
+        torch.testing.assert_close(made[name].read().float(), value.float(), rtol=0, atol=0)
+    assert [str(box) for box, _ in made["model.layers.0.mlp.up_proj.weight"].ranges()][1] == "[12:24, 0:64]"
+    assert made["model.layers.0.mlp.up_proj.weight_scale_inv"].shards >= 4
 
 
 def test_a_padded_vocabulary_fits():

@@ -214,7 +214,7 @@ def test_what_cannot_be_laid_out_is_refused():
 
 
 def test_without_a_mesh_one_is_asked_for():
-    with pytest.raises(LayoutError, match=r"built-in rules 'llama' there is no mesh.*with_mesh"):
+    with pytest.raises(LayoutError, match=r"built-in rules 'llama': there is no mesh.*with_mesh"):
         read_rules("llama").placements("model.norm.weight")
 
 

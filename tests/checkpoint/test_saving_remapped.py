@@ -108,6 +108,23 @@ def test_a_state_dict_is_resharded_under_other_names():
     on_ranks(2, run)
 
 
+def test_rules_come_in_any_iterable_or_as_a_single_one(tmp_path):
+    rule, state = Concat("qk", ["q", "k"]), {"q": torch.arange(3), "k": torch.arange(2)}
+    expected = torch.cat([state["q"], state["k"]])
+
+    def run(rank):
+        for number, once in enumerate((lambda: [rule], lambda: iter([rule]), lambda: rule)):
+            target = {"qk": torch.zeros(5, dtype=torch.int64)}
+            sw.Resharder(state, target, remap=once()).run()
+            moved = sw.reshard_state_dict(state, [("*", lambda shape: sw.Layout.chunk(shape, 0, 1))], remap=once())
+            checkpoint.save(state, tmp_path / str(number), remap=once())
+            found = target["qk"], moved["qk"].local_tensor(), checkpoint.open(tmp_path / str(number))["qk"].read()
+            for one in found:
+                torch.testing.assert_close(one, expected, rtol=0, atol=0)
+
+    on_ranks(1, run)
+
+
 @pytest.mark.parametrize("remap", [[], RULES])
 def test_a_rename_that_matches_nothing_is_refused(tmp_path, remap):
     with pytest.raises(ValueError, match=r"rename= has 'modle\.\*', which matches no name"):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.geometry import Spans, fold, ints, overlap
-from shardwise.geometry.shared import merged, refined
+from shardwise.geometry.shared import merge_spans, refine_spans
 
 cells = st.sets(st.integers(0, 7))
 families = st.lists(cells, min_size=1, max_size=5) | st.lists(cells, min_size=1, max_size=3).map(lambda f: f + f)
@@ -31,16 +31,16 @@ def cells_of(spans, count):
 @given(families)
 @settings(max_examples=100)
 def test_merged_and_refined_parts_have_the_same_cells(family):
-    for same in merged(spans_of(family)), refined(spans_of(family)):
+    for same in merge_spans(spans_of(family)), refine_spans(spans_of(family)):
         assert cells_of(same, len(family)) == family
-    start, stop, part = merged(spans_of(family))
+    start, stop, part = merge_spans(spans_of(family))
     assert not ((part[1:] == part[:-1]) & (start[1:] == stop[:-1])).any()
 
 
 @given(families)
 @settings(max_examples=100)
 def test_refined_intervals_are_equal_or_disjoint(family):
-    start, stop, _ = refined(spans_of(family))
+    start, stop, _ = refine_spans(spans_of(family))
     intervals = sorted({*zip(start.tolist(), stop.tolist(), strict=True)})
     assert all(a[1] <= b[0] for a, b in pairwise(intervals))
 

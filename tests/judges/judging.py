@@ -29,6 +29,7 @@ class Judged:
     moved: int
     bound: int
     needed: int  # bytes of the parameters of all ranks, with padding and replicas
+    split_otherwise: list[str]  # names of which the built-in rules give this rank other cells than vLLM does
     explanation: sw.engines.Explanation
 
 
@@ -88,12 +89,31 @@ class World:
         bound = sum(entry.plan.lower_bound for entry in plan.links)
         synced = vllm.differences(engine.model, engine.reference)
         needed = total(engine.model, self.engine)
-        return Judged(engine.differences, synced, plan.bytes_moved, bound, needed, engine.recorded.explanation)
+        otherwise = split_otherwise(engine.recorded, sw.checkpoint.Rules.of(folder, {"tp": self.ranks}), self.engine)
+        return Judged(
+            engine.differences, synced, plan.bytes_moved, bound, needed, otherwise, engine.recorded.explanation
+        )
 
     def _sync(self, source, target) -> sw.ModelPlan:
         sync = sw.Resharder(source, target, cast=True)
         sync.run()
         return sync.plan
+
+
+def split_otherwise(recorded, rules, group) -> list[str]:
+    """The names whose cells on this rank, by the built-in rules, are not those that vLLM's loader takes."""
+    rank, through = dist.get_rank(group), recorded.explanation.through_loader
+    ours = {name: rules.layout(name, tensor.shape) for name, tensor in recorded.items() if name not in through}
+    me = dist.get_rank()  # who owns cells of an engine is numbered as in the whole world
+    return [name for name, layout in ours.items() if cells(layout, rank) != cells(recorded[name].layout, me)]
+
+
+def cells(layout: sw.Layout, rank: int) -> set[tuple[int, ...]]:
+    """The indices along all dims, so that boxes may be cut in any way."""
+    held = torch.zeros(layout.shape, dtype=torch.bool)
+    for piece in layout.pieces(rank) if rank in layout else ():
+        held[piece.box.slices] = True
+    return set(map(tuple, held.nonzero().tolist()))
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str]:

@@ -81,21 +81,26 @@ def test_values_are_stacked_on_the_way(tmp_path):
 
 @st.composite
 def sharded(draw):
-    shape = draw(st.tuples(st.integers(1, 13), st.integers(1, 10)))
-    return draw(strategies.layouts(shape, KINDS))
+    format = draw(st.sampled_from([SMALL, *FORMATS.values()]))
+    width = st.sampled_from([32, 64, 96]) if format.block[1] == 32 else st.integers(1, 10)
+    shape = (*draw(st.lists(st.integers(1, 3), max_size=1)), draw(st.integers(1, 13)), draw(width))
+    return draw(strategies.layouts(shape, KINDS)), format
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(sharded(), st.data())
-def test_values_are_the_same_under_every_sharding(tmp_path_factory, layout, data):
-    path = tmp_path_factory.mktemp("sharded") / "a.safetensors"
-    codes, scales = small(layout.shape)
-    save_file({"a.weight": codes, "a.weight_scale_inv": scales}, path)
-    wanted = scatter(dequantised(codes, scales, SMALL, torch.float32).numpy(), layout)
+def test_values_are_the_same_under_every_sharding(tmp_path_factory, drawn, data):
+    layout, format = drawn
+    path, shape = tmp_path_factory.mktemp("sharded") / "a.safetensors", layout.shape
+    scale = next(one for one in format.scales if one != torch.float8_e8m0fnu)
+    grid = data.draw(st.sampled_from(format.scales_shapes(shape)))
+    codes, scales = random_codes(format.codes_shape(shape), format), random_scales(grid, scale)
+    save_file({"a.w": codes, "a.s": scales}, path)
+    wanted = scatter(dequantised(codes, scales, format, torch.float32).numpy(), layout)
     rank = data.draw(st.sampled_from(layout.owners()))
     mine = layout.relabel({rank: 0, **({0: rank} if 0 in layout and rank != 0 else {})})  # one process is rank 0
     shards = [torch.zeros(part.shape) for part in wanted[rank]]
-    checkpoint.load(path, {"a.weight": ShardedTensor(shards, mine)}, remap=[RULE])
+    checkpoint.load(path, {"a.w": ShardedTensor(shards, mine)}, remap=[Quantised("*.w", "*.s", format=format)])
     for shard, part in zip(shards, wanted[rank], strict=True):
         assert_same_bits(shard, torch.from_numpy(part.copy()))
 

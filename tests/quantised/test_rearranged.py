@@ -15,10 +15,12 @@ CODES, SCALES = random_codes((12, 10), SMALL), random_scales(SMALL.grid((12, 10)
 VALUES = dequantised(CODES, SCALES, SMALL, torch.float32)
 HEADS = VALUES.view(2, 3, 2, 10)
 APART = Interleaved("a.w", ["a.q", "a.k", "a.v"], [2, 2, 2])
+SOME = VALUES.view(2, 6, 10)[:, [0, 2, 1, 3, 4, 5]].reshape(12, 10)  # the first four cells of heads of six
 TURNED = VALUES.view(3, 2, 2, 10).transpose(1, 2).reshape(12, 10)
 CASES = {
     "interleaved": ([APART], {f"a.{n}": HEADS[:, at].reshape(4, 10) for at, n in enumerate("qkv")}),
     "rotary": ([Rotary("a.w", 4, to="halves")], {"a.w": TURNED}),
+    "rotary in part": ([Rotary("a.w", 6, to="halves", rotary_dim=4)], {"a.w": SOME}),
     "padded": ([Padded("a.w", size=16)], {"a.w": torch.cat([VALUES, torch.zeros(4, 10)])}),
 }
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import Concat, Layout, Quantised, Resharder, ShardedTensor, checkpoint, fingerprint
-from shardwise.quantised import FORMATS, dequantise, scales_layout
+from shardwise.quantised import FORMATS, dequantise, quantise, scales_layout
 from shardwise.testing import on_ranks, scatter
 
 SMALL = FORMATS["fp8-block"].with_block((4, 3))
@@ -26,12 +26,8 @@ LAYOUTS = [
     Layout.boxes(SHAPE, [(0, (0, 0), (5, 10)), (1, (5, 0), (11, 4)), (2, (5, 4), (11, 10))]),
     Layout.fused(SHAPE, 0, [8, 3], 3),
 ]
-BITS = {
-    torch.float8_e4m3fn: torch.uint8,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.float32,
-}
+BITS = dict.fromkeys((torch.float8_e4m3fn, torch.int8, torch.uint8), torch.uint8)
+BITS |= {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.float32}
 
 
 def on(layout, tensor, rank):
@@ -98,6 +94,27 @@ def test_values_become_codes_under_every_layout():
                 assert_holds(into["a.s"], wanted[1], rank)
                 for shard in kept["a.w"].shards:
                     shard.mul_(3)
+
+    on_ranks(3, check)
+
+
+@pytest.mark.parametrize("name", ["fp8-row", "fp8-tensor", "int8-scb", "mxfp8"])
+def test_values_are_quantised_to_every_format(name):
+    format, shape = FORMATS[name], (10, 64)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(10))
+    codes, scales = quantise(values, name)
+    rule = Quantised("*.w", "*.s", format=name)
+
+    def check(rank):
+        source, target = Layout.chunk(shape, 1, 3), Layout.chunk(shape, 0, 3)
+        kept, grid = {"a.w": on(source, values, rank)}, scales_layout(target, format)
+        into = {"a.w": empty(target, format.codes, rank), "a.s": empty(grid, scales.dtype, rank)}
+        Resharder(kept, into, remap=[rule], verify=True, max_bytes=256).run()
+        assert_holds(into["a.w"], codes, rank)
+        assert_holds(into["a.s"], scales, rank)
+        back = {"a.w": empty(source, torch.float32, rank)}
+        Resharder(into, back, remap=[rule], max_bytes=256).run()
+        assert_holds(back["a.w"], dequantised(codes, scales, format, torch.float32), rank)
 
     on_ranks(3, check)
 

@@ -151,9 +151,6 @@ class Owners:
     position: Expression
     dim: int | None = None
 
-    def check(self, ranks: int, known: Known) -> None:
-        """Nothing is known before there is an index."""
-
     def placement(self, shape: Shape, ranks: int, known: Known) -> Placement:
         """Of a tensor whose indices along `dim` lie at different positions."""
         assert self.dim is not None

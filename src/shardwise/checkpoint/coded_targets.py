@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from shardwise.checkpoint.entry import Entry
 from shardwise.checkpoint.quantised import ValueEntry, coded_entries
 from shardwise.checkpoint.streams import Sources, Stream, stream_of
-from shardwise.containers.delivered import DeliveredTensor
 from shardwise.errors import CheckpointError
-from shardwise.exchange.overflow import Losses
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link
-from shardwise.quantised.moves import Dequantising, coded_links
+from shardwise.quantised.moves import ComputedTargets, Dequantising, coded_links
 from shardwise.quantised.recognition import QuantisedTensor
 
 Infos = Mapping[str, TensorInfo]
@@ -25,31 +21,19 @@ class Loading(NamedTuple):
     """A load as streams of tensors that are moved as they are, and values that are computed from some of these."""
 
     streams: dict[str, Stream]
-    dequantised: list[Dequantising]
-
-    @property
-    def values(self) -> list[str]:
-        """The targets that are computed."""
-        return list(dict.fromkeys(one.link.target for one in self.dequantised))
+    computed: ComputedTargets
 
     def infos(self, targets: Infos) -> dict[str, TensorInfo]:
         """What all ranks know of the targets: also those of codes and scales that become values."""
-        found = {name: targets[name] for name in (*self.streams, *self.values) if name in targets}
-        return {**found, **{name: info for one in self.dequantised for name, info in one.infos().items()}}
-
-    def buffers(
-        self, flat: Mapping[str, object], owner: int, group: dist.ProcessGroup | None, losses: Losses | None
-    ) -> dict[str, DeliveredTensor]:
-        """Targets of codes and scales, which write values to the tensors of a state dict once they are filled."""
-        made = [one.targets(flat.get(one.link.target), owner, group, losses) for one in self.dequantised]
-        return {name: target for several in made for name, target in several.items()}
+        found = {name: targets[name] for name in (*self.streams, *self.computed.names) if name in targets}
+        return {**found, **self.computed.infos()}
 
 
 def loading(
     sources: Mapping[str, Sources], targets: Infos, coded: Mapping[str, QuantisedTensor], ties: Mapping[str, str]
 ) -> Loading:
     """From the entries of every target, where quantised tensors are values on both sides."""
-    found, tied = Loading({}, []), dict[str, Sources]()
+    found, tied = Loading({}, ComputedTargets()), dict[str, Sources]()
     for name, several in sources.items():
         quantised = tuple(one for one in several if isinstance(one[1], ValueEntry))
         if name in coded:
@@ -84,7 +68,7 @@ def _add_values(found: Loading, link: Link, entry: Entry, target: TensorInfo) ->
     move = Dequantising.of(entry.quantised, link, target)
     for one, origin in zip(move.links(), entry.origins, strict=True):
         found.streams[one.target] = Stream(one.target, one.target_view.shape, origin.dtype, ((one, origin),))
-    found.dequantised.append(move)
+    found.computed.moves.append(move)
 
 
 def _coded(one: QuantisedTensor, several: Sources, quantised: Sources, targets: Infos) -> dict[str, Stream]:

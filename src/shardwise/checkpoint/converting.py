@@ -16,6 +16,7 @@ from typing import IO
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, token_of
 from shardwise.checkpoint.comparing import compare_streams
+from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
@@ -25,7 +26,7 @@ from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.rules import Rules, RulesSource, rules_for
+from shardwise.checkpoint.rules import RulesSource, rules_for
 from shardwise.checkpoint.streams import (
     CHUNK,
     Select,
@@ -103,11 +104,12 @@ def convert(
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    sharding = None if rules is None else rules_for(rules, opened.files)
+    given = None if rules is None else rules_for(rules, opened.files)
     streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
-    streams = {key: stream for key, stream in streams.items() if sharding is None or not sharding.skips(key)}
+    streams = {key: stream for key, stream in streams.items() if given is None or not given.skips(key)}
+    sharding = None if given is None else CoupledRules.of(given, streams)
     if sharding is not None:
-        sharding.check({key: stream.shape for key, stream in streams.items()}, whole=select is None)
+        sharding.check(streams, whole=select is None)
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
@@ -248,7 +250,7 @@ def _layouts(
     format: str,
     file: PurePath | None,
     max_shard_size: int | str | None,
-    rules: Rules | None,
+    rules: CoupledRules | None,
 ) -> dict[str, Layout]:
     """The file of every tensor: whole tensors in order, or parts by rules."""
     limit = size_in_bytes(max_shard_size) if max_shard_size is not None else None
@@ -276,7 +278,7 @@ def _layouts(
     return layouts
 
 
-def _ties(streams: Mapping[str, Stream], rules: Rules | None) -> dict[str, str]:
+def _ties(streams: Mapping[str, Stream], rules: CoupledRules | None) -> dict[str, str]:
     """Tied names, each with the earlier name of the same bytes and layout."""
     shared = {name: stream for name, stream in streams.items() if stream.origin is not None and stream.size}
     layouts = {name: rules and rules.layout(name, stream.shape) for name, stream in shared.items()}
@@ -307,7 +309,7 @@ def _parts(
     """The parts of every file."""
     parts = defaultdict[int, list[TensorPart]](list)
     for name, stream in ((name, stream) for name, stream in streams.items() if name not in contents.tied):
-        empty = [] if prod(stream.shape) else [Box((0,) * len(stream.shape), stream.shape)]
+        empty = [] if prod(stream.shape) else [Box.whole(stream.shape)]
         _, layout = contents.tensors[name]
         for owner in layout.owners():
             for box in [piece.box for piece in layout.pieces(owner)] or empty:

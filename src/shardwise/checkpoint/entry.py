@@ -189,7 +189,7 @@ class Entry:
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The values of all cells, or of a box, in memory of their own."""
-        whole = Box((0,) * len(self.shape), self.shape)
+        whole = Box.whole(self.shape)
         wanted = whole if box is None else box
         if wanted.volume and wanted & whole != wanted:
             raise ValueError(f"{wanted} is not inside {self.name!r}, which has shape {self.shape}")
@@ -223,7 +223,7 @@ def _tiled(stored: HashableBoxes, shape: tuple[int, ...]) -> bool:
 @lru_cache(maxsize=4096)
 def whole_box(shape: tuple[int, ...]) -> HashableBoxes:
     """All cells as a box, if there are any."""
-    return HashableBoxes.of(Box((0,) * len(shape), shape))
+    return HashableBoxes.of(Box.whole(shape))
 
 
 # --- copies from files to memory --------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
-from shardwise.quantised.moves import Rule, check_used, folded, separated
+from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
 from shardwise.quantised.recognition import Quantised, recognise
 from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
 
@@ -145,7 +145,7 @@ def _target(
 ) -> LoadTarget:
     """Open the checkpoint, and take apart what is to be filled."""
     options.check()
-    rename, (quantised, remap) = options.rename, separated(options.remap)
+    rename, (quantised, remap) = options.rename, split_rules(options.remap)
     checkpoint = with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
     module: ModuleTarget | None = None
     if isinstance(into, torch.nn.Module):
@@ -217,11 +217,12 @@ def _prepare(
 ) -> Prepared:
     """What is filled from which entries, and all other values."""
     others = _others(target.checkpoint, target.flat, options.strict)
-    streams, dequantised = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
-    first = Loading(_first_of_tied(target.checkpoint, streams, ties, check=callers.first), dequantised)
-    losses = Losses()
-    buffers = first.buffers(target.flat, callers.me, callers.group, losses if options.overflow == "refuse" else None)
-    return Prepared(first.streams, first.infos(infos), {*streams, *first.values}, others, buffers, losses)
+    every = _streams(target, infos, ties, TargetCasts.of(options.cast), options.strict)
+    first = every._replace(streams=_first_of_tied(target.checkpoint, every.streams, ties, check=callers.first))
+    losses, linked = Losses(), {*every.streams, *every.computed.names}
+    counted = losses if options.overflow == "refuse" else None
+    buffers = every.computed.buffers(target.flat, callers.me, callers.group, counted)
+    return Prepared(first.streams, first.infos(infos), linked, others, buffers, losses)
 
 
 def _replacements(flat: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -248,7 +249,7 @@ def _streams(
     checkpoint, rename, remap = target.checkpoint, target.rename, target.remap
     coded = recognise(infos, target.quantised)
     check_used(target.quantised, coded, quantised_in(checkpoint) if target.quantised else ())
-    wanted = folded(infos, coded)
+    wanted = value_shapes(infos, coded)
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many
     several = lacking or rename is not None or remap
@@ -263,7 +264,7 @@ def _streams(
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     made = loading(by_target(planned, checkpoint), infos, coded, ties)
     filled = {name: stream.sources for name, stream in made.streams.items() if name in infos}
-    for name in (*filled, *made.values):
+    for name in (*filled, *made.computed.names):
         if infos[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
     check_casts(checkpoint, filled, infos, partial(cast.check, sources=checkpoint, targets=infos))

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.checkpoint.axis_rules import Known
-from shardwise.checkpoint.expressions import LARGEST, Expression
-from shardwise.checkpoint.sharding_rule import numbered, numbers_in
+from shardwise.checkpoint.expressions import Expression
+from shardwise.checkpoint.model_config import Config, config_numbers, text_config
+from shardwise.checkpoint.sharding_rule import numbers_by_prefix, numbers_in
 from shardwise.errors import LayoutError
 
 BARE = re.compile(r"\w*(?<!LMHead)Model")  # the class of a model without an output layer
@@ -47,7 +48,7 @@ class ModelFacts:
     experts: Expression | None = None  # how many there are
     head: str | None = None  # a pattern: the output layer, which must be there if it is not tied
 
-    def known(self, config: Mapping[str, object] | None) -> Known:
+    def known(self, config: Config | None) -> Known:
         """The numbers of a config.json, and those that the rules compute from them.
 
         >>> facts = ModelFacts({"kv": [Expression("num_kv"), Expression("num_heads")]})
@@ -72,7 +73,7 @@ class ModelFacts:
             expected = ", ".join(size.explained(known) for size in sizes)
             raise LayoutError(f"the shape is {tuple(shape)}, but config.json says ({expected}): {THESE}")
 
-    def check_names(self, names: Iterable[str], config: Mapping[str, object], known: Known) -> None:
+    def check_names(self, names: Iterable[str], config: Config, known: Known) -> None:
         """Refuse names that the config contradicts: other numbers of experts, or no output layer."""
         every = list(names)
         for pattern, count in self.counts.items():
@@ -83,7 +84,7 @@ class ModelFacts:
                 f"embeddings (tie_word_embeddings = false): {THESE}"
             )
 
-    def _must_have_head(self, config: Mapping[str, object]) -> bool:
+    def _must_have_head(self, config: Config) -> bool:
         """True for a model whose output layer is not tied. (LlamaModel is the class of a Llama without one.)"""
         tied = {**config, **text_config(config)}.get("tie_word_embeddings")
         classes = config.get("architectures")
@@ -91,22 +92,9 @@ class ModelFacts:
         return self.head is not None and tied is False and not bare
 
 
-def config_numbers(config: Mapping[str, object]) -> dict[str, int]:
-    """The whole numbers of a config.json, with those of its text_config. true is 1, as is a table; false is 0."""
-    both = {**config, **text_config(config)}
-    numbers = {str(key): int(value) for key, value in both.items() if isinstance(value, int) and abs(value) < LARGEST}
-    return {**numbers, **{str(key): 1 for key, value in both.items() if isinstance(value, Mapping)}}
-
-
-def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of a config that tells of the language model, if it has one."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else {}
-
-
 def _check_count(pattern: str, known: Known, count: Expression, names: Sequence[str]) -> None:
     """Refuse numbers in names other than 0 to count - 1."""
-    for before, found in numbered(pattern, names).items():
+    for before, found in numbers_by_prefix(pattern, names).items():
         expected = set(range(known.count(count, f"the number of {pattern!r}")))
         if found != expected:
             wrong = min(found ^ expected)

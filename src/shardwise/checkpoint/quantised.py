@@ -10,18 +10,16 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
 from shardwise.checkpoint.files import OutputFile
-from shardwise.checkpoint.formats.safetensors import parse_json
+from shardwise.checkpoint.model_config import CONFIG, read_config
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, Ints, Window, row_major
-from shardwise.job.subtensor import Subtensor
+from shardwise.job.casts import PLAIN
 from shardwise.quantised.arithmetic import Scaling, check_finite, dequantise_box, encode_box, largest_magnitudes
 from shardwise.quantised.formats import Shape
-from shardwise.quantised.recognition import Quantised, QuantisedTensor, Tensors, recognise
+from shardwise.quantised.recognition import KnownTensors, Quantised, QuantisedTensor, recognise
 from shardwise.quantised.tensors import check_can_quantise, scales_dtype
 
-CONFIG = "config.json"  # of the model, beside its weights
 PART = 2**20  # cells that are quantised at a time
-PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Read = Callable[[Box], torch.Tensor]
 
 
@@ -43,7 +41,7 @@ class ComputedEntry(Entry):
     def check(self, boxes: Boxes | None) -> None:
         """Refuse cells that no file has."""
         for one in self.origins:
-            one.check(Boxes.of([Subtensor.whole(one.shape).region], len(one.shape)))
+            one.check(Boxes.of([Box.whole(one.shape)], len(one.shape)))
 
     def used(self) -> list[str]:
         """The files of all entries that it is computed from."""
@@ -136,18 +134,12 @@ def quantised_in(checkpoint: Checkpoint) -> list[str]:
 
 def _recognised(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> list[tuple[QuantisedTensor, Quantised]]:
     """The quantised tensors of a checkpoint, each with its rule."""
-    config = config_of(checkpoint)
+    config = read_config(checkpoint.files) if checkpoint.files.has(CONFIG) else None
     try:
         recognise(checkpoint, rules, config)  # which refuses tensors that two rules name
         return [(one, rule) for rule in rules for one in recognise(checkpoint, [rule], config).values()]
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-
-
-def config_of(checkpoint: Checkpoint) -> object:
-    """The config.json beside the weights; None where there is none."""
-    files = checkpoint.files
-    return parse_json(files.read(CONFIG), files.label(CONFIG)) if files.has(CONFIG) else None
 
 
 # --- values as codes and scales ---------------------------------------------------------------------------------------
@@ -173,11 +165,8 @@ class Quantiser:
         """Of a box of scales."""
         one = self._one
         missing = len(one.shape) - len(box.lo)
-        lo, hi = (*box.lo, *[0] * missing), (*box.hi, *[1] * missing)
-        blocks = one.format.blocks(one.shape)
-        first = tuple(start * size for start, size in zip(lo, blocks, strict=True))
-        last = tuple(min(stop * size, end) for stop, size, end in zip(hi, blocks, one.shape, strict=True))
-        return self._scaling(Box(first, last)).stored.reshape(box.shape)
+        grid = Box((*box.lo, *[0] * missing), (*box.hi, *[1] * missing))
+        return self._scaling(one.format.cells(grid, one.shape)).stored.reshape(box.shape)
 
     def _scaling(self, box: Box) -> Scaling:
         """Of all blocks that a box touches."""
@@ -229,12 +218,12 @@ class Becoming(NamedTuple):
     rule: Quantised
 
 
-def quantised_names(values: Tensors, rules: Sequence[Quantised]) -> dict[str, Becoming]:
+def quantised_names(values: KnownTensors, rules: Sequence[Quantised]) -> dict[str, Becoming]:
     """The values that rules turn into codes and scales: matrices, and stacks of them, of plain numbers."""
     found = dict[str, Becoming]()
     for rule, format in ((rule, rule.known_format()) for rule in rules):
         for name, tensor in values.items() if format is not None else ():
-            names, shape = rule.named(name, values), tuple(tensor.shape)
+            names, shape = rule.of_value(name, values), tuple(tensor.shape)
             if names is not None and format is not None and len(shape) >= 2 and tensor.dtype in PLAIN:
                 one = QuantisedTensor.new(names, format, shape, scales_dtype(format))
                 found.setdefault(name, Becoming(one, rule))

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files as resources
 from typing import Any
 
+from shardwise.checkpoint.model_config import Config, text_config
 from shardwise.errors import LayoutError
 from shardwise.quoting import brief
 
@@ -55,7 +56,7 @@ def ready_file(name: str) -> str | None:
     return {_plain(known): file for known, file in ready_names().items()}.get(_plain(name))
 
 
-def file_for(config: Mapping[str, object], where: str) -> str:
+def file_for(config: Config, where: str) -> str:
     """The built-in rules for a model, by model_type and architectures of its config.json.
 
     >>> file_for({"model_type": "qwen3"}, "config"), file_for({"architectures": ["GPT2LMHeadModel"]}, "config")
@@ -77,17 +78,16 @@ def file_for(config: Mapping[str, object], where: str) -> str:
     return found
 
 
-def _unknown(kind: object, names: Sequence[str], config: Mapping[str, object], where: str) -> LayoutError:
+def _unknown(kind: object, names: Sequence[str], config: Config, where: str) -> LayoutError:
     if not isinstance(kind, str) and not names:
         return LayoutError(f"{where} has neither model_type nor architectures: name the rules, such as {'llama'!r}")
-    inner = config.get("text_config")
-    inside = inner.get("model_type") if isinstance(inner, Mapping) else None
+    inside = text_config(config).get("model_type")
     asked = inside if isinstance(inside, str) and ready_file(inside) else kind if isinstance(kind, str) else names[0]
     near = get_close_matches(str(asked)[:100], list(ready_names()), 1, 0)[0]
     known = ", ".join(sorted(ready_names()))
     return LayoutError(
-        f"{where}: no built-in rules for model_type {brief(kind)}, architectures {brief(list(names))}. There are "
-        f"{known}. If the nearest, {near!r}, fit, name them; otherwise {HOW_TO_WRITE.format(near=near)}"
+        f"{where}: no built-in rules for model_type {brief(kind)}, architectures {brief(list(names))}. The nearest "
+        f"are {near!r}: if they fit, name them; otherwise {HOW_TO_WRITE.format(near=near)}. Built-in are {known}"
     )
 
 

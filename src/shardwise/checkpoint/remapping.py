@@ -16,7 +16,7 @@ from shardwise.state.reshard import reshard_state_dict
 from shardwise.state.traverse import StateDict, flatten_state_dict
 
 
-def remapped(state_dict: StateDict, callers: Callers, rename: Rename, remap: Sequence[Remap]) -> StateDict:
+def remap_state_dict(state_dict: StateDict, callers: Callers, rename: Rename, remap: Sequence[Remap]) -> StateDict:
     """The tensors under their new names; other values as they are. Without `remap`, they are the same tensors."""
     result = _checked_names(state_dict, callers, rename, same_tensors=not remap)
     if not remap:

@@ -73,7 +73,7 @@ The built-in rules, for Hugging Face names and an axis tp (and ep for experts), 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -81,8 +81,8 @@ from pathlib import Path
 from shardwise.checkpoint.axis_rules import Known
 from shardwise.checkpoint.file_patterns import axis_positions, file_name
 from shardwise.checkpoint.files import Files, PathLike
-from shardwise.checkpoint.formats.safetensors import parse_json
 from shardwise.checkpoint.local_files import files_at
+from shardwise.checkpoint.model_config import CONFIG, Config, read_config
 from shardwise.checkpoint.model_facts import ModelFacts
 from shardwise.checkpoint.ready_rules import file_for
 from shardwise.checkpoint.rules_file import TomlTable, read_file
@@ -91,9 +91,7 @@ from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Layout, Mesh, Placement
 from shardwise.quoting import brief
 
-CONFIG = "config.json"  # of the model, beside its weights
 AUTO = "auto"  # rules that are found by the config.json
-Config = Mapping[str, object]
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -136,7 +134,7 @@ class Rules:
         else:
             files, file = files_at(config)
             name = file if file is not None and file.endswith(".json") else CONFIG
-            found, where = _config_in(files, name), str(files.label(name))
+            found, where = read_config(files, name), str(files.label(name))
         rules = _automatic().with_config(found, where)
         return rules if mesh is None else rules._on(mesh)
 
@@ -169,7 +167,7 @@ class Rules:
         """
         if not isinstance(config, Mapping):
             raise LayoutError(f"{where} must be a mapping, not {brief(config)}")
-        rules = replace(_ready(file_for(config, where)), mesh=self.mesh) if self.is_auto else self
+        rules = replace(Rules(*read_file(file_for(config, where))), mesh=self.mesh) if self.is_auto else self
         made = replace(rules, config=config)
         made._check_mesh()
         return made
@@ -222,8 +220,14 @@ class Rules:
 
     def skips(self, name: str) -> bool:
         """True for a name that the rules leave out."""
-        found = (rule for rule in self.rules if rule.match(name) is not None and rule.applies(self._known))
-        return next((rule.skip for rule in found), False)
+        return next((rule.skip for rule in self._matching(name)), False)
+
+    def matches(self, name: str) -> bool:
+        """True for a name that a rule matches."""
+        return next(self._matching(name), None) is not None
+
+    def _matching(self, name: str) -> Iterator[ShardingRule]:
+        return (rule for rule in self.rules if rule.match(name) is not None and rule.applies(self._known))
 
     def known_mesh(self) -> Mesh:
         """The mesh; refused if there is none."""
@@ -330,17 +334,9 @@ def rules_for(source: RulesSource, files: Files) -> Rules:
                 f"rules='llama', or give the config.json of the model, as in rules='path/config.json'"
             )
         return rules
-    return rules.with_config(_config_in(files, CONFIG), str(files.label(CONFIG)))
-
-
-def _config_in(files: Files, name: str) -> Config:
-    return parse_json(files.read(name), files.label(name))
+    return rules.with_config(read_config(files), str(files.label(CONFIG)))
 
 
 def _automatic() -> Rules:
     """Rules that a config.json chooses."""
     return Rules((), None, None, "", "rules 'auto'")
-
-
-def _ready(file: str) -> Rules:
-    return Rules(*read_file(file))

@@ -21,7 +21,6 @@ from shardwise.layout.placements import placement
 from shardwise.quoting import brief
 
 TomlTable = Mapping[str, Any]
-PATTERNS = {"pattern": None, "prefix": ""}
 KINDS = {str: "a string", list: "a list", Mapping: "a table", int: "a whole number", bool: "true or false"}
 
 

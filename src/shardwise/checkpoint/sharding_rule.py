@@ -191,10 +191,10 @@ def numbers_in(pattern: str, name: str) -> dict[str, int] | None:
     return {field: int(text) for field, text in texts.items()} if all(map(DIGITS.fullmatch, texts.values())) else None
 
 
-def numbered(pattern: str, names: Iterable[str]) -> dict[str, set[int]]:
+def numbers_by_prefix(pattern: str, names: Iterable[str]) -> dict[str, set[int]]:
     """The numbers that stand for the first field of a pattern, by the part of the name before it.
 
-    >>> numbered("*.experts.{expert}.*", ["a.experts.0.w", "a.experts.1.w", "b.experts.0.w", "c.w"])
+    >>> numbers_by_prefix("*.experts.{expert}.*", ["a.experts.0.w", "a.experts.1.w", "b.experts.0.w", "c.w"])
     {'a.experts.': {0, 1}, 'b.experts.': {0}}
     """
     before, field, *_ = FIELD.split(pattern)

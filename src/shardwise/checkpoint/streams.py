@@ -25,7 +25,7 @@ from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_c
 from shardwise.job.names import Rename, matched, rename_patterns
 from shardwise.job.remap import Link, links, shapes_after
 from shardwise.job.subtensor import Subtensor
-from shardwise.quantised.moves import Rule, separated
+from shardwise.quantised.moves import Rule, split_rules
 from shardwise.quantised.recognition import Quantised
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Stream:
     @property
     def whole(self) -> Box:
         """All cells."""
-        return Box((0,) * len(self.shape), self.shape)
+        return Box.whole(self.shape)
 
     @property
     def size(self) -> int:
@@ -154,7 +154,7 @@ def streams_of(
     opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Rule] = (), select: Select = None, cast: Cast = None
 ) -> dict[str, Stream]:
     """The tensors by their new names. Patterns that match nothing are refused."""
-    (quantised, remap), casts = separated(remap), Casts.of(cast)
+    (quantised, remap), casts = split_rules(remap), Casts.of(cast)
     opened = with_values(opened, quantised)
     shapes = {name: opened[name].shape for name in filter(selector(opened, select), opened)}
     if not shapes and len(opened):

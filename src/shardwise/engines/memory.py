@@ -172,7 +172,7 @@ class Memory:
         yield from map(self._before_writes().inside, left)
 
     def _before_writes(self) -> Write:
-        whole = Box((0,) * len(self.shape), self.shape)
+        whole = Box.whole(self.shape)
         return Write(StridedBox(whole, 0, row_major(self.shape)), self.initial)
 
     def whole(self) -> torch.Tensor:

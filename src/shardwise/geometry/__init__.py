@@ -27,7 +27,7 @@ from shardwise.geometry.ragged import (
     starts,
     totals,
 )
-from shardwise.geometry.shared import Folded, boxes_of_blocks, fold, merged, overlap
+from shardwise.geometry.shared import Folded, boxes_of_blocks, fold, merge_spans, overlap
 from shardwise.geometry.strided import Step, StridedBox, StridedPair, strided_boxes
 
 __all__ = [
@@ -59,7 +59,7 @@ __all__ = [
     "ints",
     "join",
     "merge",
-    "merged",
+    "merge_spans",
     "numbered",
     "outer",
     "overlap",

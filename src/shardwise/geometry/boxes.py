@@ -36,6 +36,15 @@ class Box:
         if any(a > b for a, b in zip(self.lo, self.hi, strict=True)):
             raise LayoutError(f"a box needs lo <= hi on every axis, not lo={self.lo}, hi={self.hi}")
 
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """All cells of a tensor.
+
+        >>> print(Box.whole((4, 6)))
+        [0:4, 0:6]
+        """
+        return Box((0,) * len(shape), tuple(shape))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """How many cells on each axis."""
@@ -195,7 +204,7 @@ def tiles(boxes: Boxes, shape: Sequence[int]) -> bool:
     >>> tiles(Boxes(ints([[0, 0], [0, 1]]), ints([[2, 2], [2, 3]])), (2, 3))
     False
     """
-    whole = Boxes.of([Box((0,) * len(shape), tuple(shape))], len(shape))
+    whole = Boxes.of([Box.whole(shape)], len(shape))
     if exact_sum(boxes.volumes()) != int(whole.volumes()[0]):
         return False
     return not whole.volumes()[0] or uncancelled(boxes, None, whole, None) is None

@@ -25,10 +25,10 @@ def overlap(spans: Spans, size: int) -> bool:
     return int((spans.stop - spans.start).sum()) > size
 
 
-def merged(spans: Spans) -> Spans:
+def merge_spans(spans: Spans) -> Spans:
     """Part after part, neighbouring intervals of a part as one.
 
-    >>> m = merged(Spans(np.array([0, 0, 2]), np.array([2, 3, 3]), np.array([0, 1, 0])))
+    >>> m = merge_spans(Spans(np.array([0, 0, 2]), np.array([2, 3, 3]), np.array([0, 1, 0])))
     >>> m.start.tolist(), m.stop.tolist(), m.part.tolist()
     ([0, 0], [3, 3], [0, 1])
     """
@@ -39,13 +39,13 @@ def merged(spans: Spans) -> Spans:
     return Spans(start[first], stop[np.roll(first, -1)], part[first])
 
 
-def refined(spans: Spans) -> Spans:
+def refine_spans(spans: Spans) -> Spans:
     """The same, cut where any part begins or ends: intervals of different parts are then equal or disjoint.
 
-    >>> refined(Spans(np.array([0, 2]), np.array([4, 6]), np.array([0, 1]))).start.tolist()
+    >>> refine_spans(Spans(np.array([0, 2]), np.array([4, 6]), np.array([0, 1]))).start.tolist()
     [0, 2, 2, 4]
     """
-    start, stop, part = merged(spans)
+    start, stop, part = merge_spans(spans)
     cuts = different(np.concatenate([start, stop]))
     low, high = cuts.searchsorted(start), cuts.searchsorted(stop)
     row, nth = spread(high - low)
@@ -58,7 +58,7 @@ def fold(spans: Spans, parts: int) -> Folded | None:
     >>> fold(Spans(np.array([0, 0, 4, 4]), np.array([4, 4, 8, 8]), np.arange(4)), 4).copies.tolist()
     [[0, 1], [2, 3]]
     """
-    start, stop, part = refined(spans)
+    start, stop, part = refine_spans(spans)
     intervals = different(start)
     number, least = intervals.searchsorted(start), np.full(len(intervals), parts)
     np.minimum.at(least, number, part)  # the first part with each interval
@@ -81,7 +81,7 @@ def boxes_of_blocks(spans: Sequence[Spans], parts: Sequence[Ints]) -> tuple[Ints
 
     `parts` names the part of every block on each axis.
     """
-    rows = [refined(one) for one in spans]
+    rows = [refine_spans(one) for one in spans]
     edges = [
         starts(np.bincount(one.part, minlength=int(mine.max()) + 1)) for one, mine in zip(rows, parts, strict=True)
     ]

@@ -75,7 +75,7 @@ def strided_boxes(pair: StridedPair, shape: Sequence[int]) -> list[StridedBox]:
     """
     whole, strides = tuple(shape), row_major(tuple(shape))
     if _is_whole(pair, whole, strides):  # the usual case, kept fast
-        return [StridedBox(Box((0,) * len(whole), whole), pair.there, tuple(step.there for step in pair.steps))]
+        return [StridedBox(Box.whole(whole), pair.there, tuple(step.there for step in pair.steps))]
     steps = tuple(step for step in pair.steps if step.size != 1)
     if any(step.size == 0 for step in steps):
         return []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardwise.job.names import filled, matched
 from shardwise.job.remap_rules import Joining, Padded, Rearranging, Remap, SameCells, Shape, Shapes, Stack
-from shardwise.job.subtensor import Subtensor, simplified
+from shardwise.job.subtensor import Subtensor, simplify
 
 Path = frozenset[Hashable]  # names that are being made, and rules that are being used, to make them
 
@@ -53,7 +53,7 @@ class Derived:
         if cells.here is Subtensor.whole(self.shape) and cells.there.is_box and not empty:  # as usual, and quick
             return [one._replace(view=cells.there.part(one.view)) for one in self.fragments]
         return empty + [  # the names of what is empty count all the same
-            Fragment(source, *simplified(source_view.part(ours), cells.there.part(theirs)))
+            Fragment(source, *simplify(source_view.part(ours), cells.there.part(theirs)))
             for source, source_view, view in self.fragments
             for ours, theirs in view.common(cells.here)
         ]
@@ -111,17 +111,17 @@ class Derivation:
             self._found[name] = done
         return self._found[name]
 
-    def _steps(self, name: str) -> list[Step]:
+    def _steps(self, name: str) -> list[Rearrangement]:
         """The rules that rearrange the cells of a name, in their order: at most one of each kind."""
-        steps = list[Step]()
+        steps = list[Rearrangement]()
         for at, rule in self._rearranging.items() if self._rearranging else ():
             if matched(rule.name, name, self._names) is not None:
                 _check_one(name, [*(step.rule for step in steps if type(step.rule) is type(rule)), rule])
-                steps.append(Step(at, rule))
+                steps.append(Rearrangement(at, rule))
         return steps
 
     def _rearranged(
-        self, name: str, made: Derived, steps: Sequence[Step], shapes: Sequence[Shape | None], *, final: bool
+        self, name: str, made: Derived, steps: Sequence[Rearrangement], shapes: Sequence[Shape | None], *, final: bool
     ) -> Derived | None:
         """The tensor after all steps; on the target side before them. None where nothing says what it was."""
         if self._targets is None:
@@ -136,7 +136,7 @@ class Derivation:
         return made
 
     def _made(self, name: str, wanted: Shape | None, path: Path) -> Derived | None:
-        """The tensor of a name before its dims are permuted: as the side has it, joined, or cut."""
+        """The tensor of a name before rules rearrange its cells: as the side has it, joined, or cut."""
         if name in self._shapes:
             return Derived.plain(name, self._shapes[name])
         found = list[tuple[Remap, Derived]]()
@@ -234,7 +234,7 @@ class Derivation:
         return [made.shape for made in known.values() if made is not None]
 
 
-class Step(NamedTuple):
+class Rearrangement(NamedTuple):
     """A rule that rearranges the cells of a tensor, and its number."""
 
     number: int
@@ -276,7 +276,7 @@ class Step(NamedTuple):
                 raise ValueError(f"{name!r}: {error}") from None
 
 
-def _shapes_of(name: str, steps: Sequence[Step], wanted: Shape | None) -> list[Shape | None]:
+def _shapes_of(name: str, steps: Sequence[Rearrangement], wanted: Shape | None) -> list[Shape | None]:
     """The shapes before the first step, after it, and so on, as far as the shape after all of them says."""
     shapes = [wanted]
     for step in reversed(steps):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, takewhile
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from shardwise.job.names import filled, matched
 from shardwise.job.subtensor import Subtensor
@@ -377,10 +377,15 @@ def checked_dim(dim: object, shape: Shape) -> int:
     return dim % len(shape)
 
 
+def list_rules(remap: object) -> list[Any]:
+    """What is given as `remap=`: rules in any iterable, or a single one. Not checked yet."""
+    return list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
+
+
 def checked_rules(remap: object) -> list[Remap]:
     """The rules; anything else is refused."""
-    rules, given = list[Remap](), list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
-    for rule in given:
+    rules = list[Remap]()
+    for rule in list_rules(remap):
         if not isinstance(rule, Remap):
             raise TypeError(f"remap= must be a list of {RULES}, but has {rule!r}")
         _check_names(rule)

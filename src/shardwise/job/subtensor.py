@@ -261,11 +261,11 @@ def _chosen(shape: Sequence[int], nests: Sequence[Nest], runs: Sequence[Run]) ->
     return Subtensor(tuple(start), tuple(_view_dim(run.axis, run.size, run.stride) for run in runs))
 
 
-def simplified(one: Subtensor, other: Subtensor) -> tuple[Subtensor, Subtensor]:
+def simplify(one: Subtensor, other: Subtensor) -> tuple[Subtensor, Subtensor]:
     """The same cells of two tensors with fewer dims: two that are one run of cells in both become one.
 
     >>> heads = Subtensor.whole((12, 4)).unflatten(0, [4, 3])
-    >>> simplified(heads, heads)[0].shape
+    >>> simplify(heads, heads)[0].shape
     (12, 4)
     """
     pairs = list(zip(one.dims, other.dims, strict=True))

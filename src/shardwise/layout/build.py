@@ -44,31 +44,42 @@ def on_mesh(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...
     """Placements applied from left to right; the owner table is the mesh with its axes grouped by what they do."""
     spans = [Spans.whole(size) for size in shape]
     groups: list[list[int]] = [[] for _ in range(len(shape) + 2)]  # mesh axes of each dim, of terms, of replicas
-    ops, words = set[str](), list[str]()
-    for axis, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
+    placed = [_counted_from_first(placement, shape) for placement in placements]
+    for axis, (placement, count) in enumerate(zip(placed, mesh.shape, strict=True)):
         if isinstance(placement, Replicate):
             groups[-1].append(axis)
         elif isinstance(placement, Partial):
-            if count > 1:  # one term is the value, whatever the reduction
-                ops.add(placement.reduce_op)
             groups[-2].append(axis)
         else:
-            dim = checked_dim(placement.dim, shape)
-            placement = replace(placement, dim=dim)
+            dim = placement.dim
             parts = prod(mesh.shape[other] for other in groups[dim])
             spans[dim] = placement.split(Dim(dim, shape, spans[dim], parts), count)
             groups[dim].append(axis)
-        words.append(str(placement))
-    if len(ops) > 1:
-        raise LayoutError(
-            f"placements {','.join(words)} mix reductions {sorted(ops)}: a layout has one. "
-            f"Reduce the axes of the others first, as DTensor.redistribute does with Replicate() there"
-        )
     table = mesh.ranks.transpose([axis for group in groups for axis in group])
     table = table.reshape([prod(mesh.shape[axis] for axis in group) for group in groups])
-    op = ops.pop() if ops and table.shape[-2] > 1 and 0 not in shape else None  # one term is the value
-    shared = {p.dim % len(shape) for p in placements if isinstance(p, MAY_REPLICATE)} if 0 not in shape else ()
-    return MeshForm(_form(shape, spans, table, [d for d in shared if overlap(spans[d], shape[d])]), op, tuple(words))
+    op, empty = _reduction(placed, mesh), 0 in shape
+    shared = {split.dim for split in placed if isinstance(split, MAY_REPLICATE) and not empty}
+    form = _form(shape, spans, table, [dim for dim in shared if overlap(spans[dim], shape[dim])])
+    return MeshForm(form, None if empty else op, tuple(map(str, placed)))
+
+
+def _counted_from_first(placement: Placement, shape: tuple[int, ...]) -> Placement:
+    """With a dim that is not negative."""
+    if isinstance(placement, Replicate | Partial):
+        return placement
+    return replace(placement, dim=checked_dim(placement.dim, shape))
+
+
+def _reduction(placements: Sequence[Placement], mesh: Mesh) -> str | None:
+    """The one of all partial axes. An axis of one rank has one term, which is the value whatever the reduction."""
+    axes = zip(placements, mesh.shape, strict=True)
+    ops = {one.reduce_op for one, count in axes if isinstance(one, Partial) and count > 1}
+    if len(ops) > 1:
+        raise LayoutError(
+            f"placements {','.join(map(str, placements))} mix reductions {sorted(ops)}: a layout has one. "
+            f"Reduce the axes of the others first, as DTensor.redistribute does with Replicate() there"
+        )
+    return next(iter(ops), None)
 
 
 def _form(shape: tuple[int, ...], spans: list[Spans], table: Ints, shared: Sequence[int]) -> Form:

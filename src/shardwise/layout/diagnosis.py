@@ -66,7 +66,7 @@ def diagnose(listing: Listing) -> Diagnosis:
     left, right = left[left < right], right[left < right]
     clean = np.ones(boxes.count, dtype=np.bool_)
     clean[left] = clean[right] = False
-    missing = gaps(boxes, Box((0,) * len(listing.shape), listing.shape), clean)
+    missing = gaps(boxes, Box.whole(listing.shape), clean)
     shared = [] if listing.overlapping else _overlaps(boxes, left, right, _first_owners(listing, number))
     return Diagnosis(tuple(missing), tuple(twice + shared))
 

@@ -195,7 +195,7 @@ class Layout:
         >>> [piece.box.lo[0] for piece in layout.pieces(7)]
         [1, 2]
         """
-        rows = cast(tuple[tuple[int, ...], ...], Experts(dim, owners).ranks)
+        rows = Experts(dim, owners).rows
         numbers = different(owner_array([owner for row in rows for owner in row]))
         ranks = [numbers.searchsorted(row).tolist() for row in rows]
         return _on_owners(shape, Experts(dim, ranks), numbers.tolist())

@@ -25,7 +25,7 @@ from shardwise.geometry import (
     heads,
     ints,
     join,
-    merged,
+    merge_spans,
     numbered,
     row_major,
     run_of,
@@ -126,7 +126,7 @@ class Listing:
         parts = np.unravel_index(np.arange(table.size), table.shape)[: len(shape)]
         sizes = [totals(s.stop - s.start, s.part, n)[p] for s, n, p in zip(spans, table.shape, parts, strict=False)]
         size = np.stack(sizes, axis=1)
-        joined = [merged(one) for one in spans]
+        joined = [merge_spans(one) for one in spans]
         if all(heads(one.part).all() for one in joined):  # every buffer is one box
             first = [_first_cells(one, n)[p] for one, n, p in zip(joined, table.shape, parts, strict=False)]
             lo = np.stack(first, axis=1)

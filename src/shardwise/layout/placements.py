@@ -172,15 +172,17 @@ class Experts:
         object.__setattr__(self, "ranks", tuple(_ranks_of(row, expert) for expert, row in enumerate(rows)))
 
     def __str__(self) -> str:
-        return f"experts{self.dim}={','.join('+'.join(map(str, ranks)) for ranks in self._rows())}"
+        return f"experts{self.dim}={','.join('+'.join(map(str, ranks)) for ranks in self.rows)}"
 
-    def _rows(self) -> tuple[tuple[int, ...], ...]:
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every expert, rising."""
         return cast(tuple[tuple[int, ...], ...], self.ranks)
 
     def split(self, dim: Dim, count: int) -> Spans:
         """Every expert on its ranks."""
         check_whole(dim, brief(str(self)))
-        rows = self._rows()
+        rows = self.rows
         if dim.size % len(rows):
             raise LayoutError(f"dim {dim.number} of shape {dim.shape} is not {len(rows)} experts of equal size")
         last = max(row[-1] for row in rows)

@@ -18,9 +18,10 @@ from shardwise.geometry import Box
 from shardwise.quantised.formats import EXPONENTS, GROUP, Format, Shape
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+NAN = 0x7F  # the bits of an fp8 code, without the sign
 CELLS = 2**18  # that are computed at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 4-bit codes; the fourth bit is the sign
-MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 class Rows(NamedTuple):
@@ -124,12 +125,12 @@ def _dequantise_matrix(
     decoder = _decoder(format, codes, grid, rows)
     cells, grid = torch.empty(rows, width, device=codes.device), grid * decoder.factor
     for start, stop, first, last in matrix.rows(len(codes), width):
-        here = cells[: stop - start]
+        here = _first(cells, stop - start)
         decoder.decode(here, codes[start:stop])
         matrix.multiply(here, grid[first:last])
         if format.divisor != 1:
             here.mul_(1 / format.divisor)
-        out[start:stop].copy_(here[:, skipped : skipped + out.shape[1]])
+        out[start:stop].copy_(here if out.shape[1] == width else here[:, skipped : skipped + out.shape[1]])
 
 
 class Decoder:
@@ -146,24 +147,33 @@ class Fp8Decoder(Decoder):
     """fp8 on the CPU, ten times as fast as torch's own conversion: the bits of a code, moved, are those of a float16.
 
     The exponents of float16 have a bias of 15 where those of fp8 have 7, so numbers are divided by 2**8. That is exact,
-    and so is the factor of the scales. nan is the only code that differs: chunks with nan are left to torch.
+    and so is the factor of the scales. nan is the only code that differs: codes with nan are left to torch.
     """
 
     factor = 2.0**8
 
     def __init__(self, codes: torch.Tensor, rows: int) -> None:
         self._bits = torch.empty(rows, codes.shape[1], dtype=torch.int16, device=codes.device)
-        self._magnitudes = torch.empty(rows, codes.shape[1], dtype=torch.uint8, device=codes.device)
 
     def decode(self, cells: torch.Tensor, codes: torch.Tensor) -> None:
         """Write numbers to float32 cells."""
-        bits, magnitudes = self._bits[: len(codes)], self._magnitudes[: len(codes)]
-        torch.bitwise_and(codes.view(torch.uint8), 0x7F, out=magnitudes)
-        if int(magnitudes.amax()) == 0x7F:
-            cells.copy_(codes).div_(self.factor)
-            return
-        bits.copy_(codes.view(torch.int8))  # the sign is in bits 7 to 15 now
+        bits = _first(self._bits, len(codes)).copy_(codes.view(torch.int8))  # the sign is in bits 7 to 15 now
         cells.copy_(bits.mul_(2**7).bitwise_and_(~0x4000).view(torch.float16))
+
+
+def has_nan(codes: torch.Tensor) -> bool:
+    """True where fp8 codes have a nan: all bits but the sign are set."""
+    rows = max(1, CELLS // max(codes.shape[1], 1))
+    scratch = torch.empty(min(len(codes), rows), codes.shape[1], dtype=torch.uint8, device=codes.device)
+    for some in torch.split(codes.view(torch.uint8), rows):
+        if int(torch.bitwise_and(some, NAN, out=_first(scratch, len(some))).amax()) == NAN:
+            return True
+    return False
+
+
+def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Some rows. To make a view takes about as long as to compute a thousand cells."""
+    return tensor if len(tensor) == rows else tensor[:rows]
 
 
 class PairDecoder(Decoder):
@@ -181,10 +191,10 @@ class PairDecoder(Decoder):
 def _decoder(format: Format, codes: torch.Tensor, grid: torch.Tensor, rows: int) -> Decoder:
     if format.pairs:
         return PairDecoder(codes, rows)
-    moved = codes.device.type == "cpu" and codes.dtype == torch.float8_e4m3fn
-    if moved and float(grid.abs().amax()) * Fp8Decoder.factor < torch.finfo(torch.float32).max:
-        return Fp8Decoder(codes, rows)
-    return Decoder()
+    if codes.device.type != "cpu" or codes.dtype != torch.float8_e4m3fn or has_nan(codes):
+        return Decoder()
+    fits = float(grid.abs().amax()) * Fp8Decoder.factor < torch.finfo(torch.float32).max
+    return Fp8Decoder(codes, rows) if fits else Decoder()
 
 
 @cache
@@ -220,7 +230,7 @@ class Scaling(NamedTuple):
     @staticmethod
     def of(largest: torch.Tensor, format: Format, dtype: torch.dtype) -> Scaling:
         """By the largest magnitude of every block, in float32, with scales of that dtype."""
-        forward = MOST[format.codes] / largest
+        forward = LARGEST_CODE[format.codes] / largest
         forward = torch.where(forward.isfinite(), forward, 1.0)  # what is too small for a scale becomes 0
         if format.divisor != 1:
             return Scaling(forward, largest.to(dtype))
@@ -243,14 +253,22 @@ def largest_magnitudes(cells: torch.Tensor, format: Format, box: Box, values: Sh
     matrix, indices = _matrices(box, values, format)
     sources, targets = _as_matrices(cells, dims), _as_matrices(found, dims)
     for index in indices if box.volume else ():
-        source, target = sources[index], targets[index]
-        for start, stop, first, last in matrix.rows(*source.shape):
-            bits = source[start:stop].view(integers).bitwise_and(torch.iinfo(integers).max)  # without the sign
-            if matrix.block[0] > 1:
-                bits = bits.amax(0, keepdim=True)
-            here = target[first:last]
-            torch.maximum(here, matrix.largest(bits).view(cells.dtype).to(torch.float32), out=here)
+        _find_largest(targets[index], sources[index].view(integers), matrix, cells.dtype)
     return found
+
+
+def _find_largest(grid: torch.Tensor, bits: torch.Tensor, matrix: Matrix, dtype: torch.dtype) -> None:
+    """Of a matrix, given by its bits, of this dtype."""
+    scratch = torch.empty(
+        min(len(bits), max(1, CELLS // bits.shape[1])), bits.shape[1], dtype=bits.dtype, device=bits.device
+    )
+    unsigned = torch.iinfo(bits.dtype).max
+    for start, stop, first, last in matrix.rows(*bits.shape):
+        magnitudes = torch.bitwise_and(bits[start:stop], unsigned, out=_first(scratch, stop - start))
+        if matrix.block[0] > 1:
+            magnitudes = magnitudes.amax(0, keepdim=True)
+        here = grid[first:last]
+        torch.maximum(here, matrix.largest(magnitudes).view(dtype).to(torch.float32), out=here)
 
 
 def check_finite(largest: torch.Tensor, what: str) -> None:
@@ -272,8 +290,7 @@ def encode_box(
         target, source = targets[index], sources[index]
         scratch = torch.empty(min(len(source), max(1, CELLS // source.shape[1])), source.shape[1], device=cells.device)
         for start, stop, first, last in matrix.rows(*source.shape):
-            here = scratch[: stop - start]
-            here.copy_(source[start:stop])
+            here = _first(scratch, stop - start).copy_(source[start:stop])
             matrix.multiply(here, factor[index][first:last])
             if not format.codes.is_floating_point:
                 here.round_()

@@ -13,6 +13,7 @@ from shardwise.geometry import Box
 
 Shape = tuple[int, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+VALUES = FLOATS  # what codes and scales become
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # of powers of two, with a bias of 127
 GROUP = 32  # cells that share a scale in the formats of the OCP microscaling standard
 BYTES = 16  # of a group with two codes in a byte
@@ -118,9 +119,17 @@ class Format:
 
     def whole_blocks(self, box: Box, values: Shape) -> Box:
         """The cells of all blocks that a box of values touches."""
-        blocks, touched = self.blocks(values), self.grid_box(box, values)
-        lo = tuple(start * size for start, size in zip(touched.lo, blocks, strict=True))
-        hi = (min(stop * size, end) for stop, size, end in zip(touched.hi, blocks, values, strict=True))
+        return self.cells(self.grid_box(box, values), values)
+
+    def cells(self, grid: Box, values: Shape) -> Box:
+        """The values that a box of the grid scales.
+
+        >>> print(FP8_BLOCK.cells(Box((2, 0), (5, 2)), (576, 256)))
+        [256:576, 0:256]
+        """
+        blocks = self.blocks(values)
+        lo = tuple(start * size for start, size in zip(grid.lo, blocks, strict=True))
+        hi = (min(stop * size, end) for stop, size, end in zip(grid.hi, blocks, values, strict=True))
         return Box(lo, tuple(map(max, lo, hi)))
 
     def cuts_blocks(self, boxes: Sequence[Box], values: Shape) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,24 +18,25 @@ from shardwise.exchange.overflow import Losses, may_overflow
 from shardwise.geometry import Box, Boxes
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link, Remap
+from shardwise.job.remap_rules import list_rules
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
 from shardwise.quantised.arithmetic import dequantise_box
-from shardwise.quantised.formats import Format, Shape
+from shardwise.quantised.formats import VALUES, Format, Shape
 from shardwise.quantised.layouts import OwnedBox, distinct, layout_of_boxes
-from shardwise.quantised.recognition import VALUES, Quantised, QuantisedTensor, Tensors
+from shardwise.quantised.recognition import KnownTensors, Quantised, QuantisedTensor
 
 Rule = Remap | Quantised
 
 
-def separated(remap: object) -> tuple[list[Quantised], list[Remap]]:
+def split_rules(remap: object) -> tuple[list[Quantised], list[Remap]]:
     """The rules of quantised tensors, and all others."""
-    given: list[Any] = list(remap) if isinstance(remap, Iterable) and not isinstance(remap, str) else [remap]
-    quantised = [one for one in given if isinstance(one, Quantised)]
-    return quantised, [one for one in given if not isinstance(one, Quantised)]
+    rules = list_rules(remap)
+    quantised = [rule for rule in rules if isinstance(rule, Quantised)]
+    return quantised, [rule for rule in rules if not isinstance(rule, Quantised)]
 
 
-def folded(tensors: Tensors, quantised: Mapping[str, QuantisedTensor]) -> dict[str, Shape]:
+def value_shapes(tensors: KnownTensors, quantised: Mapping[str, QuantisedTensor]) -> dict[str, Shape]:
     """The shapes of a side with values in the place of codes, and without scales."""
     values, scales = {one.codes: one for one in quantised.values()}, {one.scales for one in quantised.values()}
     shapes = dict[str, Shape]()
@@ -119,20 +120,20 @@ def _scales_view(tensor: QuantisedTensor, view: Subtensor, kept: Sequence[int]) 
 # --- codes and scales to values ---------------------------------------------------------------------------------------
 
 
-class Buffers(NamedTuple):
-    """What every owner of values needs of codes or scales: a region of the tensor, and a layout of that region."""
+class RegionBuffers(NamedTuple):
+    """What owners of values need of codes or scales: a region of the tensor, and the layout of their buffers of it."""
 
     region: Box
     layout: Layout
 
     @staticmethod
-    def of(region: Box, boxes: Mapping[int, Sequence[Box]]) -> Buffers:
+    def of(region: Box, boxes: Mapping[int, Sequence[Box]]) -> RegionBuffers:
         """From the boxes of every owner."""
         pieces = list[OwnedBox]()
         for owner, several in boxes.items():
             inside = [box.within(region) for box in distinct(several)]
             pieces += [(owner, box.lo, box.hi) for box in inside]
-        return Buffers(region, layout_of_boxes(region.shape, pieces))
+        return RegionBuffers(region, layout_of_boxes(region.shape, pieces))
 
     @property
     def view(self) -> Subtensor:
@@ -153,13 +154,13 @@ def _outside(box: Box, region: Box) -> Box:
 @lru_cache(maxsize=1024)
 def _buffers(
     layout: Layout, source: Subtensor, target: Subtensor, format: Format, values: Shape, scales: Shape
-) -> tuple[Buffers, Buffers]:
+) -> tuple[RegionBuffers, RegionBuffers]:
     """Of codes and of scales, for the owners of a target. Cached: a model has many tensors that move alike."""
     needed = {owner: _needed(layout, owner, source, target) for owner in layout.owners()}
     codes = {owner: [format.codes_box(box) for box in boxes] for owner, boxes in needed.items()}
     grids = {owner: [format.scales_box(box, values, scales) for box in boxes] for owner, boxes in needed.items()}
     whole = format.codes_box(source.region), format.scales_box(source.region, values, scales)
-    return Buffers.of(whole[0], codes), Buffers.of(whole[1], grids)
+    return RegionBuffers.of(whole[0], codes), RegionBuffers.of(whole[1], grids)
 
 
 def _needed(layout: Layout, owner: int, source: Subtensor, target: Subtensor) -> list[Box]:
@@ -199,10 +200,12 @@ class Dequantising:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the buffers of codes and of scales."""
-        return f"{self.quantised.codes} for {self.link.target}", f"{self.quantised.scales} for {self.link.target}"
+        """Of the buffers of codes and of scales, with the part of the target they are for: there may be several."""
+        part = "" if self.link.target_view.is_whole(self.target.shape) else str(self.link.target_view)
+        target = self.link.target + part
+        return f"{self.quantised.codes} for {target}", f"{self.quantised.scales} for {target}"
 
-    def buffers(self) -> tuple[Buffers, Buffers]:
+    def buffers(self) -> tuple[RegionBuffers, RegionBuffers]:
         """Of codes and of scales."""
         one, views = self.quantised, (self.link.source_view, self.link.target_view)
         return _buffers(self.target.layout, *views, one.format, one.shape, one.scales_shape)
@@ -271,6 +274,34 @@ class Dequantising:
         if losses is not None and counted:
             losses.look(repr(self.link.target), [seen], self.target.dtype)
         out.copy_(seen)
+
+
+@dataclass
+class ComputedTargets:
+    """The targets of a job whose values are computed once their codes and scales have arrived."""
+
+    moves: list[Dequantising] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Each once: several moves may write parts of one target."""
+        return list(dict.fromkeys(move.link.target for move in self.moves))
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """What all ranks know of the buffers of codes and scales."""
+        return {name: info for move in self.moves for name, info in move.infos().items()}
+
+    def buffers(
+        self, values: Mapping[str, object], owner: int, group: dist.ProcessGroup | None, losses: Losses | None
+    ) -> dict[str, DeliveredTensor]:
+        """The buffers as targets, which write values to other targets once they are filled."""
+        made = [move.targets(values.get(move.link.target), owner, group, losses) for move in self.moves]
+        return {name: target for several in made for name, target in several.items()}
+
+    @property
+    def may_lose(self) -> bool:
+        """True where values may be out of range for their targets."""
+        return any(may_overflow(torch.float32, move.target.dtype) for move in self.moves)
 
 
 def _in_source_dims(part: torch.Tensor, view: Subtensor) -> torch.Tensor:

@@ -18,25 +18,18 @@ from shardwise.quantised.formats import (
     INT8_SCB,
     MXFP4,
     MXFP8,
+    VALUES,
     Format,
     Shape,
     format_of,
 )
 from shardwise.quantised.layouts import wrong_shape
 
-CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
-VALUES = (torch.float32, torch.bfloat16, torch.float16)
-METHODS = (
-    "fp8",
-    "mxfp4",
-    "bitsandbytes",
-    "compressed-tensors",
-    "fbgemm_fp8",
-    "modelopt",
-)  # that may have these formats
+# a quant_method of config.json whose tensors may have these formats
+METHODS = ("fp8", "mxfp4", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "modelopt")
 
 
-class Known(Protocol):
+class KnownTensor(Protocol):
     """What has a shape and a dtype: a tensor of a state dict, or one of a checkpoint."""
 
     @property
@@ -48,7 +41,7 @@ class Known(Protocol):
         """Of its elements."""
 
 
-Tensors = Mapping[str, Known]
+KnownTensors = Mapping[str, KnownTensor]
 
 
 class Naming(NamedTuple):
@@ -103,7 +96,7 @@ class Quantised:
     is one of fp8-block, fp8-row, fp8-tensor, int8-row, int8-scb, mxfp8 and mxfp4, or a `Format`. `value` is the name of
     the values, by default that of the codes. `dtype` is that of the values in a conversion, if `cast=` gives no other.
 
-    >>> Quantised("*.weight", "*.weight_scale_inv", format="fp8-block").named("layers.0.up.weight", ())
+    >>> Quantised("*.weight", "*.weight_scale_inv", format="fp8-block").of_value("layers.0.up.weight", ())
     ('layers.0.up.weight', 'layers.0.up.weight', 'layers.0.up.weight_scale_inv')
     """
 
@@ -130,7 +123,7 @@ class Quantised:
         found = None if self.format is None else format_of(self.format)
         return found if found is None or self.block is None else found.with_block(self.block)
 
-    def named(self, value: str, names: Collection[str]) -> tuple[str, str, str] | None:
+    def of_value(self, value: str, names: Collection[str]) -> tuple[str, str, str] | None:
         """The names of values, codes and scales, if `value` is that of values; None where it is not."""
         return self._filled(self.value or self.codes, value, names)
 
@@ -150,7 +143,7 @@ class Quantised:
         return value, codes, scales
 
 
-def recognise(tensors: Tensors, rules: Iterable[Quantised], config: object = None) -> dict[str, QuantisedTensor]:
+def recognise(tensors: KnownTensors, rules: Iterable[Quantised], config: object = None) -> dict[str, QuantisedTensor]:
     """The quantised tensors of a side, by the names of their values.
 
     Refused are scales without codes, codes without scales, and shapes or dtypes that do not fit.
@@ -173,7 +166,7 @@ def recognise(tensors: Tensors, rules: Iterable[Quantised], config: object = Non
     return found
 
 
-def _by_rule(tensors: Tensors, rule: Quantised) -> list[QuantisedTensor]:
+def _by_rule(tensors: KnownTensors, rule: Quantised) -> list[QuantisedTensor]:
     """Those that a rule names, where this side has codes."""
     format, found = rule.known_format(), list[QuantisedTensor]()
     assert format is not None
@@ -187,7 +180,7 @@ def _by_rule(tensors: Tensors, rule: Quantised) -> list[QuantisedTensor]:
     return found
 
 
-def _by_convention(tensors: Tensors, rule: Quantised, config: object) -> list[QuantisedTensor]:
+def _by_convention(tensors: KnownTensors, rule: Quantised, config: object) -> list[QuantisedTensor]:
     """All that are called as quantisers call them."""
     block = rule.block or config_block(config)
     found, taken = list[QuantisedTensor](), set[str]()
@@ -214,7 +207,7 @@ def _dtypes(naming: Naming) -> set[torch.dtype]:
 
 
 def _checked(
-    names: tuple[str, str, str], tensors: Tensors, formats: Sequence[Format], wanted: Sequence[str]
+    names: tuple[str, str, str], tensors: KnownTensors, formats: Sequence[Format], wanted: Sequence[str]
 ) -> QuantisedTensor:
     """The first format that dtypes and shapes fit; refused where none does."""
     value, codes, scales = names

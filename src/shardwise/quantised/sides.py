@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from shardwise.containers.delivered import DeliveredTensor
 from shardwise.errors import RefusedValueError
 from shardwise.exchange import view_of
 from shardwise.exchange.messages import Tensors
-from shardwise.exchange.overflow import Losses, may_overflow
 from shardwise.geometry import Places
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import TensorInfo
@@ -21,9 +18,10 @@ from shardwise.job.remap import Link
 from shardwise.job.side import LiveSide
 from shardwise.layout import Layout, local_boxes, local_shapes, places_of
 from shardwise.quantised.arithmetic import Scaling, check_finite, encode_box, largest_magnitudes
+from shardwise.quantised.formats import VALUES
 from shardwise.quantised.layouts import scales_layout
-from shardwise.quantised.moves import Dequantising, coded_links
-from shardwise.quantised.recognition import VALUES, QuantisedTensor
+from shardwise.quantised.moves import ComputedTargets, Dequantising, coded_links
+from shardwise.quantised.recognition import QuantisedTensor
 from shardwise.quantised.tensors import check_can_quantise
 from shardwise.transports import GroupTransport
 
@@ -91,7 +89,7 @@ class Quantising(NamedTuple):
             encode_box(view_of(to, made), view_of(window, memory), here, one.format, box, one.shape)
         return made
 
-    def stored(self, owner: int, stored: torch.Tensor) -> Tensors:
+    def scales(self, owner: int, stored: torch.Tensor) -> Tensors:
         """The scales that an owner has."""
         layout = scales_layout(self.layout, self.tensor.format)
         pieces = sorted(layout.pieces(owner), key=lambda piece: piece.buffer) if owner in layout else []
@@ -101,11 +99,11 @@ class Quantising(NamedTuple):
 
 @dataclass
 class CodedLinks:
-    """The links of a sync, with those of codes and scales; and what is quantised before, and dequantised after."""
+    """The links of a sync, with those of codes and scales; what is quantised before it, and computed after it."""
 
     links: list[Link] = field(default_factory=list)
     quantised: dict[str, Quantising] = field(default_factory=dict)
-    dequantised: list[Dequantising] = field(default_factory=list)
+    computed: ComputedTargets = field(default_factory=ComputedTargets)
 
     @staticmethod
     def of(planned: Sequence[Link], infos: tuple[Infos, Infos], coded: tuple[Coded, Coded]) -> CodedLinks:
@@ -140,7 +138,7 @@ class CodedLinks:
 
     def _dequantise(self, link: Link, target: TensorInfo, source: QuantisedTensor) -> None:
         move = Dequantising.of(source, link, target)
-        self.dequantised.append(move)
+        self.computed.moves.append(move)
         self.links += move.links()
 
     def sources(self, infos: Infos) -> dict[str, TensorInfo]:
@@ -149,29 +147,13 @@ class CodedLinks:
 
     def targets(self, infos: Infos) -> dict[str, TensorInfo]:
         """The targets that are moved to: also buffers of codes and scales that become values."""
-        computed, moved = set(self.values()), {link.target for link in self.links}
+        computed, moved = set(self.computed.names), {link.target for link in self.links}
         found = {name: info for name, info in infos.items() if name not in computed or name in moved}
-        return {**found, **{name: info for one in self.dequantised for name, info in one.infos().items()}}
+        return {**found, **self.computed.infos()}
 
     def zeros(self) -> list[str]:
         """The sources that are padding."""
         return [link.source for link in self.links if link.zeros]
-
-    def values(self) -> list[str]:
-        """The targets that are computed."""
-        return list(dict.fromkeys(one.link.target for one in self.dequantised))
-
-    def buffers(
-        self, values: Mapping[str, object], owner: int, group: dist.ProcessGroup | None, losses: Losses | None
-    ) -> dict[str, DeliveredTensor]:
-        """Targets of codes and scales, which write values to other targets once they are filled."""
-        made = [one.targets(values.get(one.link.target), owner, group, losses) for one in self.dequantised]
-        return {name: target for several in made for name, target in several.items()}
-
-    @property
-    def may_lose(self) -> bool:
-        """True where values may be out of range for their targets."""
-        return any(may_overflow(torch.float32, one.target.dtype) for one in self.dequantised)
 
 
 class QuantisingSide(LiveSide):
@@ -184,16 +166,13 @@ class QuantisingSide(LiveSide):
         quantised: Mapping[str, Quantising],
         transport: GroupTransport,
     ) -> None:
-        made = {name for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
+        made = {name: one for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
         super().__init__(values, [*(name for name in names if name not in made), *quantised])
         self._quantised, self._transport = quantised, transport
         self._cut = [name for name, one in quantised.items() if one.cut]
-        self._by_name = {name: one for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
-        self._reduced, self._scalings, self._made = (
-            dict[str, torch.Tensor](),
-            dict[str, Scaling](),
-            dict[str, Tensors](),
-        )
+        self._by_name = made
+        self._reduced, self._scalings = dict[str, torch.Tensor](), dict[str, Scaling]()
+        self._made = dict[str, Tensors]()
 
     def start(self) -> None:
         """Find the largest magnitudes of blocks of which several ranks have a part. All ranks call."""
@@ -223,7 +202,7 @@ class QuantisingSide(LiveSide):
             values, scaling = super().memory(one.tensor.value), self._scaling(one)
             coded = name == one.tensor.codes
             me = self._transport.me
-            self._made[name] = one.codes(values, me, scaling.forward) if coded else one.stored(me, scaling.stored)
+            self._made[name] = one.codes(values, me, scaling.forward) if coded else one.scales(me, scaling.stored)
         return self._made[name]
 
     def _scaling(self, one: Quantising) -> Scaling:

@@ -11,24 +11,17 @@ from shardwise.exchange import view_of
 from shardwise.geometry import Box
 from shardwise.layout import places_of
 from shardwise.quantised.arithmetic import (
-    MOST,
+    LARGEST_CODE,
     Scaling,
     check_finite,
     dequantise_box,
     encode_box,
     largest_magnitudes,
 )
-from shardwise.quantised.formats import EXPONENTS, Format, format_of
+from shardwise.quantised.formats import EXPONENTS, VALUES, Format, format_of
 from shardwise.quantised.layouts import scales_layout, wrong_shape
 from shardwise.tensor.resharding import reshard
 from shardwise.transports.members import owner_here
-
-VALUES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """All cells of a tensor."""
-    return Box((0,) * len(shape), shape)
 
 
 def dequantise(
@@ -50,7 +43,7 @@ def dequantise(
         return _dequantise_sharded(codes, scales, found, dtype)
     shape = found.value_shape(tuple(codes.shape))
     values = torch.empty(shape, dtype=dtype, device=codes.device)
-    dequantise_box(values, codes, scales, found, whole_box(shape), shape)
+    dequantise_box(values, codes, scales, found, Box.whole(shape), shape)
     return values
 
 
@@ -84,11 +77,11 @@ def quantise(
     """
     found = format_of(format)
     dtype, shape = scales_dtype(found, scales), tuple(values.shape)
-    largest = largest_magnitudes(values, found, whole_box(shape), shape)
+    largest = largest_magnitudes(values, found, Box.whole(shape), shape)
     check_finite(largest, "the tensor")
     scaling = Scaling.of(largest, found, dtype)
     codes = torch.empty(shape, dtype=found.codes, device=values.device)
-    encode_box(codes, values, scaling.forward, found, whole_box(shape), shape)
+    encode_box(codes, values, scaling.forward, found, Box.whole(shape), shape)
     return codes, scaling.stored
 
 
@@ -107,7 +100,7 @@ def check_value_dtype(dtype: object) -> None:
 
 def check_can_quantise(format: Format, scales: torch.dtype) -> None:
     """Refuse formats that are only read, and scales that would be rounded: codes are of the exact ones."""
-    if format.codes not in MOST:
+    if format.codes not in LARGEST_CODE:
         raise RefusedValueError(f"{format.name} can be dequantised, but values cannot be quantised to it here")
     if scales not in format.scales or scales not in (torch.float32, *EXPONENTS):
         wanted = [str(one) for one in (torch.float32, *EXPONENTS) if one in format.scales]

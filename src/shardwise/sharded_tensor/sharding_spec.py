@@ -180,7 +180,7 @@ def _check_volume(shards_metadata: Sequence[ShardMetadataLike], tensor_dims: Seq
                     f"Shard offset {offset} and length {size} exceeds tensor dim: {most} for shard {shard}"
                 )
     boxes, _ = _boxes(shards_metadata)
-    volume, whole = int(boxes.volumes().sum()), Box((0,) * len(shape), shape)
+    volume, whole = int(boxes.volumes().sum()), Box.whole(shape)
     if volume != prod(shape):
         missing = ", ".join(str(box) for box in gaps(boxes, whole, np.ones(boxes.count, np.bool_))[:4])
         raise ValueError(

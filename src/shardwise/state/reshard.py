@@ -21,6 +21,7 @@ from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import Link, Remap, Shapes, links, shapes_after
+from shardwise.job.remap_rules import list_rules
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
@@ -69,7 +70,7 @@ def reshard_state_dict(
     tensor once it is sent (with `verify`, once it is compared). `overflow`, `verify`, `max_bytes`, `hosts`,
     `transport`: as in `reshard`. `progress`: a function of (bytes done, bytes in total), or "bar".
     """
-    over, rules = group_transport(group), list(remap)
+    over, rules = group_transport(group), list_rules(remap)
     flat, paths, sources = _describe(state_dict, over)
 
     def make() -> tuple[ModelPlan, dict[str, Container]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -20,12 +20,12 @@ from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.job.remap import links
+from shardwise.job.remap import Remap, links
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
-from shardwise.quantised.moves import Rule, check_used, folded, separated
-from shardwise.quantised.recognition import recognise
+from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
+from shardwise.quantised.recognition import Quantised, recognise
 from shardwise.quantised.sides import CodedLinks, QuantisingSide
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
@@ -72,24 +72,24 @@ class Resharder:
             infos = combine_descriptions(sources, "source"), combine_descriptions(targets, "target")
 
         self._infos, self._losses = infos, Losses()
-        counted = self._losses if overflow == "refuse" else None
+        counted, rules = self._losses if overflow == "refuse" else None, split_rules(remap)
 
         def make() -> tuple[ModelPlan, tuple[CodedLinks, QuantisingSide, LiveSide]]:
             check_progress(progress)
             self._transport.check_choice(transport)
             check_overflow(overflow)
-            made, coded = _plan(self._transport, infos, rename, remap, TargetCasts.of(cast), strict, max_bytes, hosts)
+            made, coded = _plan(self._transport, infos, rename, rules, TargetCasts.of(cast), strict, max_bytes, hosts)
             if plan is not None:
                 made.check(plan)
             zeros = zeros_memory({name: made.sources[name] for name in coded.zeros()}, self._transport.me)
             source = QuantisingSide({**values[0], **zeros}, list(made.sources), coded.quantised, self._transport)
-            buffers = coded.buffers(values[1], self._transport.me, group, counted)
-            target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.values()])
+            buffers = coded.computed.buffers(values[1], self._transport.me, group, counted)
+            target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.computed.names])
             _check(made, source, target, infos, self._transport.me, apart=not verify)
             return made, (coded, source, target)
 
         same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
-        same |= {"transport": transport, "quantised": str(separated(remap)[0])}
+        same |= {"transport": transport, "quantised": str(rules[0])}
         self.plan, (self._coded, self._source, self._target) = agree_on(self._transport, "Resharder", make, same)
         self._job = Job(self._transport, self.plan, "sync", transport, overflow=overflow)
 
@@ -121,7 +121,7 @@ class Resharder:
             refuse_loss(self._losses.per_tensor(), "All tensors of the target were written")
             return None, None
 
-        if self._coded.may_lose:
+        if self._coded.computed.may_lose:
             tell_all(self._transport, "sync", say)
 
     def _run_verified(self, progress: Tell) -> None:
@@ -199,7 +199,7 @@ def _plan(
     transport: GroupTransport,
     known: tuple[Infos, Infos],
     rename: Rename,
-    remap: Iterable[Rule],
+    rules: tuple[Sequence[Quantised], Sequence[Remap]],
     cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
@@ -207,14 +207,14 @@ def _plan(
 ) -> tuple[ModelPlan, CodedLinks]:
     for side, tensors in zip(("source", "target"), known, strict=True):
         check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
-    quantised, regrouped = separated(remap)
-    folds = recognise(known[0], quantised), recognise(known[1], quantised)
+    quantised, regrouped = rules
+    by_side = recognise(known[0], quantised), recognise(known[1], quantised)
     for rule in quantised:
         check_used([rule], *(recognise(side, [rule]) for side in known))
-    shapes = (folded(side, fold) for side, fold in zip(known, folds, strict=True))
+    shapes = (value_shapes(side, tensors) for side, tensors in zip(known, by_side, strict=True))
     planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
     cast.check_used(known[1])
-    coded = CodedLinks.of(planned, known, folds)
+    coded = CodedLinks.of(planned, known, by_side)
     targets = coded.targets(known[1])
     sources = coded.sources(known[0]) | zeros_infos(coded.links, targets)
     pairs = ((link.source, link.target) for link in coded.links)

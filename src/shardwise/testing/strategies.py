@@ -138,7 +138,7 @@ def _tilings(
     draw: st.DrawFn, shape: tuple[int, ...], owners: list[int]
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """The whole, halved a few times; every box to one owner or to several."""
-    boxes = [Box((0,) * len(shape), shape)]
+    boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         wide = [a for a in range(len(shape)) if box.shape[a] > 1]

@@ -322,7 +322,7 @@ def _sample(entry: Entry) -> bytes:
     for size in reversed(entry.shape):
         hi.insert(0, min(size, max(left, 1)))
         left //= max(hi[0], 1)
-    cells = entry.read(Box((0,) * len(hi), tuple(hi)))
+    cells = entry.read(Box.whole(hi))
     return cells.view(-1).view(torch.uint8).numpy().tobytes() if cells.numel() else b""
 
 
