@@ -132,6 +132,9 @@ class Buffers(NamedTuple):
         for owner, several in boxes.items():
             inside = [box.within(region) for box in distinct(several)]
             pieces += [(owner, box.lo, box.hi) for box in inside]
+        whole = Box((0,) * len(region.lo), region.shape)
+        between = whole.without(Box(lo, hi) for _, lo, hi in pieces)  # cells of other targets, that nobody needs
+        pieces += [(pieces[0][0], box.lo, box.hi) for box in between if pieces]
         return Buffers(region, layout_of_boxes(region.shape, pieces))
 
     @property
@@ -199,7 +202,7 @@ class Dequantising:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the buffers of codes and of scales: with the part of the target that they are for, as it may have several."""
+        """Of the buffers of codes and of scales. A target may have several, for different parts of it."""
         part = "" if self.link.target_view.is_whole(self.target.shape) else str(self.link.target_view)
         target = self.link.target + part
         return f"{self.quantised.codes} for {target}", f"{self.quantised.scales} for {target}"
