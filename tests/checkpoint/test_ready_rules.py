@@ -378,6 +378,13 @@ def test_experts_that_the_config_does_not_have_are_refused():
         Rules.of(config, {"tp": 2}).check(shapes | {f"{LAYER}.block_sparse_moe.experts.4.w1.weight": (48, 64)})
 
 
+def test_a_config_with_a_huge_number_of_experts_is_refused_at_once():
+    config = {"model_type": "deepseek_v3", "num_attention_heads": 8, "n_routed_experts": 2**60}
+    rules = Rules.of(config, {"ep": 2})
+    with pytest.raises(LayoutError, match="n_routed_experts = 1152921504606846976: number 2 is missing"):
+        rules.check({f"model.layers.0.mlp.experts.{number}.up_proj.weight": (4, 4) for number in range(2)})
+
+
 DEEPSEEK = {  # the real one, in fp8
     "model_type": "deepseek_v3",
     "vocab_size": 129280,

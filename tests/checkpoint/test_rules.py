@@ -266,6 +266,16 @@ def test_dims_are_counted_from_the_end():
     assert ruled(rule, {"tp": 2}).layout("k", (4, 16)) == Layout.on_mesh((4, 16), Mesh(tp=2), "S1")
 
 
+def test_heads_that_a_rule_counts_itself_need_no_config():
+    rules = read_rules({"mesh": {"tp": 4}, "rule": [{"name": "*", "placements": ["S0"], "heads": 2, "repeat": True}]})
+    assert str(rules.layout("k", (8, 4))) == "8x4/heads0=2@tp=4"
+    assert str(rules.placements("k")[0]) == "heads0=2"
+    with pytest.raises(LayoutError, match=r"7 cells of dim 0 are not 2 heads of equal size$"):
+        rules.layout("k", (7, 4))
+    with pytest.raises(LayoutError, match="4 ranks cut 3 "):
+        read_rules({"mesh": {"tp": 4}, "rule": [{"name": "*", "placements": ["S0"], "heads": 3}]}).layout("q", (9, 4))
+
+
 def test_heads_over_two_axes():
     both = {"placements": ["S0", "S0"], "heads": "num_attention_heads", "repeat": True}
     assert ruled(both, {"a": 2, "b": 4}).layout("q", (16, 4)) == Layout.on_mesh((16, 4), Mesh(a=2, b=4), "S0,S0")

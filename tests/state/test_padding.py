@@ -109,6 +109,31 @@ def test_a_longer_target_is_filled_with_zeros_or_left_as_it_is(tmp_path):
         torch.testing.assert_close(into["embed"], torch.cat([cells(11, 4), torch.full((5, 4), expected)]))
 
 
+def test_a_verified_sync_keeps_padding():
+    def run(rank):
+        source = sw.ShardedTensor([cells(3, 2)] * (rank == 0), sw.Layout.chunk((3, 2), 0, [0]))
+        target = sw.ShardedTensor([torch.full((2, 2), 9.0)], sw.Layout.chunk((4, 2), 0, 2))
+        sw.Resharder({"a": source}, {"a": target}, remap=[Padded("a", fill="keep")], verify=True).run()
+        expected = torch.cat([cells(3, 2), torch.full((1, 2), 9.0)]).chunk(2)[rank]
+        torch.testing.assert_close(target.shards[0], expected)
+
+    on_ranks(2, run)
+
+
+def test_tensors_on_the_meta_device_have_no_padding_to_keep(tmp_path):
+    checkpoint.save({"a": cells(2, 3)}, tmp_path / "saved")
+    into = {"a": torch.empty(4, 3, device="meta")}
+    with pytest.raises(sw.CheckpointError, match="'a' is on the meta device: it has no padding to keep"):
+        checkpoint.load(tmp_path / "saved", into, remap=[Padded("a", fill="keep")])
+
+
+def test_padding_alone_is_loaded(tmp_path):
+    checkpoint.save({"a": torch.empty(0, 3)}, tmp_path / "empty")
+    into = {"a": cells(2, 3)}
+    checkpoint.load(tmp_path / "empty", into, remap=[Padded("a")])
+    torch.testing.assert_close(into["a"], torch.zeros(2, 3))
+
+
 def test_the_padding_of_a_longer_source_is_left_out(tmp_path):
     checkpoint.save({"embed": cells(16, 4)}, tmp_path / "c")
     into = {"embed": torch.zeros(11, 4)}
@@ -201,6 +226,10 @@ def test_cells_that_are_not_rotary_stay():
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
+    "no parts": (
+        ({"gu": (8, 2)}, {"g": (4, 2), "u": (4, 2)}, [Concat("gu", [])]),
+        "`parts` must be a list of different names",
+    ),
     "no whole groups": (
         ({"gu": (7, 2)}, {"g": (4, 2), "u": (3, 2)}, [Interleaved("gu", ["g", "u"], [1, 1])]),
         "7 along dim 0 is not a multiple of a group: 2, all sizes (by Interleaved(",

@@ -31,6 +31,10 @@ class Known:
         """With more of them, which hide others of the same names."""
         return Known({**self.numbers, **more}, self.config)
 
+    def has(self, expression: Expression) -> bool:
+        """True if a value is to be expected: only without a config.json may numbers be unknown."""
+        return self.config or expression.names <= self.numbers.keys()
+
     def value(self, expression: Expression) -> int:
         """The value of an expression."""
         missing = sorted(expression.names - self.numbers.keys())
@@ -66,28 +70,28 @@ class WholeHeads:
 
     def check(self, ranks: int, known: Known) -> None:
         """Refuse a number of ranks that would cut heads."""
-        if known.config:
+        if known.has(self.count):
             check_heads(known.count(self.count, "heads"), ranks, self.repeat, known.explained(self.count))
 
     def placement(self, shape: Shape, ranks: int, known: Known) -> Placement:
         """Of a tensor of that shape."""
         dim = checked_dim(self.dim, shape)
-        if known.config and shape[dim] % known.count(self.count, "heads"):
+        if known.has(self.count) and shape[dim] % known.count(self.count, "heads"):
             raise LayoutError(
-                f"{shape[dim]} cells of dim {dim} are not {known.explained(self.count)} heads of equal size: "
-                f"is config.json that of these weights?"
+                f"{shape[dim]} cells of dim {dim} are not {known.explained(self.count)} heads of equal size"
+                + (": is config.json that of these weights?" if known.config else "")
             )
         return self.for_any_shape(ranks, known)
 
     def length(self, stored: int, ranks: int, known: Known) -> int:
         """The size of the dim, if all ranks together have stored so many cells of it."""
-        count = known.count(self.count, "heads") if known.config else ranks
+        count = known.count(self.count, "heads") if known.has(self.count) else ranks
         return stored * count // max(count, ranks)
 
     def for_any_shape(self, ranks: int, known: Known) -> Placement:
-        """Without a config.json the number of heads is not known, and nothing is checked."""
+        """Where the number of heads is not known, nothing is checked."""
         self.check(ranks, known)
-        replicated = known.config and known.value(self.count) % ranks
+        replicated = known.has(self.count) and known.value(self.count) % ranks
         return Heads(self.dim, known.value(self.count)) if replicated else Shard(self.dim)
 
 
@@ -105,7 +109,7 @@ class Segments:
 
     def check(self, ranks: int, known: Known) -> None:
         """Refuse a number of ranks that would cut heads. There must be enough in the largest segment."""
-        if self.kind == "heads" and known.config:
+        if self.kind == "heads" and all(map(known.has, self.parts)):
             counts = self.values(known)
             for part, count in zip(self.parts, counts, strict=True):
                 check_heads(count, ranks, count < max(counts), known.explained(part))

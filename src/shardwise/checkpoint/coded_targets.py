@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from math import prod
 from typing import NamedTuple
+
+import torch
 
 from shardwise.checkpoint.entry import Entry
 from shardwise.checkpoint.quantised import ValueEntry, coded_entries
 from shardwise.checkpoint.streams import Sources, Stream, stream_of
 from shardwise.errors import CheckpointError
+from shardwise.job.casts import PLAIN
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link
 from shardwise.quantised.moves import ComputedTargets, Dequantising, coded_links
@@ -79,8 +84,7 @@ def _coded(one: QuantisedTensor, several: Sources, quantised: Sources, targets: 
         )
     infos = targets[one.codes], targets[one.scales]
     if not quantised:
-        values = Stream(one.value, one.shape, several[0][1].dtype, several)
-        made = coded_entries(one, values.read, [entry for _, entry in several])
+        made = coded_entries(one, _values(one, several).read, [entry for _, entry in several])
         return {entry.name: stream_of(entry) for entry in made}
     both = list[tuple[tuple[Link, Entry], tuple[Link, Entry]]]()
     for link, entry in quantised:
@@ -91,3 +95,18 @@ def _coded(one: QuantisedTensor, several: Sources, quantised: Sources, targets: 
         name: Stream(name, info.shape, info.dtype, tuple(pair[at] for pair in both))
         for at, (name, info) in enumerate(zip((one.codes, one.scales), infos, strict=True))
     }
+
+
+def _values(one: QuantisedTensor, several: Sources) -> Stream:
+    """The values that are quantised, in a dtype that loses nothing of them."""
+    for _, entry in several:
+        if entry.dtype not in PLAIN:
+            raise CheckpointError(f"{entry.name!r} is {entry.dtype}: only floating-point values can be quantised")
+    cells = sum(prod(link.target_view.shape) for link, _ in several)
+    if cells != prod(one.shape):
+        raise CheckpointError(
+            f"{one.value!r} is quantised, but only {cells} of its {prod(one.shape)} values are given: its padding "
+            f'cannot keep what it has. Leave fill="keep" out, or load it as values'
+        )
+    dtype = reduce(torch.promote_types, (entry.dtype for _, entry in several))
+    return Stream(one.value, one.shape, dtype, several)

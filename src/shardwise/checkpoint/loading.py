@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.quantised import quantised_in, with_values
 from shardwise.checkpoint.rules import RulesSource
-from shardwise.checkpoint.streams import Stream, by_target, check_casts, duplicates
+from shardwise.checkpoint.streams import Sources, Stream, by_target, check_casts, duplicates
 from shardwise.checkpoint.values import refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor
 from shardwise.containers.memory import is_meta, local_of, storage_of, with_memory
@@ -33,7 +33,7 @@ from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
-from shardwise.job.remap import Remap, links
+from shardwise.job.remap import Remap, links, partly_filled
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
 from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
@@ -258,17 +258,33 @@ def _streams(
         if ties and several:
             reached = links(have, wanted, rename=rename, remap=remap, strict=False, whole=False, empty=True)
             wanted = _untied(wanted, ties, {link.target for link in reached})
-        planned = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict)
+        planned = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict, empty=True)
         cast.check_used(infos)
+        _check_kept(target.replacements, partly_filled(planned, wanted))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    made = loading(by_target(planned, checkpoint), infos, coded, ties)
+    made = loading(_with_cells(by_target(planned, checkpoint)), infos, coded, ties)
     filled = {name: stream.sources for name, stream in made.streams.items() if name in infos}
     for name in (*filled, *made.computed.names):
         if infos[name].layout.op is not None:
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
     check_casts(checkpoint, filled, infos, partial(cast.check, sources=checkpoint, targets=infos))
     return made
+
+
+def _check_kept(replacements: Collection[str], partly: Iterable[str]) -> None:
+    """Refuse to leave cells as they are in new memory."""
+    new = next((name for name in partly if name in replacements), None)
+    if new is not None:
+        raise ValueError(f'{new!r} is on the meta device: it has no padding to keep. Leave fill="keep" out')
+
+
+def _with_cells(sources: Mapping[str, Sources]) -> dict[str, Sources]:
+    """Without links that have no cells, and targets that have no others."""
+    found = {
+        name: tuple(one for one in several if 0 not in one[0].target_view.shape) for name, several in sources.items()
+    }
+    return {name: several for name, several in found.items() if several}
 
 
 def _untied(wanted: Mapping[str, T], ties: Mapping[str, str], reached: Container[str]) -> dict[str, T]:

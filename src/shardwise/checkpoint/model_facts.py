@@ -95,9 +95,9 @@ class ModelFacts:
 def _check_count(pattern: str, known: Known, count: Expression, names: Sequence[str]) -> None:
     """Refuse numbers in names other than 0 to count - 1."""
     for before, found in numbers_by_prefix(pattern, names).items():
-        expected = set(range(known.count(count, f"the number of {pattern!r}")))
-        if found != expected:
-            wrong = min(found ^ expected)
+        expected = range(known.count(count, f"the number of {pattern!r}"))
+        if len(found) != len(expected) or max(found) not in expected:
+            wrong = next((at for at in expected if at not in found), len(expected))
             what = f"number {wrong} is {'missing' if wrong in expected else 'too many'}"
             raise LayoutError(
                 f"{pattern!r} matches {len(found)} numbers below {before!r}, but config.json says "

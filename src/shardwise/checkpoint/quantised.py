@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
-from shardwise.checkpoint.files import OutputFile
+from shardwise.checkpoint.files import Files, OutputFile
 from shardwise.checkpoint.model_config import CONFIG, read_config
+from shardwise.checkpoint.zeros import ZERO_FILES
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, Ints, Window, row_major
 from shardwise.job.casts import PLAIN
@@ -20,6 +21,7 @@ from shardwise.quantised.recognition import KnownTensors, Quantised, QuantisedTe
 from shardwise.quantised.tensors import check_can_quantise, scales_dtype
 
 PART = 2**20  # cells that are quantised at a time
+NO_FILES: tuple[Files, list[str]] = ZERO_FILES, ZERO_FILES.names()  # of values that are all padding, or no values
 Read = Callable[[Box], torch.Tensor]
 
 
@@ -33,7 +35,8 @@ class ComputedEntry(Entry):
         self, name: str, shape: Shape, dtype: torch.dtype, compute: Read, origins: Sequence[Entry], made_by: str
     ) -> None:
         stored, nowhere = whole_box(shape), np.zeros(1, np.int64)
-        files, paths = origins[0].files, sorted({path for one in origins for path in one.used()})
+        read = [one for one in origins if one.files is not ZERO_FILES]
+        files, paths = (read[0].files, sorted({path for one in read for path in one.used()})) if read else NO_FILES
         where = nowhere[: stored.boxes.count]
         super().__init__(name, shape, dtype, stored, where, _from_zero, paths, files, None, made_by)
         self._compute, self.origins = compute, tuple(origins)

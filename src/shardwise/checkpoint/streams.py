@@ -224,7 +224,7 @@ def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names:
 
 
 def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -> Stream:
-    stored = {(entry.dtype, entry.becomes): None for _, entry in sources}
+    stored = {(entry.dtype, entry.becomes): None for link, entry in sources if not link.zeros}
     becomes = {(casts.request(name, dtype) or CastRequest(kept, named=False)).dtype for dtype, kept in stored}
     if len(becomes) > 1:
         raise CheckpointError(

@@ -42,9 +42,9 @@ class ZeroFiles(Files):
         return [torch.zeros((), dtype=dtype, device="cpu").expand(window.shape) for _, window in windows]
 
 
-_FILES = ZeroFiles()
+ZERO_FILES = ZeroFiles()
 
 
 def zeros_entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
     """A tensor of zeros."""
-    return whole_entry(name, shape, dtype, 0, 0, [ZeroFiles.root], _FILES)
+    return whole_entry(name, shape, dtype, 0, 0, [ZeroFiles.root], ZERO_FILES)

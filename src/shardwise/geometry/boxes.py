@@ -86,6 +86,17 @@ class Box:
             lo, hi = (*lo[:axis], hole.lo[axis], *lo[axis + 1 :]), (*hi[:axis], hole.hi[axis], *hi[axis + 1 :])
         return rest
 
+    def without(self, others: Iterable[Box]) -> list[Box]:
+        """The cells that are in none of the others.
+
+        >>> [str(b) for b in Box((0, 0), (4, 6)).without([Box((0, 0), (2, 6)), Box((3, 0), (4, 6))])]
+        ['[2:3, 0:6]']
+        """
+        left = [self]
+        for other in others:
+            left = [rest for one in left for rest in one.minus(other)]
+        return left
+
     def __contains__(self, other: Box) -> bool:
         """True where every cell of `other` is in this box."""
         self._like(other)

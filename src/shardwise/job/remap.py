@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -36,6 +37,7 @@ __all__ = [
     "Stack",
     "Transposed",
     "links",
+    "partly_filled",
     "shapes_after",
 ]
 
@@ -82,6 +84,14 @@ def links(
         _check_cells([link for link in (*planned, *dropped) if not link.zeros], shapes)
     planned = planned if empty else [link for link in planned if 0 not in link.target_view.shape]
     return [link._replace(source=given[link.source]) if rename and not link.zeros else link for link in planned]
+
+
+def partly_filled(links: Iterable[Link], targets: Shapes) -> list[str]:
+    """Targets of which some cells have a link, and others keep their values."""
+    cells = Counter[str]()
+    for link in links:
+        cells[link.target] += prod(link.target_view.shape)
+    return [name for name, shape in targets.items() if 0 < cells[name] < prod(shape)]
 
 
 def _plain(sources: Shapes, targets: Shapes) -> list[Link]:

@@ -395,13 +395,15 @@ def checked_rules(remap: object) -> list[Remap]:
 
 
 def _check_names(rule: Remap) -> None:
-    several = rule.parts if isinstance(rule, NamedParts) and not isinstance(rule.parts, str) else ()
+    if isinstance(rule, NamedParts) and (not isinstance(rule.parts, list | tuple) or not rule.parts):
+        raise ValueError(f"{rule}: `parts` must be a list of different names")
+    several = rule.parts if isinstance(rule, NamedParts) else ()
     names = [rule.name] if isinstance(rule, Rearranging) else [rule.whole, *several]
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{rule}: names must be strings")
     if isinstance(rule, Stack) and "{}" not in rule.part:
         raise ValueError(f"{rule}: `part` needs {{}} where the number of a part is")
-    if isinstance(rule, NamedParts) and (isinstance(rule.parts, str) or len(set(rule.parts)) < len(rule.parts)):
+    if len(set(several)) < len(several):
         raise ValueError(f"{rule}: `parts` must be a list of different names")
 
 

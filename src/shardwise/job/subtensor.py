@@ -308,10 +308,7 @@ def uncovered(views: Collection[Subtensor], shape: Sequence[int]) -> Box | None:
 def _outside(boxes: Sequence[Box], whole: Box) -> Box | None:
     if tiles(Boxes.of(boxes, len(whole.lo)), whole.shape):
         return None
-    left = [whole]
-    for box in boxes:
-        left = [rest for one in left for rest in one.minus(box)]
-    return left[0] if left else None
+    return next(iter(whole.without(boxes)), None)
 
 
 def _unmarked(views: Sequence[Subtensor], shape: Sequence[int]) -> Box | None:

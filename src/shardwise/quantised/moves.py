@@ -133,6 +133,8 @@ class RegionBuffers(NamedTuple):
         for owner, several in boxes.items():
             inside = [box.within(region) for box in distinct(several)]
             pieces += [(owner, box.lo, box.hi) for box in inside]
+        between = Box.whole(region.shape).without(Box(lo, hi) for _, lo, hi in pieces)  # of other targets: not needed
+        pieces += [(pieces[0][0], box.lo, box.hi) for box in between if pieces]
         return RegionBuffers(region, layout_of_boxes(region.shape, pieces))
 
     @property

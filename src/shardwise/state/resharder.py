@@ -20,7 +20,7 @@ from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.job.remap import Remap, links
+from shardwise.job.remap import Remap, links, partly_filled
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
@@ -127,6 +127,10 @@ class Resharder:
     def _run_verified(self, progress: Tell) -> None:
         """Into temporary memory first: the target is written once all ranks have verified the values."""
         aside = FreshSide(self.plan.targets, self._device_of, self._transport.me)
+        shapes = {name: info.shape for name, info in self.plan.targets.items()}
+        for name in partly_filled((planned.link for planned in self.plan.links), shapes):
+            for ours, theirs in zip(aside.memory(name), self._target.memory(name), strict=True):
+                ours.copy_(theirs)
         self._job.run(self._source, aside, check=self._check, verify=True, progress=progress)
         try:
             for name in self.plan.targets:
