@@ -9,6 +9,7 @@ from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.saving import save
 from shardwise.job.remap import Concat, Interleaved, Padded, Rotary, Stack, Transposed
+from shardwise.quantised.recognition import Quantised
 
 __all__ = [
     "Checkpoint",
@@ -18,6 +19,7 @@ __all__ = [
     "Interleaved",
     "Opaque",
     "Padded",
+    "Quantised",
     "Rotary",
     "Rules",
     "Stack",
