@@ -20,7 +20,7 @@ from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.job.remap import links, partly_filled
+from shardwise.job.remap import check_kept, links, partly_filled
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
@@ -215,8 +215,9 @@ def _plan(
     folds = recognise(known[0], quantised), recognise(known[1], quantised)
     for rule in quantised:
         check_used([rule], *(recognise(side, [rule]) for side in known))
-    shapes = (folded(side, fold) for side, fold in zip(known, folds, strict=True))
-    planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
+    given, wanted = (folded(side, fold) for side, fold in zip(known, folds, strict=True))
+    planned = links(given, wanted, rename=rename, remap=regrouped, strict=strict)
+    check_kept(planned, wanted, {name for name, one in known[1].items() if one.delivered})
     cast.check_used(known[1])
     coded = CodedLinks.of(planned, known, folds)
     targets = coded.targets(known[1])
