@@ -208,3 +208,17 @@ def test_wrong_dtypes_and_shapes_are_refused_with_the_right_ones():
         dequantise(codes, scales, "fp9")
     with pytest.raises(ValueError, match="cannot be quantised to it"):
         quantise(torch.randn(5, 32), "mxfp4")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "mxfp4"])
+@pytest.mark.parametrize("shape", [(0, 7), (5, 0), (2, 0, 3)])
+def test_no_values_have_scales_of_the_right_shape(name, shape):
+    codes, scales = quantise(torch.empty(shape), name)
+    assert (codes.shape, scales.shape) == (shape, FORMATS[name].grid(shape))
+    assert dequantise(codes, scales, name).shape == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_only_floating_point_values_are_quantised(dtype):
+    with pytest.raises(TypeError, match=f"only floating-point values can be quantised, not {dtype}"):
+        quantise(torch.ones(2, 4).to(dtype), "fp8-row")

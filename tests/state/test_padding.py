@@ -11,6 +11,7 @@ from models import held, lies
 
 import shardwise as sw
 from shardwise import Concat, Interleaved, Padded, Rotary, Stack, Transposed, checkpoint
+from shardwise.containers.delivered import DeliveredTensor, Delivery
 from shardwise.job.remap import links, shapes_after
 from shardwise.testing import on_ranks
 
@@ -120,10 +121,20 @@ def test_a_verified_sync_keeps_padding():
     on_ranks(2, run)
 
 
+def test_memory_that_an_engine_gets_has_no_padding_to_keep():
+    def run(rank):
+        layout, delivery = sw.Layout.chunk((4, 2), 0, 1), Delivery(("a",), lambda filled: None)
+        target = DeliveredTensor(delivery, layout, torch.float32, device=torch.device("cpu"), group=None, owner=0)
+        with pytest.raises(ValueError, match="'a' gets new memory, which has no padding to keep"):
+            sw.Resharder({"a": cells(3, 2)}, {"a": target}, remap=[Padded("a", fill="keep")])
+
+    on_ranks(1, run)
+
+
 def test_tensors_on_the_meta_device_have_no_padding_to_keep(tmp_path):
     checkpoint.save({"a": cells(2, 3)}, tmp_path / "saved")
     into = {"a": torch.empty(4, 3, device="meta")}
-    with pytest.raises(sw.CheckpointError, match="'a' is on the meta device: it has no padding to keep"):
+    with pytest.raises(sw.CheckpointError, match="'a' gets new memory, which has no padding to keep"):
         checkpoint.load(tmp_path / "saved", into, remap=[Padded("a", fill="keep")])
 
 

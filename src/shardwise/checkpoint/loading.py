@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
-from shardwise.job.remap import Remap, links, partly_filled
+from shardwise.job.remap import Remap, check_kept, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
 from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
@@ -260,7 +260,7 @@ def _streams(
             wanted = _untied(wanted, ties, {link.target for link in reached})
         planned = links(have, wanted, rename=rename, remap=remap, strict=False, whole=strict, empty=True)
         cast.check_used(infos)
-        _check_kept(target.replacements, partly_filled(planned, wanted))
+        check_kept(planned, wanted, {*target.replacements, *(name for name, one in infos.items() if one.delivered)})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     made = loading(_with_cells(by_target(planned, checkpoint)), infos, coded, ties)
@@ -270,13 +270,6 @@ def _streams(
             raise CheckpointError(f"{name!r} is partial: values can be loaded only into what holds values")
     check_casts(checkpoint, filled, infos, partial(cast.check, sources=checkpoint, targets=infos))
     return made
-
-
-def _check_kept(replacements: Collection[str], partly: Iterable[str]) -> None:
-    """Refuse to leave cells as they are in new memory."""
-    new = next((name for name in partly if name in replacements), None)
-    if new is not None:
-        raise ValueError(f'{new!r} is on the meta device: it has no padding to keep. Leave fill="keep" out')
 
 
 def _with_cells(sources: Mapping[str, Sources]) -> dict[str, Sources]:

@@ -36,6 +36,7 @@ __all__ = [
     "Shapes",
     "Stack",
     "Transposed",
+    "check_kept",
     "links",
     "partly_filled",
     "shapes_after",
@@ -92,6 +93,13 @@ def partly_filled(links: Iterable[Link], targets: Shapes) -> list[str]:
     for link in links:
         cells[link.target] += prod(link.target_view.shape)
     return [name for name, shape in targets.items() if 0 < cells[name] < prod(shape)]
+
+
+def check_kept(links: Iterable[Link], targets: Shapes, new: Collection[str]) -> None:
+    """Refuse to leave cells as they are in new memory, which has no values yet."""
+    kept = next((name for name in partly_filled(links, targets) if name in new), None)
+    if kept is not None:
+        raise ValueError(f'{kept!r} gets new memory, which has no padding to keep: leave fill="keep" out')
 
 
 def _plain(sources: Shapes, targets: Shapes) -> list[Link]:

@@ -77,12 +77,14 @@ def quantise(
     """
     found = format_of(format)
     dtype, shape = scales_dtype(found, scales), tuple(values.shape)
+    if values.dtype not in (*VALUES, torch.float64):
+        raise RefusedTypeError(f"only floating-point values can be quantised, not {values.dtype}")
     largest = largest_magnitudes(values, found, Box.whole(shape), shape)
     check_finite(largest, "the tensor")
     scaling = Scaling.of(largest, found, dtype)
     codes = torch.empty(shape, dtype=found.codes, device=values.device)
     encode_box(codes, values, scaling.forward, found, Box.whole(shape), shape)
-    return codes, scaling.stored
+    return codes, scaling.stored.reshape(found.grid(shape))  # also where there are no values
 
 
 def scales_dtype(format: Format, dtype: torch.dtype | None = None) -> torch.dtype:

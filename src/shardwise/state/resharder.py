@@ -20,7 +20,7 @@ from shardwise.job.job import Job, Tell
 from shardwise.job.names import Rename
 from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.job.remap import Remap, links, partly_filled
+from shardwise.job.remap import Remap, check_kept, links, partly_filled
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
@@ -215,8 +215,9 @@ def _plan(
     by_side = recognise(known[0], quantised), recognise(known[1], quantised)
     for rule in quantised:
         check_used([rule], *(recognise(side, [rule]) for side in known))
-    shapes = (value_shapes(side, tensors) for side, tensors in zip(known, by_side, strict=True))
-    planned = links(*shapes, rename=rename, remap=regrouped, strict=strict)
+    given, wanted = (value_shapes(side, tensors) for side, tensors in zip(known, by_side, strict=True))
+    planned = links(given, wanted, rename=rename, remap=regrouped, strict=strict)
+    check_kept(planned, wanted, {name for name, one in known[1].items() if one.delivered})
     cast.check_used(known[1])
     coded = CodedLinks.of(planned, known, by_side)
     targets = coded.targets(known[1])
