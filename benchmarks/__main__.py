@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import activation, checkpoint, engines, loading, model, planning, quantised, sizes, tensor, validation
+from benchmarks import activation, checkpoint, engines, loading, model, planning, quantized, sizes, tensor, validation
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, compared, draw, page, show, updated
 
@@ -21,7 +21,7 @@ SUBJECTS = {
     "engines": engines,
     "checkpoint": checkpoint,
     "activation": activation,
-    "quantised": quantised,
+    "quantized": quantized,
 }
 
 

@@ -23,7 +23,7 @@ LAYERS = [
     "containers",
     "job",
     "tensor",
-    "quantised",
+    "quantized",
     "sharded_tensor",
     "activation",
     "state",

@@ -9,7 +9,7 @@ import yaml
 from typer.main import get_command
 
 import shardwise
-from shardwise import activation, checkpoint, engines, quantised, report, sharded_tensor, state, testing
+from shardwise import activation, checkpoint, engines, quantized, report, sharded_tensor, state, testing
 from shardwise.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def test_no_page_is_twice_in_the_navigation():
 
 @pytest.mark.parametrize(
     "module",
-    [shardwise, activation, checkpoint, engines, quantised, report, sharded_tensor, state, testing],
+    [shardwise, activation, checkpoint, engines, quantized, report, sharded_tensor, state, testing],
     ids=lambda m: m.__name__,
 )
 def test_every_public_name_is_in_the_reference(module):

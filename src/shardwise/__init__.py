@@ -36,13 +36,13 @@ if _typing.TYPE_CHECKING:
     from shardwise import activation as activation
     from shardwise import checkpoint as checkpoint
     from shardwise import engines as engines
-    from shardwise import quantised as quantised
+    from shardwise import quantized as quantized
     from shardwise import report as report
     from shardwise import sharded_tensor as sharded_tensor
     from shardwise import state as state
     from shardwise import testing as testing
     from shardwise.activation import input_reshard, input_reshard_handle
-    from shardwise.quantised import Quantised
+    from shardwise.quantized import Quantized
     from shardwise.state import (
         Concat,
         Interleaved,
@@ -86,7 +86,7 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanError",
-    "Quantised",
+    "Quantized",
     "Replicate",
     "Resharder",
     "Rotary",
@@ -117,10 +117,10 @@ _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("Concat", "Interleaved", "Padded", "Rotary", "Stack", "Transposed"), "state"),
     **dict.fromkeys(("ModelPlan", "Resharder"), "state"),
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
-    **dict.fromkeys(("Quantised",), "quantised"),
+    **dict.fromkeys(("Quantized",), "quantized"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
-_MODULES = ("activation", "checkpoint", "engines", "quantised", "report", "sharded_tensor", "state", "testing")
+_MODULES = ("activation", "checkpoint", "engines", "quantized", "report", "sharded_tensor", "state", "testing")
 
 if not _typing.TYPE_CHECKING:  # type checkers see the imports above, and nothing else
 

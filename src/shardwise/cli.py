@@ -156,10 +156,10 @@ Pads = Annotated[
     list[str] | None,
     typer.Option(help="'embed=1024' or 'embed=multiple:64': pad with zeros; a smaller size cuts off."),
 ]
-QuantisedTensors = Annotated[
+QuantizedTensors = Annotated[
     list[str] | None,
     typer.Option(
-        help="'auto' dequantises what it finds; CODES,SCALES@FORMAT, as in '*.w,*.w_scale@fp8-row', also quantises."
+        help="'auto' dequantizes what it finds; CODES,SCALES@FORMAT, as in '*.w,*.w_scale@fp8-row', also quantizes."
     ),
 ]
 ObjectsOf = Annotated[
@@ -224,7 +224,7 @@ def convert(
     transpose: Transposes = None,
     rotary: Rotaries = None,
     pad: Pads = None,
-    quantised: QuantisedTensors = None,
+    quantized: QuantizedTensors = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -240,7 +240,7 @@ def convert(
     from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
-    joins = {"quantised": quantised, "concat": concat, "interleave": interleave, "stack": stack}
+    joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
     changed = terminal.changes(rename, select, cast, joins | rearrangements)
     with _continued():
@@ -299,7 +299,7 @@ def verify(
     transpose: Transposes = None,
     rotary: Rotaries = None,
     pad: Pads = None,
-    quantised: QuantisedTensors = None,
+    quantized: QuantizedTensors = None,
     objects: ObjectsOf = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
@@ -314,7 +314,7 @@ def verify(
 
     one = checkpoints.open(a, rules=_rules(rules, mesh))
     other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
-    joins = {"quantised": quantised, "concat": concat, "interleave": interleave, "stack": stack}
+    joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
     changed = terminal.changes(rename, select, cast, joins | rearrangements)
     differences = checkpoints.verify(

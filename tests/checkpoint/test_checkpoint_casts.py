@@ -250,7 +250,7 @@ def test_all_refused_casts_are_listed_at_once():
             cast()
         said = str(refused.value)
         assert "'l0.weight' is torch.float8_e4m3fn in the source and torch.bfloat16 in the target" in said
-        assert "gives codes, not weights; for weights dequantise: remap=[Quantised()] or --quantised auto" in said
+        assert "gives codes, not weights; for weights dequantize: remap=[Quantized()] or --quantized auto" in said
         assert re.search(r"[56] more casts refused: 'l1.weight', 'l2.weight'", said)
 
 

@@ -432,7 +432,7 @@ def test_scales_lie_with_their_blocks_of_codes(tp):
             assert tuple(-(-at // 128) for at in one.box.hi) == other.box.hi
 
 
-def test_a_quantised_model_is_converted_by_the_rules_of_its_weights(tmp_path):
+def test_a_quantized_model_is_converted_by_the_rules_of_its_weights(tmp_path):
     """The rules name no scales. The cut of 12 rows by two ranks goes through a block of 8."""
     config = llama() | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
     (tmp_path / "in").mkdir()

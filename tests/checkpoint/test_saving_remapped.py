@@ -80,8 +80,8 @@ def test_renamed_tensors_are_saved_as_they_are_and_stay_tied(tmp_path):
         checkpoint.save(state, tmp_path / "d", rename=lambda name: "one")
 
 
-def test_quantising_is_left_to_convert(tmp_path):
-    rule = sw.Quantised("w", "w_scale", format="fp8-row")
+def test_quantizing_is_left_to_convert(tmp_path):
+    rule = sw.Quantized("w", "w_scale", format="fp8-row")
     with pytest.raises(TypeError, match="save without it, then `convert` with it"):
         checkpoint.save({"w": cells(4, 2)}, tmp_path / "c", remap=[rule])
 

@@ -124,7 +124,7 @@ def is_cast_by_name_unless_plain(dtype, becomes):
         check_change(change, typed({"w": dtype}), named=True)
 
 
-QUANTISED = {  # the codes, and what belongs to them
+QUANTIZED = {  # the codes, and what belongs to them
     "deepseek": ("a.weight", {"a.weight": F8, "a.weight_scale_inv": F32}),
     "vllm": ("a.weight", {"a.weight": F8, "a.weight_scale": F32, "a.input_scale": F32}),
     "modelopt": ("a.weight", {"a.weight": U8, "a.weight_scale": F8, "a.weight_scale_2": F32, "a.input_scale": F32}),
@@ -152,9 +152,9 @@ QUANTISED = {  # the codes, and what belongs to them
 PLAIN_NEIGHBOURS = {"b.weight": F32, "b.weight_scale": F32, "b.scale": F32, "logit_scale": F32, "b.ids": torch.int64}
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_the_scales_of_codes_are_known_by_the_names_of(kind):
-    codes, dtypes = QUANTISED[kind]
+    codes, dtypes = QUANTIZED[kind]
     tensors = typed(PLAIN_NEIGHBOURS | dtypes)
     scales = [name for name in dtypes if name != codes]
     assert scales_of(codes, tensors) == scales

@@ -9,7 +9,7 @@ from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.saving import save
 from shardwise.job.remap import Concat, Interleaved, Padded, Rotary, Stack, Transposed
-from shardwise.quantised.recognition import Quantised
+from shardwise.quantized.recognition import Quantized
 
 __all__ = [
     "Checkpoint",
@@ -19,7 +19,7 @@ __all__ = [
     "Interleaved",
     "Opaque",
     "Padded",
-    "Quantised",
+    "Quantized",
     "Rotary",
     "Rules",
     "Stack",

@@ -30,7 +30,7 @@ from shardwise.geometry import Box, Boxes, Ints, starts
 from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Progress, check_progress, reporter
-from shardwise.quantised.moves import Rule
+from shardwise.quantized.moves import Rule
 from shardwise.quoting import brief, in_line
 from shardwise.state.traverse import OBJ_PATH, Key, Place
 

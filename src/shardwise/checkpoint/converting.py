@@ -48,7 +48,7 @@ from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Count, Progress, check_progress, reporter
 from shardwise.layout import Layout
 from shardwise.planning import size
-from shardwise.quantised.moves import Rule
+from shardwise.quantized.moves import Rule
 from shardwise.quoting import brief
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -90,7 +90,7 @@ def convert(
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank),
     "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join
-    tensors or split them, and Quantised turns codes and scales into values, or values into these. `select`:
+    tensors or split them, and Quantized turns codes and scales into values, or values into these. `select`:
     patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point tensors,
     or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern
     only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or

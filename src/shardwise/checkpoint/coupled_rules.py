@@ -1,4 +1,4 @@
-"""Rules for a checkpoint with quantised tensors: where no rule names the scales, they follow their codes."""
+"""Rules for a checkpoint with quantized tensors: where no rule names the scales, they follow their codes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 from shardwise.checkpoint.rules import Rules
 from shardwise.checkpoint.streams import Stream
 from shardwise.layout import Layout
-from shardwise.quantised.layouts import scales_layout
-from shardwise.quantised.recognition import Quantised, QuantisedTensor, recognise
+from shardwise.quantized.layouts import scales_layout
+from shardwise.quantized.recognition import Quantized, QuantizedTensor, recognize
 
 
 class CoupledRules(NamedTuple):
-    """Rules, and the quantised tensors whose scales they do not name, by the names of the scales."""
+    """Rules, and the quantized tensors whose scales they do not name, by the names of the scales."""
 
     rules: Rules
-    by_scales: Mapping[str, QuantisedTensor]
+    by_scales: Mapping[str, QuantizedTensor]
 
     @staticmethod
     def of(rules: Rules, streams: Mapping[str, Stream]) -> CoupledRules:
         """For these tensors."""
         unnamed = {name for name in streams if not rules.matches(name)}
-        found = recognise(streams, [Quantised()], rules.config).values() if unnamed else ()
+        found = recognize(streams, [Quantized()], rules.config).values() if unnamed else ()
         return CoupledRules(rules, {one.scales: one for one in found if one.scales in unnamed})
 
     def check(self, streams: Mapping[str, Stream], *, whole: bool) -> None:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.filling import FillOptions, Prepared, fill_each, fill_
 from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
-from shardwise.checkpoint.quantised import quantised_in, with_values
+from shardwise.checkpoint.quantized import quantized_in, with_values
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Sources, Stream, by_target, check_casts, duplicates
 from shardwise.checkpoint.values import refuse_modules
@@ -36,8 +36,8 @@ from shardwise.job.progress import Progress, check_progress
 from shardwise.job.remap import Remap, check_kept, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
-from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
-from shardwise.quantised.recognition import Quantised, recognise
+from shardwise.quantized.moves import Rule, check_used, split_rules, value_shapes
+from shardwise.quantized.recognition import Quantized, recognize
 from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def load(
     that list their chunks for DCP (a DTensor of LocalShardsWrapper) are filled as well.
 
     `path`: a path or URL, as for `open`, or an open checkpoint. `rename`, `remap`: as in `Resharder`, from the names of
-    the checkpoint; Quantised() dequantises, if the target has values. `cast`: float64, float32, float16 and
+    the checkpoint; Quantized() dequantizes, if the target has values. `cast`: float64, float32, float16 and
     bfloat16 are cast to the target's dtype; other dtypes, such as those of quantized codes, only by rules [(name,
     dtype), ...] with the full name of the target; False refuses all casts. `overflow="refuse"`: raise if a value is
     out of range for its target; "allow" casts it. `strict=False`: keep the values that the checkpoint lacks. Tied
@@ -134,7 +134,7 @@ class LoadTarget(NamedTuple):
     replacements: dict[str, torch.Tensor]
     rename: Rename
     remap: Iterable[Remap]
-    quantised: Sequence[Quantised]
+    quantized: Sequence[Quantized]
 
 
 def _target(
@@ -145,8 +145,8 @@ def _target(
 ) -> LoadTarget:
     """Open the checkpoint, and take apart what is to be filled."""
     options.check()
-    rename, (quantised, remap) = options.rename, split_rules(options.remap)
-    checkpoint = with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantised)
+    rename, (quantized, remap) = options.rename, split_rules(options.remap)
+    checkpoint = with_values(path if isinstance(path, Checkpoint) else open(path, rules=rules), quantized)
     module: ModuleTarget | None = None
     if isinstance(into, torch.nn.Module):
         module = ModuleTarget.of(into, checkpoint, rename, remap)
@@ -157,7 +157,7 @@ def _target(
     flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
     paths = {names.get(name, name): path for name, path in nested.items()}
     fresh = _replacements(flat)
-    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap, quantised)
+    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap, quantized)
 
 
 def _names_there(paths: Mapping[str, OBJ_PATH], there: Checkpoint) -> dict[str, str]:
@@ -245,10 +245,10 @@ def _filled(replacements: Mapping[str, torch.Tensor], names: Iterable[str]) -> d
 def _streams(
     target: LoadTarget, infos: Mapping[str, TensorInfo], ties: Mapping[str, str], cast: TargetCasts, strict: bool
 ) -> Loading:
-    """The tensors that are filled, with the entries that fill them. Quantised ones are values on both sides."""
+    """The tensors that are filled, with the entries that fill them. Quantized ones are values on both sides."""
     checkpoint, rename, remap = target.checkpoint, target.rename, target.remap
-    coded = recognise(infos, target.quantised)
-    check_used(target.quantised, coded, quantised_in(checkpoint) if target.quantised else ())
+    coded = recognize(infos, target.quantized)
+    check_used(target.quantized, coded, quantized_in(checkpoint) if target.quantized else ())
     wanted = value_shapes(infos, coded)
     lacking = [name for name in wanted if name not in checkpoint]
     # otherwise only the wanted entries are looked up: there may be very many

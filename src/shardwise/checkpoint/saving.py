@@ -35,7 +35,7 @@ from shardwise.job.remap import Remap
 from shardwise.job.session import check_owners
 from shardwise.job.side import check_side, combine_descriptions, refuse_several_jobs
 from shardwise.layout import Layout, places_of
-from shardwise.quantised.moves import split_rules
+from shardwise.quantized.moves import split_rules
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
 
@@ -64,9 +64,9 @@ def save(
     with a warning. `rename` and `remap`: rename, join, split or rearrange tensors on the way, as in `Resharder`; with
     `remap` this rank's share of the result is in memory meanwhile. `durable`: wait until the data is on disk.
     """
-    callers, (quantised, rules) = Callers("save", group), split_rules(remap)
-    if quantised:
-        raise TypeError(f"save cannot quantise, but remap= has {quantised[0]}: save without it, then `convert` with it")
+    callers, (quantized, rules) = Callers("save", group), split_rules(remap)
+    if quantized:
+        raise TypeError(f"save cannot quantize, but remap= has {quantized[0]}: save without it, then `convert` with it")
     if rename is not None or rules:
         state_dict = remap_state_dict(state_dict, callers, rename, rules)
     flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)

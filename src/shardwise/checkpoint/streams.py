@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, FileCopies, HashableBoxes, Packed, read_into
 from shardwise.checkpoint.files import WORDS
-from shardwise.checkpoint.quantised import ValueEntry, coded_entries, quantised_names, with_values
+from shardwise.checkpoint.quantized import ValueEntry, coded_entries, quantized_names, with_values
 from shardwise.checkpoint.zeros import zeros_entry
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
@@ -25,8 +25,8 @@ from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_c
 from shardwise.job.names import Rename, matched, rename_patterns
 from shardwise.job.remap import Link, links, shapes_after
 from shardwise.job.subtensor import Subtensor
-from shardwise.quantised.moves import Rule, split_rules
-from shardwise.quantised.recognition import Quantised
+from shardwise.quantized.moves import Rule, split_rules
+from shardwise.quantized.recognition import Quantized
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -154,8 +154,8 @@ def streams_of(
     opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Rule] = (), select: Select = None, cast: Cast = None
 ) -> dict[str, Stream]:
     """The tensors by their new names. Patterns that match nothing are refused."""
-    (quantised, remap), casts = split_rules(remap), Casts.of(cast)
-    opened = with_values(opened, quantised)
+    (quantized, remap), casts = split_rules(remap), Casts.of(cast)
+    opened = with_values(opened, quantized)
     shapes = {name: opened[name].shape for name in filter(selector(opened, select), opened)}
     if not shapes and len(opened):
         _check_used(opened, "select=", _patterns(select), opened)
@@ -170,13 +170,13 @@ def streams_of(
     check_casts(opened, sources, streams, partial(_check_cast, opened=opened, casts=casts))
     for stream in streams.values():
         stream.check()
-    return _quantised(opened, streams, quantised) if quantised else streams
+    return _quantized(opened, streams, quantized) if quantized else streams
 
 
-def _quantised(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Quantised]) -> dict[str, Stream]:
+def _quantized(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Quantized]) -> dict[str, Stream]:
     """Values that rules name become codes and scales, unless the rule found codes and scales, which became values."""
     used = {entry.rule for entry in opened.values() if isinstance(entry, ValueEntry)}
-    becoming = quantised_names(streams, [rule for rule in rules if rule not in used])
+    becoming = quantized_names(streams, [rule for rule in rules if rule not in used])
     for rule in rules:
         if rule not in used and not any(one.rule == rule for one in becoming.values()):
             raise CheckpointError(f"{opened.path}: {_fits_nothing(rule)}")
@@ -189,16 +189,16 @@ def _quantised(opened: Checkpoint, streams: dict[str, Stream], rules: Sequence[Q
             made = {name: stream}
         twice = next((new for new in made if new in found or (new in streams and new != name)), None)
         if twice is not None:
-            raise CheckpointError(f"{opened.path}: {twice!r} is there already: {name!r} cannot be quantised to it")
+            raise CheckpointError(f"{opened.path}: {twice!r} is there already: {name!r} cannot be quantized to it")
         found |= made
     return found
 
 
-def _fits_nothing(rule: Quantised) -> str:
+def _fits_nothing(rule: Quantized) -> str:
     if rule.codes is None:
         return (
-            "Quantised() (--quantised auto) fits nothing: there are no codes with scales. To quantise values, give "
-            "names and a format: Quantised('*.weight', '*.weight_scale_inv', format='fp8-block')"
+            "Quantized() (--quantized auto) fits nothing: there are no codes with scales. To quantize values, give "
+            "names and a format: Quantized('*.weight', '*.weight_scale_inv', format='fp8-block')"
         )
     return f"{rule} fits nothing: leave it out, or look for other names"
 

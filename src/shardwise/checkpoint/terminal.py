@@ -21,8 +21,8 @@ from shardwise.checkpoint.streams import Select, duplicates
 from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
 from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
-from shardwise.quantised.moves import Rule
-from shardwise.quantised.recognition import Quantised
+from shardwise.quantized.moves import Rule
+from shardwise.quantized.recognition import Quantized
 from shardwise.quoting import brief, in_line
 
 MAX_DEPTH = 32  # levels of the tree
@@ -125,12 +125,12 @@ def _pad(text: str) -> Remap:
     return Padded(name, int(size), dim=dim)
 
 
-def _quantised(text: str) -> Quantised:
+def _quantized(text: str) -> Quantized:
     names, _, format = text.partition("@")
     codes, _, scales = names.partition(",")
     if text != "auto" and not (codes and scales and format):
-        raise ValueError(f"--quantised {text!r}: write 'auto', or CODES,SCALES@FORMAT as in '*.w,*.w_scale@fp8-row'")
-    return Quantised() if text == "auto" else Quantised(codes, scales, format=format)
+        raise ValueError(f"--quantized {text!r}: write 'auto', or CODES,SCALES@FORMAT as in '*.w,*.w_scale@fp8-row'")
+    return Quantized() if text == "auto" else Quantized(codes, scales, format=format)
 
 
 _READ: dict[str, Callable[[str], Rule]] = {
@@ -140,7 +140,7 @@ _READ: dict[str, Callable[[str], Rule]] = {
     "transpose": Transposed,
     "rotary": _rotary,
     "pad": _pad,
-    "quantised": _quantised,
+    "quantized": _quantized,
 }
 
 

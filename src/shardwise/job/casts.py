@@ -28,7 +28,7 @@ SCALE = re.compile(
     r"scale_input|SCB|absmax|quant_map|quant_state\..+|q?zeros?|zero_point|g_idx)"
 )
 CODES = ("", "_packed", "_blocks", "._data")  # endings
-CODES_ONLY = ", which gives codes, not weights; for weights dequantise: remap=[Quantised()] or --quantised auto"
+CODES_ONLY = ", which gives codes, not weights; for weights dequantize: remap=[Quantized()] or --quantized auto"
 CODES_OF_A_MODULE = ("weight", "qweight", "weight_packed", "W_q", "w")
 
 

@@ -24,9 +24,9 @@ from shardwise.job.remap import Remap, check_kept, links, partly_filled
 from shardwise.job.session import accepts_wire, check_owners, group_transport
 from shardwise.job.side import FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.zeros import zeros_infos, zeros_memory
-from shardwise.quantised.moves import Rule, check_used, split_rules, value_shapes
-from shardwise.quantised.recognition import Quantised, recognise
-from shardwise.quantised.sides import CodedLinks, QuantisingSide
+from shardwise.quantized.moves import Rule, check_used, split_rules, value_shapes
+from shardwise.quantized.recognition import Quantized, recognize
+from shardwise.quantized.sides import CodedLinks, QuantizingSide
 from shardwise.state.traverse import StateDict, dotted, flatten_state_dict
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -37,7 +37,7 @@ class Resharder:
     Every rank of the group creates one, and all ranks call `run` together. A rank that holds nothing of one side passes
     None for it; a tensor of which it holds nothing may be None, too. `rename`: the target names of source tensors, by a
     mapping or rules with stars, or by a function. `remap`: rules to join, split, transpose or pad tensors (Concat,
-    Interleaved, Stack, Transposed, Rotary, Padded), and Quantised for tensors that are codes and scales on one side or
+    Interleaved, Stack, Transposed, Rotary, Padded), and Quantized for tensors that are codes and scales on one side or
     both. `cast=True`: float64, float32, float16 and bfloat16 are cast to the target's dtype; other dtypes, such as
     those of quantized codes, only by rules [(name, dtype), ...] with the full name of the target. `overflow="refuse"`:
     write nothing if a value is out of range for its target; "allow" casts it. `strict=False`: leave out sources without
@@ -74,7 +74,7 @@ class Resharder:
         self._infos, self._losses = infos, Losses()
         counted, rules = self._losses if overflow == "refuse" else None, split_rules(remap)
 
-        def make() -> tuple[ModelPlan, tuple[CodedLinks, QuantisingSide, LiveSide]]:
+        def make() -> tuple[ModelPlan, tuple[CodedLinks, QuantizingSide, LiveSide]]:
             check_progress(progress)
             self._transport.check_choice(transport)
             check_overflow(overflow)
@@ -82,14 +82,14 @@ class Resharder:
             if plan is not None:
                 made.check(plan)
             zeros = zeros_memory({name: made.sources[name] for name in coded.zeros()}, self._transport.me)
-            source = QuantisingSide({**values[0], **zeros}, list(made.sources), coded.quantised, self._transport)
+            source = QuantizingSide({**values[0], **zeros}, list(made.sources), coded.quantized, self._transport)
             buffers = coded.computed.buffers(values[1], self._transport.me, group, counted)
             target = LiveSide({**values[1], **buffers}, [*made.targets, *coded.computed.names])
             _check(made, source, target, infos, self._transport.me, apart=not verify)
             return made, (coded, source, target)
 
         same = {"verify": verify, "cast": str(cast), "overflow": overflow, "strict": strict, "max_bytes": max_bytes}
-        same |= {"transport": transport, "quantised": str(rules[0])}
+        same |= {"transport": transport, "quantized": str(rules[0])}
         self.plan, (self._coded, self._source, self._target) = agree_on(self._transport, "Resharder", make, same)
         self._job = Job(self._transport, self.plan, "sync", transport, overflow=overflow)
 
@@ -107,7 +107,7 @@ class Resharder:
                 self._run_verified(progress)
                 return
             # kept moves would keep memory that is handed over, or codes of earlier values
-            keep = not (self._job.delivers or self._coded.quantised)
+            keep = not (self._job.delivers or self._coded.quantized)
             try:
                 self._job.run(self._source, self._target, check=self._check, fresh=False, keep=keep, progress=progress)
             finally:  # autograd does not see it
@@ -115,7 +115,7 @@ class Resharder:
             self._refuse_losses()
 
     def _refuse_losses(self) -> None:
-        """Refuse values of any rank that were out of range for their targets once they were dequantised."""
+        """Refuse values of any rank that were out of range for their targets once they were dequantized."""
 
         def say() -> tuple[None, None]:
             refuse_loss(self._losses.per_tensor(), "All tensors of the target were written")
@@ -203,7 +203,7 @@ def _plan(
     transport: GroupTransport,
     known: tuple[Infos, Infos],
     rename: Rename,
-    rules: tuple[Sequence[Quantised], Sequence[Remap]],
+    rules: tuple[Sequence[Quantized], Sequence[Remap]],
     cast: TargetCasts,
     strict: bool,
     max_bytes: int | None,
@@ -211,10 +211,10 @@ def _plan(
 ) -> tuple[ModelPlan, CodedLinks]:
     for side, tensors in zip(("source", "target"), known, strict=True):
         check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
-    quantised, regrouped = rules
-    by_side = recognise(known[0], quantised), recognise(known[1], quantised)
-    for rule in quantised:
-        check_used([rule], *(recognise(side, [rule]) for side in known))
+    quantized, regrouped = rules
+    by_side = recognize(known[0], quantized), recognize(known[1], quantized)
+    for rule in quantized:
+        check_used([rule], *(recognize(side, [rule]) for side in known))
     given, wanted = (value_shapes(side, tensors) for side, tensors in zip(known, by_side, strict=True))
     planned = links(given, wanted, rename=rename, remap=regrouped, strict=strict)
     check_kept(planned, wanted, {name for name, one in known[1].items() if one.delivered})

@@ -1,4 +1,4 @@
-"""The formats of quantised tensors: which dtypes, which cells share a scale, and which boxes belong together."""
+"""The formats of quantized tensors: which dtypes, which cells share a scale, and which boxes belong together."""
 
 from __future__ import annotations
 
@@ -157,4 +157,4 @@ def format_of(format: object) -> Format:
         return format
     if isinstance(format, str) and format in FORMATS:
         return FORMATS[format]
-    raise LayoutError(f"{format!r} is not a format of quantised tensors: there are {', '.join(FORMATS)}")
+    raise LayoutError(f"{format!r} is not a format of quantized tensors: there are {', '.join(FORMATS)}")

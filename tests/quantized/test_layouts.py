@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import Layout, LayoutError
-from shardwise.quantised import FORMATS, scales_layout
+from shardwise.quantized import FORMATS, scales_layout
 from shardwise.testing import strategies
 
 KINDS = [kind for kind in strategies.KINDS if kind != "partial"]

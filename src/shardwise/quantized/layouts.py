@@ -8,7 +8,7 @@ from functools import lru_cache
 from shardwise.errors import LayoutError
 from shardwise.geometry import Box
 from shardwise.layout import Layout
-from shardwise.quantised.formats import GROUP, Format, Shape, format_of
+from shardwise.quantized.formats import GROUP, Format, Shape, format_of
 
 OwnedBox = tuple[int, Shape, Shape]
 

@@ -1,19 +1,19 @@
-"""Quantised tensors that are rearranged on the way: their values are what rearranged values would be."""
+"""Quantized tensors that are rearranged on the way: their values are what rearranged values would be."""
 
 import pytest
 import torch
-from references import assert_same_bits, dequantised, random_codes, random_scales
+from references import assert_same_bits, dequantized, random_codes, random_scales
 from safetensors.torch import load_file, save_file
 
-from shardwise import Concat, Interleaved, Layout, Padded, Quantised, Resharder, Rotary, ShardedTensor, checkpoint
+from shardwise import Concat, Interleaved, Layout, Padded, Quantized, Resharder, Rotary, ShardedTensor, checkpoint
 from shardwise.errors import CheckpointError
-from shardwise.quantised import FORMATS, quantise
+from shardwise.quantized import FORMATS, quantize
 from shardwise.testing import on_ranks
 
 SMALL = FORMATS["fp8-block"].with_block((4, 3))
-RULE = Quantised("*.w", "*.s", format=SMALL)
+RULE = Quantized("*.w", "*.s", format=SMALL)
 CODES, SCALES = random_codes((12, 10), SMALL), random_scales(SMALL.grid((12, 10)), torch.float32)
-VALUES = dequantised(CODES, SCALES, SMALL, torch.float32)
+VALUES = dequantized(CODES, SCALES, SMALL, torch.float32)
 HEADS = VALUES.view(2, 3, 2, 10)
 APART = Interleaved("a.w", ["a.q", "a.k", "a.v"], [2, 2, 2])
 SOME = VALUES.view(2, 6, 10)[:, [0, 2, 1, 3, 4, 5]].reshape(12, 10)  # the first four cells of heads of six
@@ -67,8 +67,8 @@ def test_codes_are_not_rearranged_without_their_scales(tmp_path):
         checkpoint.load(tmp_path / "in.safetensors", into, remap=[RULE, rule])
 
 
-def quantised_by_hand(values):
-    codes, scales = quantise(values, SMALL)
+def quantized_by_hand(values):
+    codes, scales = quantize(values, SMALL)
     return {"a.w": codes, "a.s": scales}
 
 
@@ -79,9 +79,9 @@ def test_padding_of_values_has_their_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [0, 5, 12])
-def test_values_are_padded_before_they_are_quantised(tmp_path, rows):
+def test_values_are_padded_before_they_are_quantized(tmp_path, rows):
     save_file({"a.w": VALUES[:rows].clone()}, tmp_path / "in.safetensors")
-    expected = quantised_by_hand(torch.cat([VALUES[:rows], torch.zeros(16 - rows, 10)]))
+    expected = quantized_by_hand(torch.cat([VALUES[:rows], torch.zeros(16 - rows, 10)]))
     into = {name: torch.ones_like(value) for name, value in expected.items()}
     checkpoint.load(tmp_path / "in.safetensors", into, remap=[RULE, Padded("a.w")])
     checkpoint.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", remap=[RULE, Padded("a.w", size=16)])
@@ -91,9 +91,9 @@ def test_values_are_padded_before_they_are_quantised(tmp_path, rows):
         assert_same_bits(written[name], value)
 
 
-def test_padding_that_is_kept_has_no_values_to_quantise(tmp_path):
+def test_padding_that_is_kept_has_no_values_to_quantize(tmp_path):
     save_file({"a.w": VALUES}, tmp_path / "in.safetensors")
-    into = quantised_by_hand(torch.zeros(16, 10))
+    into = quantized_by_hand(torch.zeros(16, 10))
     with pytest.raises(CheckpointError, match="only 120 of its 160 values are given"):
         checkpoint.load(tmp_path / "in.safetensors", into, remap=[RULE, Padded("a.w", fill="keep")])
 
@@ -108,17 +108,17 @@ def test_values_without_cells_become_codes_without_cells(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["qk", "kq"])
-def test_values_of_several_dtypes_are_quantised_without_loss(tmp_path, order):
+def test_values_of_several_dtypes_are_quantized_without_loss(tmp_path, order):
     parts = {"q": VALUES[:8].clone() / 3, "k": VALUES[8:].bfloat16() / 3}
     save_file(parts, tmp_path / "in.safetensors")
-    expected = quantised_by_hand(torch.cat([parts[name].float() for name in order]))
+    expected = quantized_by_hand(torch.cat([parts[name].float() for name in order]))
     into = {name: torch.ones_like(value) for name, value in expected.items()}
     checkpoint.load(tmp_path / "in.safetensors", into, remap=[RULE, Concat("a.w", list(order))])
     for name, value in expected.items():
         assert_same_bits(into[name], value)
 
 
-def test_whole_numbers_are_not_quantised(tmp_path):
+def test_whole_numbers_are_not_quantized(tmp_path):
     save_file({"a.w": torch.arange(-60, 60, dtype=torch.int32).view(12, 10)}, tmp_path / "in.safetensors")
-    with pytest.raises(CheckpointError, match=r"'a.w' is torch.int32: only floating-point values can be quantised"):
-        checkpoint.load(tmp_path / "in.safetensors", quantised_by_hand(VALUES), remap=[RULE])
+    with pytest.raises(CheckpointError, match=r"'a.w' is torch.int32: only floating-point values can be quantized"):
+        checkpoint.load(tmp_path / "in.safetensors", quantized_by_hand(VALUES), remap=[RULE])

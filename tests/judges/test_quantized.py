@@ -1,4 +1,4 @@
-"""transformers is the judge of quantised checkpoints: values and codes are the same, bit-for-bit."""
+"""transformers is the judge of quantized checkpoints: values and codes are the same, bit-for-bit."""
 
 import json
 from types import SimpleNamespace
@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, LlamaConfig, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-from shardwise import Layout, Quantised, ShardedTensor, Transposed, checkpoint
-from shardwise.quantised import FORMATS, dequantise, quantise
+from shardwise import Layout, Quantized, ShardedTensor, Transposed, checkpoint
+from shardwise.quantized import FORMATS, dequantize, quantize
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LLAMA = LlamaConfig(hidden_size=256, intermediate_size=384, **SIZES)
 GPT_OSS = GptOssConfig(hidden_size=64, intermediate_size=96, num_local_experts=2, num_experts_per_tok=1, **SIZES)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FP8 = [Quantised(f"*.{name}.weight", f"*.{name}.weight_scale_inv", format="fp8-block") for name in PROJECTIONS]
+FP8 = [Quantized(f"*.{name}.weight", f"*.{name}.weight_scale_inv", format="fp8-block") for name in PROJECTIONS]
 
 
 def bits(tensor):
@@ -35,13 +35,13 @@ def new_model(config):
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def saved(config, folder, changed, quantisation):
+def saved(config, folder, changed, quantization):
     """A checkpoint of a new model whose tensors were changed, with its config."""
     new_model(config).save_pretrained(folder)
     tensors = changed(load_file(folder / "model.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     known = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**known, "quantization_config": quantisation}))
+    (folder / "config.json").write_text(json.dumps({**known, "quantization_config": quantization}))
     return folder
 
 
@@ -86,7 +86,7 @@ def test_a_llama_in_fp8_is_loaded_as_transformers_loads_it(llama):
         llama, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
     ours = new_model(LLAMA)
-    checkpoint.load(llama, ours, remap=[Quantised()])
+    checkpoint.load(llama, ours, remap=[Quantized()])
     assert_same_bits(ours.state_dict(), theirs.state_dict())
     prompt = torch.arange(9)[None]
     assert torch.equal(ours.eval()(prompt).logits, theirs.eval()(prompt).logits)
@@ -99,7 +99,7 @@ def test_parts_of_a_llama_are_the_parts_of_what_transformers_loads(llama):
     layout = Layout.chunk((384, 256), 0, [3, 0, 1, 2])  # this process, rank 0, has rows 96 to 192: part of a block
     name = "model.layers.1.mlp.up_proj.weight"
     into = {name: ShardedTensor(torch.zeros(96, 256, dtype=torch.bfloat16), layout)}
-    checkpoint.load(llama, into, remap=[Quantised()])
+    checkpoint.load(llama, into, remap=[Quantized()])
     assert torch.equal(bits(into[name].shards[0]), bits(theirs[name][96:192]))
 
 
@@ -108,7 +108,7 @@ def test_gpt_oss_in_mxfp4_is_loaded_as_transformers_loads_it(gpt_oss):
         gpt_oss, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
     ours = new_model(GPT_OSS)
-    rules = [Quantised(), Transposed("*.experts.*_proj", (0, 2, 1))]
+    rules = [Quantized(), Transposed("*.experts.*_proj", (0, 2, 1))]
     checkpoint.load(gpt_oss, ours.state_dict(), remap=rules)
     assert_same_bits(ours.state_dict(), theirs.state_dict())
 
@@ -121,17 +121,17 @@ def test_fp8_blocks_have_the_bits_of_transformers(shape, scales):
     judge = SimpleNamespace(quantization_config=config)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     wanted = list(Fp8Quantize(judge)._quantize_one("w", values).values())
-    found = quantise(values, "fp8-block", scales=scales)
+    found = quantize(values, "fp8-block", scales=scales)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(bits(one), bits(other))
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         back = Fp8Dequantize(judge)._dequantize_one(*wanted, output_dtype=dtype)
-        assert torch.equal(bits(dequantise(*found, "fp8-block", dtype=dtype)), bits(back))
+        assert torch.equal(bits(dequantize(*found, "fp8-block", dtype=dtype)), bits(back))
 
 
 @pytest.mark.parametrize("name", ["fp8-row", "fp8-tensor", "mxfp8"])
 def test_other_grids_of_scales_have_the_bits_of_transformers(name):
     judge = Fp8Dequantize(SimpleNamespace(quantization_config=None))
-    codes, scales = quantise(torch.randn(96, 128, generator=torch.Generator().manual_seed(3)), name)
+    codes, scales = quantize(torch.randn(96, 128, generator=torch.Generator().manual_seed(3)), name)
     wanted = judge._dequantize_one(codes, scales, output_dtype=torch.bfloat16)
-    assert torch.equal(bits(dequantise(codes, scales, FORMATS[name])), bits(wanted))
+    assert torch.equal(bits(dequantize(codes, scales, FORMATS[name])), bits(wanted))

@@ -1,4 +1,4 @@
-"""Quantise and dequantise on one core, beside a plain copy of the same values in bfloat16."""
+"""Quantize and dequantize on one core, beside a plain copy of the same values in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from benchmarks.measure import Effort, Row, Target
 from shardwise.bench.clock import Task, interleaved
 from shardwise.geometry import Box
-from shardwise.quantised import FORMATS, Format, quantise
-from shardwise.quantised.arithmetic import Scaling, dequantise_box, encode_box, largest_magnitudes
+from shardwise.quantized import FORMATS, Format, quantize
+from shardwise.quantized.arithmetic import Scaling, dequantize_box, encode_box, largest_magnitudes
 
-TITLE = "Quantised tensors"
+TITLE = "Quantized tensors"
 ABOUT = """
-Values in bfloat16, 64 MiB of them, on one core: `dequantise` writes them from codes and scales, `quantise` reads them
+Values in bfloat16, 64 MiB of them, on one core: `dequantize` writes them from codes and scales, `quantize` reads them
 and writes codes and scales. The peer is `copy_` of the values into memory that exists, the fastest way to have them in
 another place. Both take turns in one process. The target is half of the copy's speed.
 """
@@ -28,10 +28,10 @@ def rows(effort: Effort) -> Iterator[Row]:
     torch.set_num_threads(1)
     try:
         for format in FORMATS.values():
-            yield _dequantised(format, effort)
+            yield _dequantized(format, effort)
         for format in FORMATS.values():
             if not format.pairs:
-                yield _quantised(format, effort)
+                yield _quantized(format, effort)
     finally:
         torch.set_num_threads(threads)
 
@@ -40,24 +40,24 @@ def _values() -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def _dequantised(format: Format, effort: Effort) -> Row:
+def _dequantized(format: Format, effort: Effort) -> Row:
     codes, scales = _coded(format)
     out, box = torch.zeros(SHAPE, dtype=torch.bfloat16), Box((0, 0), SHAPE)
     return _row(
-        f"{format.name} to bfloat16", lambda: dequantise_box(out, codes, scales, format, box, SHAPE), effort, out
+        f"{format.name} to bfloat16", lambda: dequantize_box(out, codes, scales, format, box, SHAPE), effort, out
     )
 
 
 def _coded(format: Format) -> tuple[torch.Tensor, torch.Tensor]:
     if not format.pairs:
-        return quantise(_values(), format)
+        return quantize(_values(), format)
     codes = torch.randint(0, 256, format.codes_shape(SHAPE), dtype=torch.uint8)
     return codes, torch.randint(100, 140, format.grid(SHAPE), dtype=torch.uint8)
 
 
-def _quantised(format: Format, effort: Effort) -> Row:
+def _quantized(format: Format, effort: Effort) -> Row:
     values, out, box = _values(), torch.empty(SHAPE, dtype=format.codes), Box((0, 0), SHAPE)
-    dtype = quantise(values[:1], format)[1].dtype
+    dtype = quantize(values[:1], format)[1].dtype
 
     def run() -> None:
         scaling = Scaling.of(largest_magnitudes(values, format, box, SHAPE), format, dtype)

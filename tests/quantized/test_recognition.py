@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.quantised import Quantised, recognise
+from shardwise.quantized import Quantized, recognize
 
 FP8 = torch.float8_e4m3fn
 
@@ -16,11 +16,11 @@ def tensors(**given):
 
 
 def found(known, *rules, config=None):
-    several = recognise(known, rules or [Quantised()], config)
+    several = recognize(known, rules or [Quantized()], config)
     return {one.value: (one.codes, one.scales, one.format.name) for one in several.values()}
 
 
-def test_the_conventions_of_quantisers_are_known():
+def test_the_conventions_of_quantizers_are_known():
     known = tensors(
         a__weight=((256, 384), FP8),
         a__weight_scale_inv=((2, 3), torch.float32),
@@ -56,16 +56,16 @@ def test_the_conventions_of_quantisers_are_known():
 def test_config_json_gives_the_size_of_blocks():
     known = tensors(w=((256, 384), FP8), w_scale_inv=((4, 6), torch.float32))
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
-    assert recognise(known, [Quantised()], config)["w"].format.block == (64, 64)
+    assert recognize(known, [Quantized()], config)["w"].format.block == (64, 64)
     with pytest.raises(
         ValueError, match=r"have shape \(4, 6\), but codes of shape \(256, 384\) in fp8-block need \(2, 3\)"
     ):
-        recognise(known, [Quantised()])
+        recognize(known, [Quantized()])
 
 
 def test_rules_give_other_names():
     known = tensors(a__q=((8, 8), torch.int8), a__s=((8,), torch.float32), b__q=((8, 8), torch.bfloat16))
-    rule = Quantised("*.q", "*.s", format="int8-row", value="*.w")
+    rule = Quantized("*.q", "*.s", format="int8-row", value="*.w")
     assert found(known, rule) == {"a.w": ("a.q", "a.s", "int8-row")}
 
 
@@ -94,27 +94,27 @@ def test_rules_give_other_names():
 )
 def test_what_does_not_fit_is_named(known, error):
     with pytest.raises(ValueError, match=error):
-        recognise(known, [Quantised()])
+        recognize(known, [Quantized()])
 
 
 def test_names_of_rules_are_checked_too():
-    rule = Quantised("*.q", "*.s", format="int8-row")
+    rule = Quantized("*.q", "*.s", format="int8-row")
     with pytest.raises(ValueError, match=r"'a.q' is torch.int8, which are codes, but there are no scales 'a.s'"):
-        recognise(tensors(a__q=((8, 8), torch.int8)), [rule])
+        recognize(tensors(a__q=((8, 8), torch.int8)), [rule])
     with pytest.raises(ValueError, match=r"'a.s' is a scale, but its codes 'a.q' are not there"):
-        recognise(tensors(a__s=((8,), torch.float32)), [rule])
+        recognize(tensors(a__s=((8,), torch.float32)), [rule])
 
 
 def test_unknown_methods_and_bad_blocks_of_a_config_are_refused():
     with pytest.raises(ValueError, match="quant_method 'gptq'"):
-        recognise({}, [Quantised()], {"quantization_config": {"quant_method": "gptq"}})
+        recognize({}, [Quantized()], {"quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(ValueError, match="weight_block_size 7"):
-        recognise({}, [Quantised()], {"quantization_config": {"quant_method": "fp8", "weight_block_size": 7}})
+        recognize({}, [Quantized()], {"quantization_config": {"quant_method": "fp8", "weight_block_size": 7}})
 
 
 @pytest.mark.parametrize(
     "given", [{"codes": "a"}, {"format": "mxfp4"}, {"codes": "a", "scales": "b"}, {"dtype": torch.int8}]
 )
 def test_rules_that_say_too_little_are_refused(given):
-    with pytest.raises(TypeError, match="Quantised"):
-        Quantised(**given)
+    with pytest.raises(TypeError, match="Quantized"):
+        Quantized(**given)

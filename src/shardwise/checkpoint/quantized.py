@@ -1,4 +1,4 @@
-"""Quantised tensors of a checkpoint as values, and values of a checkpoint as codes and scales, computed when read."""
+"""Quantized tensors of a checkpoint as values, and values of a checkpoint as codes and scales, computed when read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.checkpoint.zeros import ZERO_FILES
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, Ints, Window, row_major
 from shardwise.job.casts import PLAIN
-from shardwise.quantised.arithmetic import Scaling, check_finite, dequantise_box, encode_box, largest_magnitudes
-from shardwise.quantised.formats import Shape
-from shardwise.quantised.recognition import KnownTensors, Quantised, QuantisedTensor, recognise
-from shardwise.quantised.tensors import check_can_quantise, scales_dtype
+from shardwise.quantized.arithmetic import Scaling, check_finite, dequantize_box, encode_box, largest_magnitudes
+from shardwise.quantized.formats import Shape
+from shardwise.quantized.recognition import KnownTensors, Quantized, QuantizedTensor, recognize
+from shardwise.quantized.tensors import check_can_quantize, scales_dtype
 
-PART = 2**20  # cells that are quantised at a time
+PART = 2**20  # cells that are quantized at a time
 NO_FILES: tuple[Files, list[str]] = ZERO_FILES, ZERO_FILES.names()  # of values that are all padding, or no values
 Read = Callable[[Box], torch.Tensor]
 
@@ -85,12 +85,12 @@ def _from_zero(rows: Ints) -> Positions:
 
 
 class ValueEntry(ComputedEntry):
-    """A quantised tensor as its values, in float32."""
+    """A quantized tensor as its values, in float32."""
 
-    def __init__(self, quantised: QuantisedTensor, codes: Entry, scales: Entry, rule: Quantised) -> None:
-        self.quantised, self.rule = quantised, rule
-        made_by = f"dequantised from {quantised}"
-        super().__init__(quantised.value, quantised.shape, torch.float32, self._values, [codes, scales], made_by)
+    def __init__(self, quantized: QuantizedTensor, codes: Entry, scales: Entry, rule: Quantized) -> None:
+        self.quantized, self.rule = quantized, rule
+        made_by = f"dequantized from {quantized}"
+        super().__init__(quantized.value, quantized.shape, torch.float32, self._values, [codes, scales], made_by)
 
     @property
     def becomes(self) -> torch.dtype:
@@ -98,18 +98,18 @@ class ValueEntry(ComputedEntry):
         return self.rule.dtype
 
     def _values(self, box: Box) -> torch.Tensor:
-        (codes, scales), one = self.origins, self.quantised
+        (codes, scales), one = self.origins, self.quantized
         values = torch.empty(box.shape, dtype=torch.float32, device="cpu")
         grid = one.format.scales_box(box, one.shape, one.scales_shape)
-        dequantise_box(values, codes.read(one.format.codes_box(box)), scales.read(grid), one.format, box, one.shape)
+        dequantize_box(values, codes.read(one.format.codes_box(box)), scales.read(grid), one.format, box, one.shape)
         return values
 
 
-def with_values(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> Checkpoint:
+def with_values(checkpoint: Checkpoint, rules: Sequence[Quantized]) -> Checkpoint:
     """The same checkpoint with values in the place of codes and scales, as far as rules name them."""
     if not rules:
         return checkpoint
-    found = _recognised(checkpoint, rules)
+    found = _recognized(checkpoint, rules)
     entries = dict[str, Entry]()
     codes, scales = {one.codes: (one, rule) for one, rule in found}, {one.scales for one, _ in found}
     for name in checkpoint:
@@ -130,17 +130,17 @@ def with_values(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> Checkpoin
     return made
 
 
-def quantised_in(checkpoint: Checkpoint) -> list[str]:
+def quantized_in(checkpoint: Checkpoint) -> list[str]:
     """The names of values that are computed from codes and scales."""
     return [name for name in checkpoint if isinstance(checkpoint[name], ValueEntry)]
 
 
-def _recognised(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> list[tuple[QuantisedTensor, Quantised]]:
-    """The quantised tensors of a checkpoint, each with its rule."""
+def _recognized(checkpoint: Checkpoint, rules: Sequence[Quantized]) -> list[tuple[QuantizedTensor, Quantized]]:
+    """The quantized tensors of a checkpoint, each with its rule."""
     config = read_config(checkpoint.files) if checkpoint.files.has(CONFIG) else None
     try:
-        recognise(checkpoint, rules, config)  # which refuses tensors that two rules name
-        return [(one, rule) for rule in rules for one in recognise(checkpoint, [rule], config).values()]
+        recognize(checkpoint, rules, config)  # which refuses tensors that two rules name
+        return [(one, rule) for rule in rules for one in recognize(checkpoint, [rule], config).values()]
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
@@ -148,11 +148,11 @@ def _recognised(checkpoint: Checkpoint, rules: Sequence[Quantised]) -> list[tupl
 # --- values as codes and scales ---------------------------------------------------------------------------------------
 
 
-class Quantiser:
+class Quantizer:
     """Codes and scales of a tensor whose values are read in parts."""
 
-    def __init__(self, quantised: QuantisedTensor, read: Read) -> None:
-        self._one, self._read = quantised, read
+    def __init__(self, quantized: QuantizedTensor, read: Read) -> None:
+        self._one, self._read = quantized, read
         self._last: tuple[Box, Scaling] | None = None  # many parts need the scale of a whole tensor
 
     def codes(self, box: Box) -> torch.Tensor:
@@ -202,32 +202,32 @@ def _parts(box: Box) -> Iterator[Box]:
 
 
 def coded_entries(
-    quantised: QuantisedTensor, read: Read, origins: Sequence[Entry]
+    quantized: QuantizedTensor, read: Read, origins: Sequence[Entry]
 ) -> tuple[ComputedEntry, ComputedEntry]:
     """The codes and the scales of a tensor whose values are read in parts."""
-    format = quantised.format
-    check_can_quantise(format, quantised.scales_dtype)
-    quantiser, made_by, dtype = Quantiser(quantised, read), f"quantised to {quantised}", quantised.scales_dtype
+    format = quantized.format
+    check_can_quantize(format, quantized.scales_dtype)
+    quantizer, made_by, dtype = Quantizer(quantized, read), f"quantized to {quantized}", quantized.scales_dtype
     return (
-        ComputedEntry(quantised.codes, quantised.codes_shape, format.codes, quantiser.codes, origins, made_by),
-        ComputedEntry(quantised.scales, quantised.scales_shape, dtype, quantiser.scales, origins, made_by),
+        ComputedEntry(quantized.codes, quantized.codes_shape, format.codes, quantizer.codes, origins, made_by),
+        ComputedEntry(quantized.scales, quantized.scales_shape, dtype, quantizer.scales, origins, made_by),
     )
 
 
 class Becoming(NamedTuple):
     """Values that a rule turns into codes and scales."""
 
-    tensor: QuantisedTensor
-    rule: Quantised
+    tensor: QuantizedTensor
+    rule: Quantized
 
 
-def quantised_names(values: KnownTensors, rules: Sequence[Quantised]) -> dict[str, Becoming]:
+def quantized_names(values: KnownTensors, rules: Sequence[Quantized]) -> dict[str, Becoming]:
     """The values that rules turn into codes and scales: matrices, and stacks of them, of plain numbers."""
     found = dict[str, Becoming]()
     for rule, format in ((rule, rule.known_format()) for rule in rules):
         for name, tensor in values.items() if format is not None else ():
             names, shape = rule.of_value(name, values), tuple(tensor.shape)
             if names is not None and format is not None and len(shape) >= 2 and tensor.dtype in PLAIN:
-                one = QuantisedTensor.new(names, format, shape, scales_dtype(format))
+                one = QuantizedTensor.new(names, format, shape, scales_dtype(format))
                 found.setdefault(name, Becoming(one, rule))
     return found

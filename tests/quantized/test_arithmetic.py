@@ -1,4 +1,4 @@
-"""quantise and dequantise give the same bits as the arithmetic on whole tensors, on any box."""
+"""quantize and dequantize give the same bits as the arithmetic on whole tensors, on any box."""
 
 import numpy as np
 import pytest
@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from references import (
     assert_same_bits,
-    dequantised,
+    dequantized,
     factors,
     largest,
-    quantised_fp8,
+    quantized_fp8,
     random_codes,
     random_scales,
     repeated,
 )
 
 from shardwise import Box
-from shardwise.quantised import FORMATS, dequantise, quantise
-from shardwise.quantised.arithmetic import (
+from shardwise.quantized import FORMATS, dequantize, quantize
+from shardwise.quantized.arithmetic import (
     Scaling,
-    dequantise_box,
+    dequantize_box,
     encode_box,
     largest_magnitudes,
 )
@@ -52,7 +52,7 @@ def boxes(draw, shape):
 
 
 @st.composite
-def quantised(draw):
+def quantized(draw):
     format = draw(formats())
     shape = draw(shapes(format))
     scale = draw(st.sampled_from([one for one in format.scales if one != torch.float8_e8m0fnu]))
@@ -61,20 +61,20 @@ def quantised(draw):
     return format, shape, codes, random_scales(grid, scale, draw(st.integers(0, 99)))
 
 
-@given(quantised(), st.sampled_from(DTYPES))
-def test_whole_tensors_are_dequantised_bit_for_bit(tensor, dtype):
+@given(quantized(), st.sampled_from(DTYPES))
+def test_whole_tensors_are_dequantized_bit_for_bit(tensor, dtype):
     format, _, codes, scales = tensor
-    assert_same_bits(dequantise(codes, scales, format, dtype=dtype), dequantised(codes, scales, format, dtype))
+    assert_same_bits(dequantize(codes, scales, format, dtype=dtype), dequantized(codes, scales, format, dtype))
 
 
-@given(quantised(), st.sampled_from(DTYPES), st.data())
-def test_any_box_is_dequantised_like_the_whole_tensor(tensor, dtype, data):
+@given(quantized(), st.sampled_from(DTYPES), st.data())
+def test_any_box_is_dequantized_like_the_whole_tensor(tensor, dtype, data):
     format, shape, codes, scales = tensor
     box = data.draw(boxes(shape))
     here, there = format.codes_box(box), format.scales_box(box, shape, tuple(scales.shape))
     out = torch.empty(box.shape, dtype=dtype)
-    dequantise_box(out, codes[here.slices], scales[there.slices], format, box, shape)
-    assert_same_bits(out, dequantised(codes, scales, format, dtype)[box.slices])
+    dequantize_box(out, codes[here.slices], scales[there.slices], format, box, shape)
+    assert_same_bits(out, dequantized(codes, scales, format, dtype)[box.slices])
 
 
 @given(formats(ENCODED), st.data())
@@ -95,7 +95,7 @@ def test_the_largest_magnitudes_of_boxes_join_to_those_of_the_whole(format, data
 def test_any_box_is_encoded_like_the_whole_tensor(format, data):
     shape = data.draw(shapes(format))
     values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    codes, _ = quantise(values, format)
+    codes, _ = quantize(values, format)
     forward = Scaling.of(largest(values, format), format, torch.float32).forward
     if format.name == "mxfp8":
         forward = Scaling.of(largest(values, format), format, torch.uint8).forward
@@ -106,32 +106,32 @@ def test_any_box_is_encoded_like_the_whole_tensor(format, data):
 
 
 @given(formats(("fp8-block", "fp8-row", "fp8-tensor")), st.data(), st.sampled_from(DTYPES))
-def test_fp8_is_quantised_bit_for_bit(format, data, dtype):
+def test_fp8_is_quantized_bit_for_bit(format, data, dtype):
     shape = data.draw(shapes(format))
     values = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     values[..., : shape[-1] // 2] = 0
-    codes, scales = quantise(values, format)
-    wanted, grid = quantised_fp8(values, format)
+    codes, scales = quantize(values, format)
+    wanted, grid = quantized_fp8(values, format)
     assert_same_bits(codes, wanted)
     assert_same_bits(scales, grid)
 
 
 def test_large_tensors_take_several_chunks_of_rows(monkeypatch):
-    monkeypatch.setattr("shardwise.quantised.arithmetic.CELLS", 2**14)
+    monkeypatch.setattr("shardwise.quantized.arithmetic.CELLS", 2**14)
     format = FORMATS["fp8-block"]
     codes = random_codes((300, 1000), format)
     scales = random_scales((3, 8), torch.float32)
-    wanted = dequantised(codes, scales, format, torch.bfloat16)
-    assert_same_bits(dequantise(codes, scales, "fp8-block"), wanted)
-    again, grid = quantise(wanted, "fp8-block")
-    assert_same_bits(again, quantised_fp8(wanted, format)[0])
-    assert_same_bits(grid, quantised_fp8(wanted, format)[1])
+    wanted = dequantized(codes, scales, format, torch.bfloat16)
+    assert_same_bits(dequantize(codes, scales, "fp8-block"), wanted)
+    again, grid = quantize(wanted, "fp8-block")
+    assert_same_bits(again, quantized_fp8(wanted, format)[0])
+    assert_same_bits(grid, quantized_fp8(wanted, format)[1])
 
 
 @pytest.mark.parametrize("scale", [torch.uint8, torch.float8_e8m0fnu])
 def test_mxfp8_scales_are_powers_of_two_that_no_value_exceeds(scale):
     values = torch.randn(5, 96, generator=torch.Generator().manual_seed(4)) * 1000
-    codes, scales = quantise(values, "mxfp8", scales=scale)
+    codes, scales = quantize(values, "mxfp8", scales=scale)
     power = factors(scales) if scale == torch.uint8 else scales.to(torch.float32)
     assert (largest(values, FORMATS["mxfp8"]) / power <= 448).all()
     assert (largest(values, FORMATS["mxfp8"]) / power > 224).all()
@@ -146,13 +146,13 @@ def test_all_codes_and_exponents_of_mxfp4_are_those_of_ldexp():
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.bfloat16)
     both = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(2)
     wanted = torch.ldexp(both, scales.int()[..., None] - 127, out=torch.empty_like(both)).flatten(1)
-    found = dequantise(codes, scales, "mxfp4")
+    found = dequantize(codes, scales, "mxfp4")
     np.testing.assert_array_equal(found.float().numpy(), wanted.float().numpy())
 
 
 def test_the_last_exponent_is_not_a_number():
     scales = torch.tensor([[255, 127]], dtype=torch.uint8)
-    values = dequantise(torch.zeros(1, 2, 16, dtype=torch.uint8), scales, "mxfp4")
+    values = dequantize(torch.zeros(1, 2, 16, dtype=torch.uint8), scales, "mxfp4")
     assert values.isnan().tolist() == [[True] * 32 + [False] * 32]
 
 
@@ -160,7 +160,7 @@ def test_int8_with_scb_multiplies_by_the_reciprocal_of_127():
     codes = torch.arange(-127, 128, dtype=torch.int8).view(5, 51)
     scales = torch.rand(5, generator=torch.Generator().manual_seed(5)) * 9
     wanted = codes * scales.view(-1, 1) * 7.874015718698502e-3
-    assert_same_bits(dequantise(codes, scales, "int8-scb", dtype=torch.float32), wanted)
+    assert_same_bits(dequantize(codes, scales, "int8-scb", dtype=torch.float32), wanted)
 
 
 @pytest.mark.parametrize("scale", [1e-40, 3e-30, 0.37, 1.0, 1e30, 3e38])
@@ -168,57 +168,57 @@ def test_all_codes_of_fp8_are_those_of_torch(scale):
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
     for some in (codes, codes[:, :15].contiguous(), codes.T):
         for dtype in DTYPES:
-            found = dequantise(some, torch.full((1, 1), scale), "fp8-block", dtype=dtype)
+            found = dequantize(some, torch.full((1, 1), scale), "fp8-block", dtype=dtype)
             wanted = (some.to(torch.float32) * torch.tensor(scale)).to(dtype)
             np.testing.assert_array_equal(found.float().numpy(), wanted.float().numpy())
 
 
 def test_values_too_small_for_a_scale_become_zero():
-    codes, scales = quantise(torch.tensor([[1e-37, 0.0]]), "fp8-block")
+    codes, scales = quantize(torch.tensor([[1e-37, 0.0]]), "fp8-block")
     assert codes.float().tolist() == [[0, 0]]
     assert scales.tolist() == [[1]]
 
 
 def test_scales_that_would_be_rounded_are_refused():
     with pytest.raises(TypeError, match=r"scales of torch.float32 or .*, not torch.bfloat16"):
-        quantise(torch.randn(4, 4), "fp8-block", scales=torch.bfloat16)
+        quantize(torch.randn(4, 4), "fp8-block", scales=torch.bfloat16)
 
 
 def test_nan_codes_stay_nan():
     codes = torch.tensor([[127, 255, 1]], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = dequantise(codes, torch.ones(1, 1), "fp8-block", dtype=torch.float32)
+    values = dequantize(codes, torch.ones(1, 1), "fp8-block", dtype=torch.float32)
     assert values.isnan().tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_values_that_are_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match="not finite"):
-        quantise(torch.tensor([[1.0, bad]]), "fp8-block")
+        quantize(torch.tensor([[1.0, bad]]), "fp8-block")
 
 
 def test_wrong_dtypes_and_shapes_are_refused_with_the_right_ones():
-    codes, scales = quantise(torch.randn(5, 4), "fp8-row")
+    codes, scales = quantize(torch.randn(5, 4), "fp8-row")
     with pytest.raises(TypeError, match=r"codes of torch.float8_e4m3fn with scales of torch.float32 are not int8-row"):
-        dequantise(codes, scales, "int8-row")
+        dequantize(codes, scales, "int8-row")
     with pytest.raises(
         ValueError, match=r"have shape \(4, 1\), but codes of shape \(5, 4\) in fp8-row need \(5, 1\) or"
     ):
-        dequantise(codes, scales[:4], "fp8-row")
-    with pytest.raises(ValueError, match="'fp9' is not a format of quantised tensors: there are fp8-block"):
-        dequantise(codes, scales, "fp9")
-    with pytest.raises(ValueError, match="cannot be quantised to it"):
-        quantise(torch.randn(5, 32), "mxfp4")
+        dequantize(codes, scales[:4], "fp8-row")
+    with pytest.raises(ValueError, match="'fp9' is not a format of quantized tensors: there are fp8-block"):
+        dequantize(codes, scales, "fp9")
+    with pytest.raises(ValueError, match="cannot be quantized to it"):
+        quantize(torch.randn(5, 32), "mxfp4")
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "mxfp4"])
 @pytest.mark.parametrize("shape", [(0, 7), (5, 0), (2, 0, 3)])
 def test_no_values_have_scales_of_the_right_shape(name, shape):
-    codes, scales = quantise(torch.empty(shape), name)
+    codes, scales = quantize(torch.empty(shape), name)
     assert (codes.shape, scales.shape) == (shape, FORMATS[name].grid(shape))
-    assert dequantise(codes, scales, name).shape == shape
+    assert dequantize(codes, scales, name).shape == shape
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn])
-def test_only_floating_point_values_are_quantised(dtype):
-    with pytest.raises(TypeError, match=f"only floating-point values can be quantised, not {dtype}"):
-        quantise(torch.ones(2, 4).to(dtype), "fp8-row")
+def test_only_floating_point_values_are_quantized(dtype):
+    with pytest.raises(TypeError, match=f"only floating-point values can be quantized, not {dtype}"):
+        quantize(torch.ones(2, 4).to(dtype), "fp8-row")

@@ -1,4 +1,4 @@
-"""Moves of quantised tensors: codes and scales travel as two tensors, and become values where they are needed."""
+"""Moves of quantized tensors: codes and scales travel as two tensors, and become values where they are needed."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from shardwise.job.remap import Link, Remap
 from shardwise.job.remap_rules import list_rules
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
-from shardwise.quantised.arithmetic import dequantise_box
-from shardwise.quantised.formats import VALUES, Format, Shape
-from shardwise.quantised.layouts import OwnedBox, distinct, layout_of_boxes
-from shardwise.quantised.recognition import KnownTensors, Quantised, QuantisedTensor
+from shardwise.quantized.arithmetic import dequantize_box
+from shardwise.quantized.formats import VALUES, Format, Shape
+from shardwise.quantized.layouts import OwnedBox, distinct, layout_of_boxes
+from shardwise.quantized.recognition import KnownTensors, Quantized, QuantizedTensor
 
-Rule = Remap | Quantised
+Rule = Remap | Quantized
 
 
-def split_rules(remap: object) -> tuple[list[Quantised], list[Remap]]:
-    """The rules of quantised tensors, and all others."""
+def split_rules(remap: object) -> tuple[list[Quantized], list[Remap]]:
+    """The rules of quantized tensors, and all others."""
     rules = list_rules(remap)
-    quantised = [rule for rule in rules if isinstance(rule, Quantised)]
-    return quantised, [rule for rule in rules if not isinstance(rule, Quantised)]
+    quantized = [rule for rule in rules if isinstance(rule, Quantized)]
+    return quantized, [rule for rule in rules if not isinstance(rule, Quantized)]
 
 
-def value_shapes(tensors: KnownTensors, quantised: Mapping[str, QuantisedTensor]) -> dict[str, Shape]:
+def value_shapes(tensors: KnownTensors, quantized: Mapping[str, QuantizedTensor]) -> dict[str, Shape]:
     """The shapes of a side with values in the place of codes, and without scales."""
-    values, scales = {one.codes: one for one in quantised.values()}, {one.scales for one in quantised.values()}
+    values, scales = {one.codes: one for one in quantized.values()}, {one.scales for one in quantized.values()}
     shapes = dict[str, Shape]()
     for name, tensor in tensors.items():
         if name in values:
@@ -48,8 +48,8 @@ def value_shapes(tensors: KnownTensors, quantised: Mapping[str, QuantisedTensor]
     return shapes
 
 
-def check_used(rules: Sequence[Quantised], *sides: Collection[str]) -> None:
-    """Refuse rules where no side has a quantised tensor."""
+def check_used(rules: Sequence[Quantized], *sides: Collection[str]) -> None:
+    """Refuse rules where no side has a quantized tensor."""
     if rules and not any(sides):
         raise ValueError(f"{rules[0]} fits nothing: neither side has codes and scales that it names")
 
@@ -57,12 +57,12 @@ def check_used(rules: Sequence[Quantised], *sides: Collection[str]) -> None:
 # --- codes and scales to codes and scales -----------------------------------------------------------------------------
 
 
-def coded_links(link: Link, source: QuantisedTensor, target: QuantisedTensor) -> tuple[Link, Link]:
+def coded_links(link: Link, source: QuantizedTensor, target: QuantizedTensor) -> tuple[Link, Link]:
     """The links of codes and of scales, for a link of values. Refused where a part is not made of whole blocks."""
     if source.format != target.format:
         raise RefusedValueError(
             f"{source.value!r} is {_in_words(source.format)} in the source, but {target.value!r} is "
-            f"{_in_words(target.format)} in the target: dequantise it first"
+            f"{_in_words(target.format)} in the target: dequantize it first"
         )
     if source.scales_dtype != target.scales_dtype:
         raise RefusedValueError(
@@ -74,18 +74,18 @@ def coded_links(link: Link, source: QuantisedTensor, target: QuantisedTensor) ->
         if not view.is_box:
             raise RefusedValueError(
                 f"the part {view} of {tensor.value!r} is not a box: its codes and scales cannot be moved together. "
-                f"Dequantise it first"
+                f"Dequantize it first"
             )
         if not _whole_blocks(tensor, view):
             raise RefusedValueError(
                 f"the part {view.region} of {tensor.value!r} does not end where blocks of {tensor.format.name} end, "
-                f"{tensor.format.blocks(tensor.shape)}: a scale would be shared by two tensors. Dequantise it first"
+                f"{tensor.format.blocks(tensor.shape)}: a scale would be shared by two tensors. Dequantize it first"
             )
     kept = [at for at in range(len(link.source_view.order)) if all(_has_scales(*end, at) for end in ends)]
     codes = Link(source.codes, target.codes, _codes_view(*ends[0]), _codes_view(*ends[1]))
     scales = Link(source.scales, target.scales, _scales_view(*ends[0], kept), _scales_view(*ends[1], kept))
     if codes.source_view.shape != codes.target_view.shape or scales.source_view.shape != scales.target_view.shape:
-        raise RefusedValueError(f"blocks of {source.value!r} are not blocks of {target.value!r}: dequantise it first")
+        raise RefusedValueError(f"blocks of {source.value!r} are not blocks of {target.value!r}: dequantize it first")
     return codes, scales
 
 
@@ -93,16 +93,16 @@ def _in_words(format: Format) -> str:
     return f"{format.name} with blocks of {' x '.join('all' if size is None else str(size) for size in format.block)}"
 
 
-def _whole_blocks(tensor: QuantisedTensor, view: Subtensor) -> bool:
+def _whole_blocks(tensor: QuantizedTensor, view: Subtensor) -> bool:
     return tensor.format.whole_blocks(view.region, tensor.shape) == view.region
 
 
-def _has_scales(tensor: QuantisedTensor, view: Subtensor, at: int) -> bool:
+def _has_scales(tensor: QuantizedTensor, view: Subtensor, at: int) -> bool:
     """True where scales have a dim for a dim of the view."""
     return view.order[at] < len(tensor.scales_shape)
 
 
-def _codes_view(tensor: QuantisedTensor, view: Subtensor) -> Subtensor:
+def _codes_view(tensor: QuantizedTensor, view: Subtensor) -> Subtensor:
     region = tensor.format.codes_box(view.region)
     if not tensor.format.pairs:
         return Subtensor.of_box(region, view.order)
@@ -112,7 +112,7 @@ def _codes_view(tensor: QuantisedTensor, view: Subtensor) -> Subtensor:
     return Subtensor.of_box(region, (*view.order, last + 1))
 
 
-def _scales_view(tensor: QuantisedTensor, view: Subtensor, kept: Sequence[int]) -> Subtensor:
+def _scales_view(tensor: QuantizedTensor, view: Subtensor, kept: Sequence[int]) -> Subtensor:
     region = tensor.format.scales_box(view.region, tensor.shape, tensor.scales_shape)
     return Subtensor.of_box(region, tuple(view.order[at] for at in kept))
 
@@ -176,17 +176,17 @@ def _boxes(boxes: Boxes) -> list[Box]:
 
 
 @dataclass(frozen=True)
-class Dequantising:
-    """A link from a quantised tensor to values: the buffers of codes and scales it needs, and what becomes of them."""
+class Dequantizing:
+    """A link from a quantized tensor to values: the buffers of codes and scales it needs, and what becomes of them."""
 
-    quantised: QuantisedTensor
+    quantized: QuantizedTensor
     link: Link
     target: TensorInfo
 
     @staticmethod
-    def of(quantised: QuantisedTensor, link: Link, target: TensorInfo) -> Dequantising:
+    def of(quantized: QuantizedTensor, link: Link, target: TensorInfo) -> Dequantizing:
         """Refused where the target cannot have the values."""
-        what = f"{quantised.value!r} is quantised ({quantised.format.name}), but {link.target!r}"
+        what = f"{quantized.value!r} is quantized ({quantized.format.name}), but {link.target!r}"
         if target.dtype not in VALUES:
             raise RefusedValueError(
                 f"{what} is to be {target.dtype}: values are float32, bfloat16 or float16; codes go to a target that "
@@ -196,25 +196,25 @@ class Dequantising:
             raise RefusedValueError(f"{what} is partial: values can be written only to what holds values")
         if target.delivered:
             raise RefusedValueError(
-                f"{what} is handed to the engine's loader whole: convert the checkpoint first, with remap=[Quantised()]"
+                f"{what} is handed to the engine's loader whole: convert the checkpoint first, with remap=[Quantized()]"
             )
-        return Dequantising(quantised, link, target)
+        return Dequantizing(quantized, link, target)
 
     @property
     def names(self) -> tuple[str, str]:
         """Of the buffers of codes and of scales, with the part of the target they are for: there may be several."""
         part = "" if self.link.target_view.is_whole(self.target.shape) else str(self.link.target_view)
         target = self.link.target + part
-        return f"{self.quantised.codes} for {target}", f"{self.quantised.scales} for {target}"
+        return f"{self.quantized.codes} for {target}", f"{self.quantized.scales} for {target}"
 
     def buffers(self) -> tuple[RegionBuffers, RegionBuffers]:
         """Of codes and of scales."""
-        one, views = self.quantised, (self.link.source_view, self.link.target_view)
+        one, views = self.quantized, (self.link.source_view, self.link.target_view)
         return _buffers(self.target.layout, *views, one.format, one.shape, one.scales_shape)
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        return self.quantised.format.codes, self.quantised.scales_dtype
+        return self.quantized.format.codes, self.quantized.scales_dtype
 
     def infos(self) -> dict[str, TensorInfo]:
         """What all ranks know of the buffers."""
@@ -240,7 +240,7 @@ class Dequantising:
 
     def links(self) -> tuple[Link, Link]:
         """To the buffers."""
-        one, (codes, scales) = self.quantised, self.buffers()
+        one, (codes, scales) = self.quantized, self.buffers()
         wholes = [Subtensor.whole(buffers.layout.shape) for buffers in (codes, scales)]
         return (
             Link(one.codes, self.names[0], codes.view, wholes[0]),
@@ -255,7 +255,7 @@ class Dequantising:
         losses: Losses | None = None,
     ) -> None:
         """Write the values of an owner's cells to its memory, from its buffers of codes and scales."""
-        one, source, target = self.quantised, self.link.source_view, self.link.target_view
+        one, source, target = self.quantized, self.link.source_view, self.link.target_view
         codes, scales = (b.by_box(owner, tensors) for b, tensors in zip(self.buffers(), filled, strict=True))
         places = target.of_places(places_of(self.target.layout, owner, [tensor.stride() for tensor in memory]))
         for window, box in zip(places.windows(), _boxes(source.back(places.boxes)), strict=True):
@@ -265,13 +265,13 @@ class Dequantising:
     def _write_box(
         self, out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, box: Box, losses: Losses | None
     ) -> None:
-        format, shape, view = self.quantised.format, self.quantised.shape, self.link.source_view
+        format, shape, view = self.quantized.format, self.quantized.shape, self.link.source_view
         counted = losses is not None and may_overflow(torch.float32, self.target.dtype)
         if view.is_box and not counted:
-            dequantise_box(_in_source_dims(out, view), codes, scales, format, box, shape)
+            dequantize_box(_in_source_dims(out, view), codes, scales, format, box, shape)
             return
         values = torch.empty(box.shape, dtype=torch.float32, device=out.device)
-        dequantise_box(values, codes, scales, format, box, shape)
+        dequantize_box(values, codes, scales, format, box, shape)
         seen = values.as_strided(out.shape, [values.stride(dim.of) * dim.step for dim in view.dims])
         if losses is not None and counted:
             losses.look(repr(self.link.target), [seen], self.target.dtype)
@@ -282,7 +282,7 @@ class Dequantising:
 class ComputedTargets:
     """The targets of a job whose values are computed once their codes and scales have arrived."""
 
-    moves: list[Dequantising] = field(default_factory=list)
+    moves: list[Dequantizing] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:

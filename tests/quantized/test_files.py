@@ -1,20 +1,20 @@
-"""Quantised checkpoints are loaded and converted: codes to codes, to values and back, always with the same bits."""
+"""Quantized checkpoints are loaded and converted: codes to codes, to values and back, always with the same bits."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import assert_same_bits, dequantised, quantised_fp8, random_codes, random_scales
+from references import assert_same_bits, dequantized, quantized_fp8, random_codes, random_scales
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from shardwise import CheckpointError, Concat, Layout, Quantised, ShardedTensor, Stack, Transposed, checkpoint
+from shardwise import CheckpointError, Concat, Layout, Quantized, ShardedTensor, Stack, Transposed, checkpoint
 from shardwise.cli import app
-from shardwise.quantised import FORMATS, quantise, scales_layout
+from shardwise.quantized import FORMATS, quantize, scales_layout
 from shardwise.testing import scatter, strategies
 
 SMALL = FORMATS["fp8-block"].with_block((4, 3))
-RULE = Quantised("*.weight", "*.weight_scale_inv", format=SMALL)
+RULE = Quantized("*.weight", "*.weight_scale_inv", format=SMALL)
 KINDS = [kind for kind in strategies.KINDS if kind != "partial"]
 ATTENTION = {"q": (8, 6), "k": (4, 6), "v": (4, 6)}
 
@@ -35,7 +35,7 @@ def values(stored, dtype=torch.bfloat16):
     """The same as values."""
     names = [name for name in stored if not name.endswith("_scale_inv")]
     coded = [name for name in names if f"{name}_scale_inv" in stored]
-    found = {name: dequantised(stored[name], stored[f"{name}_scale_inv"], SMALL, dtype) for name in coded}
+    found = {name: dequantized(stored[name], stored[f"{name}_scale_inv"], SMALL, dtype) for name in coded}
     return {name: found.get(name, stored[name]) for name in names}
 
 
@@ -96,11 +96,11 @@ def test_values_are_the_same_under_every_sharding(tmp_path_factory, drawn, data)
     grid = data.draw(st.sampled_from(format.scales_shapes(shape)))
     codes, scales = random_codes(format.codes_shape(shape), format), random_scales(grid, scale)
     save_file({"a.w": codes, "a.s": scales}, path)
-    wanted = scatter(dequantised(codes, scales, format, torch.float32).numpy(), layout)
+    wanted = scatter(dequantized(codes, scales, format, torch.float32).numpy(), layout)
     rank = data.draw(st.sampled_from(layout.owners()))
     mine = layout.relabel({rank: 0, **({0: rank} if 0 in layout and rank != 0 else {})})  # one process is rank 0
     shards = [torch.zeros(part.shape) for part in wanted[rank]]
-    checkpoint.load(path, {"a.w": ShardedTensor(shards, mine)}, remap=[Quantised("*.w", "*.s", format=format)])
+    checkpoint.load(path, {"a.w": ShardedTensor(shards, mine)}, remap=[Quantized("*.w", "*.s", format=format)])
     for shard, part in zip(shards, wanted[rank], strict=True):
         assert_same_bits(shard, torch.from_numpy(part.copy()))
 
@@ -136,7 +136,7 @@ def test_a_join_through_blocks_is_refused(tmp_path):
         checkpoint.load(tmp_path / "a.safetensors", into, remap=[RULE, Concat("c.weight", ["a.weight", "b.weight"])])
 
 
-def test_values_are_quantised_into_targets_of_codes_and_scales(tmp_path):
+def test_values_are_quantized_into_targets_of_codes_and_scales(tmp_path):
     plain = {"a.weight": torch.randn(10, 7), "b.weight": torch.randn(6, 7).bfloat16()}
     save_file(plain, tmp_path / "a.safetensors")
     into = {}
@@ -145,7 +145,7 @@ def test_values_are_quantised_into_targets_of_codes_and_scales(tmp_path):
         into[f"{name}_scale_inv"] = torch.zeros(SMALL.grid(tuple(value.shape)))
     checkpoint.load(tmp_path / "a.safetensors", into, remap=[RULE])
     for name, value in plain.items():
-        codes, scales = quantised_fp8(value, SMALL)
+        codes, scales = quantized_fp8(value, SMALL)
         assert_same_bits(into[name], codes)
         assert_same_bits(into[f"{name}_scale_inv"], scales)
 
@@ -166,7 +166,7 @@ def test_conversions_write_codes_and_scales(tmp_path):
     made = checkpoint.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", remap=[RULE], max_bytes=8192)
     wanted = {"n.weight": plain["n.weight"]}
     for name in ("a.weight", "b.weight"):
-        wanted[name], wanted[f"{name}_scale_inv"] = quantised_fp8(plain[name], SMALL)
+        wanted[name], wanted[f"{name}_scale_inv"] = quantized_fp8(plain[name], SMALL)
     assert_all_same({name: entry.read() for name, entry in made.items()}, wanted)
 
 
@@ -174,20 +174,20 @@ def test_conversions_write_codes_and_scales(tmp_path):
 def test_conversions_write_every_format_that_can_be_written(tmp_path, name):
     plain = torch.randn(130, 64, generator=torch.Generator().manual_seed(6))
     save_file({"a.weight": plain}, tmp_path / "a.safetensors")
-    rule = Quantised("*.weight", "*.scale", format=name)
+    rule = Quantized("*.weight", "*.scale", format=name)
     made = checkpoint.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", remap=[rule], max_bytes=8192)
-    codes, scales = quantise(plain, name)
+    codes, scales = quantize(plain, name)
     assert_all_same({key: entry.read() for key, entry in made.items()}, {"a.weight": codes, "a.scale": scales})
     back = checkpoint.convert(tmp_path / "b.safetensors", tmp_path / "c.safetensors", remap=[rule], cast=torch.float32)
-    wanted = dequantised(codes, scales, FORMATS[name], torch.float32)
+    wanted = dequantized(codes, scales, FORMATS[name], torch.float32)
     assert_same_bits(back["a.weight"].read(), wanted)
 
 
 def test_mxfp4_becomes_transposed_values(tmp_path):
     codes, scales = random_codes((2, 5, 3, 16), FORMATS["mxfp4"]), random_scales((2, 5, 3), torch.uint8)
     save_file({"e.up_blocks": codes, "e.up_scales": scales}, tmp_path / "a.safetensors")
-    rules = [Quantised(), Transposed("e.up", (0, 2, 1))]
-    wanted = dequantised(codes, scales, FORMATS["mxfp4"], torch.bfloat16).transpose(1, 2).contiguous()
+    rules = [Quantized(), Transposed("e.up", (0, 2, 1))]
+    wanted = dequantized(codes, scales, FORMATS["mxfp4"], torch.bfloat16).transpose(1, 2).contiguous()
     made = checkpoint.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", remap=rules, max_bytes=8192)
     assert_all_same({name: entry.read() for name, entry in made.items()}, {"e.up": wanted})
     layout = Layout.chunk((2, 96, 5), 1, [1, 0])
@@ -202,7 +202,7 @@ def test_blocks_of_config_json_are_used(tmp_path):
     text = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3]}}'
     (tmp_path / "config.json").write_text(text)
     into = {"a.weight": torch.zeros(8, 6, dtype=torch.bfloat16)}
-    checkpoint.load(tmp_path, into, remap=[Quantised()])
+    checkpoint.load(tmp_path, into, remap=[Quantized()])
     assert_same_bits(into["a.weight"], values(kept)["a.weight"])
 
 
@@ -218,12 +218,12 @@ def test_values_out_of_range_are_refused(tmp_path):
 
 def test_bad_input_is_refused_in_one_error(stored, tmp_path):
     path, kept = stored
-    with pytest.raises(ValueError, match=r"'q.weight' is quantised \(fp8-block\), but 'q.weight' is to be torch.int32"):
+    with pytest.raises(ValueError, match=r"'q.weight' is quantized \(fp8-block\), but 'q.weight' is to be torch.int32"):
         checkpoint.load(path, {"q.weight": torch.zeros(8, 6, dtype=torch.int32)}, remap=[RULE])
     coded = {"q.weight": kept["q.weight"].clone(), "q.weight_scale_inv": torch.zeros(2, 2).bfloat16()}
     with pytest.raises(ValueError, match="are not cast"):
         checkpoint.load(path, coded, remap=[RULE])
-    nothing = Quantised("*.z", "*.s", format="mxfp8")
+    nothing = Quantized("*.z", "*.s", format="mxfp8")
     with pytest.raises(ValueError, match="fits nothing"):
         checkpoint.load(path, {"norm.weight": torch.zeros(6).bfloat16()}, remap=[nothing])
     del kept["k.weight_scale_inv"]
@@ -253,31 +253,31 @@ def test_tied_tensors_get_one_value(stored):
     checkpoint.load(path, into, remap=[RULE], rename=[("q.*", ["q.*", "head.*"]), ("*", "*")])
     assert_same_bits(tied, values(kept)["q.weight"])
     other = torch.zeros(4, 6, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match="share their memory, but come from different quantised tensors"):
+    with pytest.raises(CheckpointError, match="share their memory, but come from different quantized tensors"):
         checkpoint.load(path, {"k.weight": other, "v.weight": other}, remap=[RULE])
 
 
-def test_the_command_line_dequantises_and_quantises(tmp_path):
-    codes, scales = quantise(torch.randn(4, 64, generator=torch.Generator().manual_seed(9)), "mxfp8")
+def test_the_command_line_dequantizes_and_quantizes(tmp_path):
+    codes, scales = quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(9)), "mxfp8")
     save_file({"a.weight": codes, "a.weight_scale": scales}, tmp_path / "a.safetensors")
     a, b, c = (str(tmp_path / f"{name}.safetensors") for name in "abc")
     run = CliRunner().invoke
-    assert run(app, ["convert", a, b, "--quantised", "auto", "--no-bar"]).exit_code == 0
-    assert_same_bits(load_file(b)["a.weight"], dequantised(codes, scales, FORMATS["mxfp8"], torch.bfloat16))
-    assert run(app, ["verify", a, b, "--quantised", "auto", "--no-bar"]).exit_code == 0
-    again = run(app, ["convert", b, c, "--quantised", "*.weight,*.weight_scale@mxfp8", "--no-bar"])
+    assert run(app, ["convert", a, b, "--quantized", "auto", "--no-bar"]).exit_code == 0
+    assert_same_bits(load_file(b)["a.weight"], dequantized(codes, scales, FORMATS["mxfp8"], torch.bfloat16))
+    assert run(app, ["verify", a, b, "--quantized", "auto", "--no-bar"]).exit_code == 0
+    again = run(app, ["convert", b, c, "--quantized", "*.weight,*.weight_scale@mxfp8", "--no-bar"])
     assert again.exit_code == 0
     assert_all_same(load_file(c), {"a.weight": codes, "a.weight_scale": scales})
 
 
 def test_errors_name_the_file_that_has_codes(tmp_path):
-    codes, scales = quantise(torch.ones(4, 4), "fp8-row")
+    codes, scales = quantize(torch.ones(4, 4), "fp8-row")
     save_file({"w": codes, "w_scale": scales}, tmp_path / "c.safetensors")
     with pytest.raises(CheckpointError, match=r"c\.safetensors: 'w' has shape \(4, 4\) in the source, but \(5, 4\)"):
-        checkpoint.load(tmp_path / "c.safetensors", {"w": torch.empty(5, 4)}, remap=[Quantised()])
+        checkpoint.load(tmp_path / "c.safetensors", {"w": torch.empty(5, 4)}, remap=[Quantized()])
 
 
-def test_automatic_rules_say_how_to_quantise(tmp_path):
+def test_automatic_rules_say_how_to_quantize(tmp_path):
     save_file({"w": torch.ones(4, 4)}, tmp_path / "c.safetensors")
-    with pytest.raises(CheckpointError, match=r"c\.safetensors: Quantised\(\).* fits nothing.*To quantise values"):
-        checkpoint.convert(tmp_path / "c.safetensors", tmp_path / "d", remap=[Quantised()])
+    with pytest.raises(CheckpointError, match=r"c\.safetensors: Quantized\(\).* fits nothing.*To quantize values"):
+        checkpoint.convert(tmp_path / "c.safetensors", tmp_path / "d", remap=[Quantized()])

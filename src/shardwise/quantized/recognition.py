@@ -1,4 +1,4 @@
-"""Which tensors are the codes and the scales of one quantised tensor: by names, dtypes, shapes and config.json."""
+"""Which tensors are the codes and the scales of one quantized tensor: by names, dtypes, shapes and config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import RefusedTypeError, RefusedValueError
 from shardwise.job.names import filled, matched
-from shardwise.quantised.formats import (
+from shardwise.quantized.formats import (
     FP8_BLOCK,
     FP8_ROW,
     FP8_TENSOR,
@@ -23,7 +23,7 @@ from shardwise.quantised.formats import (
     Shape,
     format_of,
 )
-from shardwise.quantised.layouts import wrong_shape
+from shardwise.quantized.layouts import wrong_shape
 
 # a quant_method of config.json whose tensors may have these formats
 METHODS = ("fp8", "mxfp4", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "modelopt")
@@ -45,7 +45,7 @@ KnownTensors = Mapping[str, KnownTensor]
 
 
 class Naming(NamedTuple):
-    """How quantisers call the three names of a tensor; `codes` and `scales` are endings."""
+    """How quantizers call the three names of a tensor; `codes` and `scales` are endings."""
 
     value: str
     codes: str
@@ -65,7 +65,7 @@ NAMINGS = (
 
 
 @dataclass(frozen=True)
-class QuantisedTensor:
+class QuantizedTensor:
     """Two tensors that are one: the names of values, codes and scales, the format, and what codes and scales are."""
 
     value: str
@@ -77,9 +77,9 @@ class QuantisedTensor:
     scales_dtype: torch.dtype
 
     @staticmethod
-    def new(names: tuple[str, str, str], format: Format, shape: Shape, dtype: torch.dtype) -> QuantisedTensor:
+    def new(names: tuple[str, str, str], format: Format, shape: Shape, dtype: torch.dtype) -> QuantizedTensor:
         """Of values of this shape, with scales of this dtype."""
-        return QuantisedTensor(*names, format, format.codes_shape(shape), format.grid(shape), dtype)
+        return QuantizedTensor(*names, format, format.codes_shape(shape), format.grid(shape), dtype)
 
     @property
     def shape(self) -> Shape:
@@ -88,15 +88,15 @@ class QuantisedTensor:
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """A rule for `remap=`: these tensors are quantised, and their codes and scales are one tensor.
+class Quantized:
+    """A rule for `remap=`: these tensors are quantized, and their codes and scales are one tensor.
 
-    Values become codes and scales, or these become values, as the other side needs it. Without names, all quantised
+    Values become codes and scales, or these become values, as the other side needs it. Without names, all quantized
     tensors are found by their names, dtypes and shapes. With names, stars stand for the same in all of them; `format`
     is one of fp8-block, fp8-row, fp8-tensor, int8-row, int8-scb, mxfp8 and mxfp4, or a `Format`. `value` is the name of
     the values, by default that of the codes. `dtype` is that of the values in a conversion, if `cast=` gives no other.
 
-    >>> Quantised("*.weight", "*.weight_scale_inv", format="fp8-block").of_value("layers.0.up.weight", ())
+    >>> Quantized("*.weight", "*.weight_scale_inv", format="fp8-block").of_value("layers.0.up.weight", ())
     ('layers.0.up.weight', 'layers.0.up.weight', 'layers.0.up.weight_scale_inv')
     """
 
@@ -143,21 +143,21 @@ class Quantised:
         return value, codes, scales
 
 
-def recognise(tensors: KnownTensors, rules: Iterable[Quantised], config: object = None) -> dict[str, QuantisedTensor]:
-    """The quantised tensors of a side, by the names of their values.
+def recognize(tensors: KnownTensors, rules: Iterable[Quantized], config: object = None) -> dict[str, QuantizedTensor]:
+    """The quantized tensors of a side, by the names of their values.
 
     Refused are scales without codes, codes without scales, and shapes or dtypes that do not fit.
 
     >>> tensors = {"w": torch.empty(256, 256, dtype=torch.float8_e4m3fn), "w_scale_inv": torch.empty(2, 2)}
-    >>> recognise(tensors, [Quantised()])["w"].format.name
+    >>> recognize(tensors, [Quantized()])["w"].format.name
     'fp8-block'
     """
-    found = dict[str, QuantisedTensor]()
+    found = dict[str, QuantizedTensor]()
     for rule in rules:
         several = _by_convention(tensors, rule, config) if rule.codes is None else _by_rule(tensors, rule)
         for one in several:
             if one.value in found and found[one.value] != one:
-                raise RefusedValueError(f"{one.value!r} is given by two Quantised rules: leave one out")
+                raise RefusedValueError(f"{one.value!r} is given by two Quantized rules: leave one out")
             if one.value in tensors and one.value not in (one.codes, one.scales):
                 raise RefusedValueError(
                     f"{one.value!r} is there both as values and as codes {one.codes!r}: leave one out"
@@ -166,9 +166,9 @@ def recognise(tensors: KnownTensors, rules: Iterable[Quantised], config: object 
     return found
 
 
-def _by_rule(tensors: KnownTensors, rule: Quantised) -> list[QuantisedTensor]:
+def _by_rule(tensors: KnownTensors, rule: Quantized) -> list[QuantizedTensor]:
     """Those that a rule names, where this side has codes."""
-    format, found = rule.known_format(), list[QuantisedTensor]()
+    format, found = rule.known_format(), list[QuantizedTensor]()
     assert format is not None
     for name in tensors:
         names = rule.of_codes(name, tensors)
@@ -180,10 +180,10 @@ def _by_rule(tensors: KnownTensors, rule: Quantised) -> list[QuantisedTensor]:
     return found
 
 
-def _by_convention(tensors: KnownTensors, rule: Quantised, config: object) -> list[QuantisedTensor]:
-    """All that are called as quantisers call them."""
+def _by_convention(tensors: KnownTensors, rule: Quantized, config: object) -> list[QuantizedTensor]:
+    """All that are called as quantizers call them."""
     block = rule.block or config_block(config)
-    found, taken = list[QuantisedTensor](), set[str]()
+    found, taken = list[QuantizedTensor](), set[str]()
     for name in tensors:
         for naming in NAMINGS:
             base = name.removesuffix(naming.scales)
@@ -208,7 +208,7 @@ def _dtypes(naming: Naming) -> set[torch.dtype]:
 
 def _checked(
     names: tuple[str, str, str], tensors: KnownTensors, formats: Sequence[Format], wanted: Sequence[str]
-) -> QuantisedTensor:
+) -> QuantizedTensor:
     """The first format that dtypes and shapes fit; refused where none does."""
     value, codes, scales = names
     if scales not in tensors:
@@ -223,7 +223,7 @@ def _checked(
         )
     for format in typed:
         if format.fits(shape, grid):
-            return QuantisedTensor(value, codes, scales, format, shape, grid, scale)
+            return QuantizedTensor(value, codes, scales, format, shape, grid, scale)
     likely = next((one for one in typed if one.block[0] not in (1, None)), typed[0])
     more = "" if len(typed) == 1 else f" (or those of {', '.join(one.name for one in typed if one is not likely)})"
     if likely.pairs and (len(shape) < 2 or shape[-1] != 16):
@@ -241,7 +241,7 @@ def _lone_codes(name: str, dtype: torch.dtype, scales: Sequence[str]) -> str:
     wanted = " or ".join(map(repr, scales))
     return (
         f"{name!r} is {dtype}, which are codes, but there are no scales {wanted}: if they have another name, give it, "
-        f"as in Quantised({name!r}, 'name.of.scales', format='fp8-block')"
+        f"as in Quantized({name!r}, 'name.of.scales', format='fp8-block')"
     )
 
 
@@ -251,10 +251,10 @@ def config_block(config: object) -> tuple[int, int] | None:
     >>> config_block({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     (128, 128)
     """
-    quantisation = config.get("quantization_config") if isinstance(config, Mapping) else None
-    if not isinstance(quantisation, Mapping):
+    quantization = config.get("quantization_config") if isinstance(config, Mapping) else None
+    if not isinstance(quantization, Mapping):
         return None
-    method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method not in METHODS:
         raise RefusedValueError(f"config.json says quant_method {method!r}: only {', '.join(METHODS)} are understood")
     if block is None:

@@ -1,4 +1,4 @@
-"""Quantised tensors by the shortest arithmetic: whole tensors, every scale repeated for every cell of its block."""
+"""Quantized tensors by the shortest arithmetic: whole tensors, every scale repeated for every cell of its block."""
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ def factors(scales):
     return torch.pow(2.0, scales.to(torch.float32) - 127) if scales.dtype == torch.uint8 else scales.to(torch.float32)
 
 
-def dequantised(codes, scales, format, dtype):
+def dequantized(codes, scales, format, dtype):
     shape = format.value_shape(tuple(codes.shape))
     values = numbers(codes, format) * repeated(factors(scales), format, shape)
     return (values * (1 / format.divisor) if format.divisor != 1 else values).to(dtype)
@@ -42,7 +42,7 @@ def largest(values, format):
     return found
 
 
-def quantised_fp8(values, format):
+def quantized_fp8(values, format):
     """Codes and float32 scales, as transformers computes them."""
     most = largest(values, format)
     forward = torch.where(most > 0, 448.0 / most, 1.0)

@@ -1,19 +1,19 @@
-"""Quantised tensors between ranks: the same bits whatever the layouts, and only codes and scales as messages."""
+"""Quantized tensors between ranks: the same bits whatever the layouts, and only codes and scales as messages."""
 
 import numpy as np
 import pytest
 import torch
-from references import assert_same_bits, dequantised, quantised_fp8, random_codes, random_scales
+from references import assert_same_bits, dequantized, quantized_fp8, random_codes, random_scales
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardwise import Concat, Layout, Quantised, Resharder, ShardedTensor, checkpoint, fingerprint
-from shardwise.quantised import FORMATS, dequantise, quantise, scales_layout
+from shardwise import Concat, Layout, Quantized, Resharder, ShardedTensor, checkpoint, fingerprint
+from shardwise.quantized import FORMATS, dequantize, quantize, scales_layout
 from shardwise.testing import on_ranks, scatter
 
 SMALL = FORMATS["fp8-block"].with_block((4, 3))
-RULE = Quantised("*.w", "*.s", format=SMALL)
+RULE = Quantized("*.w", "*.s", format=SMALL)
 SHAPE = (11, 10)
 LAYOUTS = [
     Layout.chunk(SHAPE, 0, 3),
@@ -61,7 +61,7 @@ def pairs():
 
 def test_codes_become_values_under_every_layout():
     codes, scales = stored()
-    values = dequantised(codes, scales, SMALL, torch.bfloat16)
+    values = dequantized(codes, scales, SMALL, torch.bfloat16)
 
     def check(rank):
         for source, target in pairs():
@@ -80,7 +80,7 @@ def test_codes_become_values_under_every_layout():
 
 def test_values_become_codes_under_every_layout():
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(7)).bfloat16()
-    first, second = quantised_fp8(values, SMALL), quantised_fp8(values * 3, SMALL)
+    first, second = quantized_fp8(values, SMALL), quantized_fp8(values * 3, SMALL)
 
     def check(rank):
         for source, target in pairs():
@@ -99,11 +99,11 @@ def test_values_become_codes_under_every_layout():
 
 
 @pytest.mark.parametrize("name", ["fp8-row", "fp8-tensor", "int8-scb", "mxfp8"])
-def test_values_are_quantised_to_every_format(name):
+def test_values_are_quantized_to_every_format(name):
     format, shape = FORMATS[name], (10, 64)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(10))
-    codes, scales = quantise(values, name)
-    rule = Quantised("*.w", "*.s", format=name)
+    codes, scales = quantize(values, name)
+    rule = Quantized("*.w", "*.s", format=name)
 
     def check(rank):
         source, target = Layout.chunk(shape, 1, 3), Layout.chunk(shape, 0, 3)
@@ -114,7 +114,7 @@ def test_values_are_quantised_to_every_format(name):
         assert_holds(into["a.s"], scales, rank)
         back = {"a.w": empty(source, torch.float32, rank)}
         Resharder(into, back, remap=[rule], max_bytes=256).run()
-        assert_holds(back["a.w"], dequantised(codes, scales, format, torch.float32), rank)
+        assert_holds(back["a.w"], dequantized(codes, scales, format, torch.float32), rank)
 
     on_ranks(3, check)
 
@@ -132,17 +132,17 @@ def test_codes_stay_codes_and_only_they_travel():
         assert_holds(into["a.w"], codes, rank)
         assert_holds(into["a.s"], scales, rank)
         values = {"a.w": empty(target, torch.float32, rank)}
-        dequantising = Resharder(kept, values, remap=[RULE], verify=True)
-        dequantising.run()
-        assert_holds(values["a.w"], dequantised(codes, scales, SMALL, torch.float32), rank)
-        assert dequantising.plan.bytes_moved == sync.plan.bytes_moved < 11 * 10 + 4 * 4 * 4
+        dequantizing = Resharder(kept, values, remap=[RULE], verify=True)
+        dequantizing.run()
+        assert_holds(values["a.w"], dequantized(codes, scales, SMALL, torch.float32), rank)
+        assert dequantizing.plan.bytes_moved == sync.plan.bytes_moved < 11 * 10 + 4 * 4 * 4
 
     on_ranks(2, check)
 
 
 def test_a_sync_of_values_into_an_engine_with_codes_sends_codes():
     parts = {name: torch.randn(8, 6, generator=torch.Generator().manual_seed(at)) for at, name in enumerate("qk")}
-    codes, scales = quantised_fp8(torch.cat(list(parts.values())), SMALL)
+    codes, scales = quantized_fp8(torch.cat(list(parts.values())), SMALL)
 
     def check(rank):
         rows = Layout.chunk((8, 6), 0, 2)
@@ -163,7 +163,7 @@ def test_a_sync_of_values_into_an_engine_with_codes_sends_codes():
 def test_a_group_loads_values_and_codes(tmp_path, read):
     codes, scales = stored()
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(8))
-    wanted = quantised_fp8(values, SMALL)
+    wanted = quantized_fp8(values, SMALL)
     save_file({"a.w": codes, "a.s": scales, "b.w": values}, tmp_path / "a.safetensors")
 
     def check(rank):
@@ -171,22 +171,22 @@ def test_a_group_loads_values_and_codes(tmp_path, read):
             into = {"a.w": empty(target, torch.float32, rank), "b.w": empty(target, torch.float8_e4m3fn, rank)}
             into["b.s"] = empty(scales_layout(target, SMALL), torch.float32, rank)
             checkpoint.load(tmp_path / "a.safetensors", into, remap=[RULE], read=read)
-            assert_holds(into["a.w"], dequantised(codes, scales, SMALL, torch.float32), rank)
+            assert_holds(into["a.w"], dequantized(codes, scales, SMALL, torch.float32), rank)
             assert_holds(into["b.w"], wanted[0], rank)
             assert_holds(into["b.s"], wanted[1], rank)
 
     on_ranks(3, check)
 
 
-def test_sharded_tensors_are_dequantised_where_they_are():
+def test_sharded_tensors_are_dequantized_where_they_are():
     codes, scales = stored()
-    values = dequantised(codes, scales, SMALL, torch.bfloat16)
+    values = dequantized(codes, scales, SMALL, torch.bfloat16)
 
     def check(rank):
         found = set()
         for layout in LAYOUTS[:2] + LAYOUTS[6:7]:
             spread = on(layout, codes, rank), on(Layout.chunk(scales.shape, 0, 3), scales, rank)
-            here = dequantise(*spread, SMALL)
+            here = dequantize(*spread, SMALL)
             assert_holds(here, values, rank)
             found.add((fingerprint(here), fingerprint(spread[0])))
         return found
@@ -197,7 +197,7 @@ def test_sharded_tensors_are_dequantised_where_they_are():
 
 def test_values_are_written_to_dtensors(tmp_path):
     codes, scales = stored()
-    values = dequantised(codes, scales, SMALL, torch.bfloat16)
+    values = dequantized(codes, scales, SMALL, torch.bfloat16)
     save_file({"a.w": codes, "a.s": scales}, tmp_path / "a.safetensors")
 
     def check(rank):

@@ -1,4 +1,4 @@
-"""quantise and dequantise: whole tensors, plain or sharded."""
+"""quantize and dequantize: whole tensors, plain or sharded."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from shardwise.errors import RefusedTypeError, RefusedValueError
 from shardwise.exchange import view_of
 from shardwise.geometry import Box
 from shardwise.layout import places_of
-from shardwise.quantised.arithmetic import (
+from shardwise.quantized.arithmetic import (
     LARGEST_CODE,
     Scaling,
     check_finite,
-    dequantise_box,
+    dequantize_box,
     encode_box,
     largest_magnitudes,
 )
-from shardwise.quantised.formats import EXPONENTS, VALUES, Format, format_of
-from shardwise.quantised.layouts import scales_layout, wrong_shape
+from shardwise.quantized.formats import EXPONENTS, VALUES, Format, format_of
+from shardwise.quantized.layouts import scales_layout, wrong_shape
 from shardwise.tensor.resharding import reshard
 from shardwise.transports.members import owner_here
 
 
-def dequantise(
+def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, format: Format | str, *, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """The values of codes and scales, plain or sharded.
 
     Sharded codes give a ShardedTensor in their layout. The scales may have any sharding. All ranks of the group call.
 
-    >>> codes, scales = quantise(torch.tensor([[1.0, -2.0], [4.0, 0.0]]), "fp8-block")
-    >>> dequantise(codes, scales, "fp8-block", dtype=torch.float32)
+    >>> codes, scales = quantize(torch.tensor([[1.0, -2.0], [4.0, 0.0]]), "fp8-block")
+    >>> dequantize(codes, scales, "fp8-block", dtype=torch.float32)
     tensor([[ 1., -2.],
             [ 4.,  0.]])
     """
@@ -40,14 +40,14 @@ def dequantise(
     check_value_dtype(dtype)
     check_tensors(codes, scales, found)
     if is_sharded(codes) or is_sharded(scales):
-        return _dequantise_sharded(codes, scales, found, dtype)
+        return _dequantize_sharded(codes, scales, found, dtype)
     shape = found.value_shape(tuple(codes.shape))
     values = torch.empty(shape, dtype=dtype, device=codes.device)
-    dequantise_box(values, codes, scales, found, Box.whole(shape), shape)
+    dequantize_box(values, codes, scales, found, Box.whole(shape), shape)
     return values
 
 
-def _dequantise_sharded(codes: torch.Tensor, scales: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize_sharded(codes: torch.Tensor, scales: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
     """Every rank gets the scales of its codes, and computes its part."""
     if not (is_sharded(codes) and is_sharded(scales)) or format.pairs:
         raise RefusedTypeError("codes and scales must both be sharded, with a code in a byte: use load, or a Resharder")
@@ -62,23 +62,23 @@ def _dequantise_sharded(codes: torch.Tensor, scales: torch.Tensor, format: Forma
     for at, (source, target) in enumerate(zip(here.windows(), there.windows(), strict=True)):
         box = here.boxes.box(at)
         factor = known[format.scales_box(box, shape, tuple(scales.shape))]
-        dequantise_box(view_of(target, values), view_of(source, local), factor, format, box, shape)
+        dequantize_box(view_of(target, values), view_of(source, local), factor, format, box, shape)
     return ShardedTensor(values, layout, container.group)
 
 
-def quantise(
+def quantize(
     values: torch.Tensor, format: Format | str, *, scales: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and the scales of values. `scales`: the dtype of the scales, by default the usual one of the format.
 
-    >>> codes, scales = quantise(torch.tensor([[448.0, -7.0]]), "fp8-row")
+    >>> codes, scales = quantize(torch.tensor([[448.0, -7.0]]), "fp8-row")
     >>> codes.to(torch.float32), scales
     (tensor([[448.,  -7.]]), tensor([[1.]]))
     """
     found = format_of(format)
     dtype, shape = scales_dtype(found, scales), tuple(values.shape)
     if values.dtype not in (*VALUES, torch.float64):
-        raise RefusedTypeError(f"only floating-point values can be quantised, not {values.dtype}")
+        raise RefusedTypeError(f"only floating-point values can be quantized, not {values.dtype}")
     largest = largest_magnitudes(values, found, Box.whole(shape), shape)
     check_finite(largest, "the tensor")
     scaling = Scaling.of(largest, found, dtype)
@@ -90,7 +90,7 @@ def quantise(
 def scales_dtype(format: Format, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype of new scales: float32, or exponents as bytes, if none is given."""
     found = dtype or (torch.uint8 if format.scales == EXPONENTS else torch.float32)
-    check_can_quantise(format, found)
+    check_can_quantize(format, found)
     return found
 
 
@@ -100,14 +100,14 @@ def check_value_dtype(dtype: object) -> None:
         raise RefusedTypeError(f"values can be float32, bfloat16 or float16, not {dtype!r}")
 
 
-def check_can_quantise(format: Format, scales: torch.dtype) -> None:
+def check_can_quantize(format: Format, scales: torch.dtype) -> None:
     """Refuse formats that are only read, and scales that would be rounded: codes are of the exact ones."""
     if format.codes not in LARGEST_CODE:
-        raise RefusedValueError(f"{format.name} can be dequantised, but values cannot be quantised to it here")
+        raise RefusedValueError(f"{format.name} can be dequantized, but values cannot be quantized to it here")
     if scales not in format.scales or scales not in (torch.float32, *EXPONENTS):
         wanted = [str(one) for one in (torch.float32, *EXPONENTS) if one in format.scales]
         raise RefusedTypeError(
-            f"values are quantised to {format.name} with scales of {' or '.join(wanted)}, not {scales}"
+            f"values are quantized to {format.name} with scales of {' or '.join(wanted)}, not {scales}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of quantised tensors, on any box of one: codes and scales to values, and values to codes and scales.
+"""The arithmetic of quantized tensors, on any box of one: codes and scales to values, and values to codes and scales.
 
 Cells are computed in chunks of rows that stay in the processor's cache, in float32, through buffers that are reused.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from shardwise.errors import RefusedValueError
 from shardwise.geometry import Box
-from shardwise.quantised.formats import EXPONENTS, GROUP, Format, Shape
+from shardwise.quantized.formats import EXPONENTS, GROUP, Format, Shape
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 NAN = 0x7F  # the bits of an fp8 code, without the sign
@@ -97,7 +97,7 @@ def _as_matrices(tensor: torch.Tensor, dims: int) -> torch.Tensor:
 # --- codes to values --------------------------------------------------------------------------------------------------
 
 
-def dequantise_box(
+def dequantize_box(
     out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, format: Format, box: Box, values: Shape
 ) -> None:
     """Write the values of `box`, cells of a tensor of shape `values`, to `out`.
@@ -114,10 +114,10 @@ def dequantise_box(
         matrix = matrix._replace(column=matrix.column // GROUP * GROUP)
     targets, sources, factor = (_as_matrices(tensor, dims) for tensor in (out, codes, grid))
     for index in indices:
-        _dequantise_matrix(targets[index], sources[index], factor[index], format, matrix, box.lo[-1] if dims else 0)
+        _dequantize_matrix(targets[index], sources[index], factor[index], format, matrix, box.lo[-1] if dims else 0)
 
 
-def _dequantise_matrix(
+def _dequantize_matrix(
     out: torch.Tensor, codes: torch.Tensor, grid: torch.Tensor, format: Format, matrix: Matrix, column: int
 ) -> None:
     width, skipped = codes.shape[1] * (2 if format.pairs else 1), column - matrix.column
@@ -222,7 +222,7 @@ def _powers(device: torch.device) -> torch.Tensor:
 
 
 class Scaling(NamedTuple):
-    """How blocks are quantised: values times `forward` are rounded to codes, and `stored` is the scale of the codes."""
+    """How blocks are quantized: values times `forward` are rounded to codes, and `stored` is the scale of the codes."""
 
     forward: torch.Tensor
     stored: torch.Tensor
@@ -274,7 +274,7 @@ def _find_largest(grid: torch.Tensor, bits: torch.Tensor, matrix: Matrix, dtype:
 def check_finite(largest: torch.Tensor, what: str) -> None:
     """Refuse values that no scale brings into the range of codes."""
     if not bool(largest.isfinite().all()):
-        raise RefusedValueError(f"{what} has values that are not finite (inf or nan): they cannot be quantised")
+        raise RefusedValueError(f"{what} has values that are not finite (inf or nan): they cannot be quantized")
 
 
 def encode_box(

@@ -1,4 +1,4 @@
-"""A sync with quantised tensors on one side or both: what travels, and what is computed before and after it."""
+"""A sync with quantized tensors on one side or both: what travels, and what is computed before and after it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link
 from shardwise.job.side import LiveSide
 from shardwise.layout import Layout, local_boxes, local_shapes, places_of
-from shardwise.quantised.arithmetic import Scaling, check_finite, encode_box, largest_magnitudes
-from shardwise.quantised.formats import VALUES
-from shardwise.quantised.layouts import scales_layout
-from shardwise.quantised.moves import ComputedTargets, Dequantising, coded_links
-from shardwise.quantised.recognition import QuantisedTensor
-from shardwise.quantised.tensors import check_can_quantise
+from shardwise.quantized.arithmetic import Scaling, check_finite, encode_box, largest_magnitudes
+from shardwise.quantized.formats import VALUES
+from shardwise.quantized.layouts import scales_layout
+from shardwise.quantized.moves import ComputedTargets, Dequantizing, coded_links
+from shardwise.quantized.recognition import QuantizedTensor
+from shardwise.quantized.tensors import check_can_quantize
 from shardwise.transports import GroupTransport
 
 Infos = Mapping[str, TensorInfo]
-Coded = Mapping[str, QuantisedTensor]
+Coded = Mapping[str, QuantizedTensor]
 
 
-class Quantising(NamedTuple):
+class Quantizing(NamedTuple):
     """Values of the source whose codes and scales travel: as if the source had these, in the same layout."""
 
-    tensor: QuantisedTensor
+    tensor: QuantizedTensor
     layout: Layout
     device: str
 
     @staticmethod
-    def of(name: str, source: TensorInfo, target: QuantisedTensor) -> Quantising:
+    def of(name: str, source: TensorInfo, target: QuantizedTensor) -> Quantizing:
         """In the format of the target."""
-        check_can_quantise(target.format, target.scales_dtype)
+        check_can_quantize(target.format, target.scales_dtype)
         if source.dtype not in VALUES:
-            raise RefusedValueError(f"{name!r} is {source.dtype}: only float32, bfloat16 and float16 are quantised")
+            raise RefusedValueError(f"{name!r} is {source.dtype}: only float32, bfloat16 and float16 are quantized")
         if source.layout.op is not None:
-            raise RefusedValueError(f"{name!r} is partial ({source.layout!r}): reduce it before it is quantised")
+            raise RefusedValueError(f"{name!r} is partial ({source.layout!r}): reduce it before it is quantized")
         names = name, f"codes of {name}", f"scales of {name}"
-        one = QuantisedTensor.new(names, target.format, source.shape, target.scales_dtype)
-        return Quantising(one, source.layout, source.device)
+        one = QuantizedTensor.new(names, target.format, source.shape, target.scales_dtype)
+        return Quantizing(one, source.layout, source.device)
 
     @property
     def cut(self) -> bool:
@@ -99,10 +99,10 @@ class Quantising(NamedTuple):
 
 @dataclass
 class CodedLinks:
-    """The links of a sync, with those of codes and scales; what is quantised before it, and computed after it."""
+    """The links of a sync, with those of codes and scales; what is quantized before it, and computed after it."""
 
     links: list[Link] = field(default_factory=list)
-    quantised: dict[str, Quantising] = field(default_factory=dict)
+    quantized: dict[str, Quantizing] = field(default_factory=dict)
     computed: ComputedTargets = field(default_factory=ComputedTargets)
 
     @staticmethod
@@ -114,36 +114,36 @@ class CodedLinks:
         return found
 
     def _add(
-        self, link: Link, infos: tuple[Infos, Infos], ends: tuple[QuantisedTensor | None, QuantisedTensor | None]
+        self, link: Link, infos: tuple[Infos, Infos], ends: tuple[QuantizedTensor | None, QuantizedTensor | None]
     ) -> None:
         source, target = ends
         if link.zeros and target is not None:
             raise RefusedValueError(
-                f"{link.target!r} is quantised: it cannot be padded on the way. Pad its values first"
+                f"{link.target!r} is quantized: it cannot be padded on the way. Pad its values first"
             )
         if source is None and target is not None:
-            self._quantise(link, infos[0][link.source], target)
+            self._quantize(link, infos[0][link.source], target)
         elif source is not None and target is not None:
             self.links += coded_links(link, source, target)
         elif source is not None:
-            self._dequantise(link, infos[1][link.target], source)
+            self._dequantize(link, infos[1][link.target], source)
         else:
             self.links.append(link)
 
-    def _quantise(self, link: Link, source: TensorInfo, target: QuantisedTensor) -> None:
-        made = Quantising.of(link.source, source, target)
-        if self.quantised.setdefault(link.source, made) != made:
-            raise RefusedValueError(f"{link.source!r} would be quantised in two ways: give its targets one format")
+    def _quantize(self, link: Link, source: TensorInfo, target: QuantizedTensor) -> None:
+        made = Quantizing.of(link.source, source, target)
+        if self.quantized.setdefault(link.source, made) != made:
+            raise RefusedValueError(f"{link.source!r} would be quantized in two ways: give its targets one format")
         self.links += coded_links(link, made.tensor, target)
 
-    def _dequantise(self, link: Link, target: TensorInfo, source: QuantisedTensor) -> None:
-        move = Dequantising.of(source, link, target)
+    def _dequantize(self, link: Link, target: TensorInfo, source: QuantizedTensor) -> None:
+        move = Dequantizing.of(source, link, target)
         self.computed.moves.append(move)
         self.links += move.links()
 
     def sources(self, infos: Infos) -> dict[str, TensorInfo]:
         """Those of the source, and the codes and scales of values."""
-        return {**infos, **{name: info for one in self.quantised.values() for name, info in one.infos().items()}}
+        return {**infos, **{name: info for one in self.quantized.values() for name, info in one.infos().items()}}
 
     def targets(self, infos: Infos) -> dict[str, TensorInfo]:
         """The targets that are moved to: also buffers of codes and scales that become values."""
@@ -156,20 +156,20 @@ class CodedLinks:
         return [link.source for link in self.links if link.zeros]
 
 
-class QuantisingSide(LiveSide):
+class QuantizingSide(LiveSide):
     """Tensors of a state dict, and the codes and scales of some of them, which are computed when they are sent."""
 
     def __init__(
         self,
         values: Mapping[str, object],
         names: Sequence[str],
-        quantised: Mapping[str, Quantising],
+        quantized: Mapping[str, Quantizing],
         transport: GroupTransport,
     ) -> None:
-        made = {name: one for one in quantised.values() for name in (one.tensor.codes, one.tensor.scales)}
-        super().__init__(values, [*(name for name in names if name not in made), *quantised])
-        self._quantised, self._transport = quantised, transport
-        self._cut = [name for name, one in quantised.items() if one.cut]
+        made = {name: one for one in quantized.values() for name in (one.tensor.codes, one.tensor.scales)}
+        super().__init__(values, [*(name for name in names if name not in made), *quantized])
+        self._quantized, self._transport = quantized, transport
+        self._cut = [name for name, one in quantized.items() if one.cut]
         self._by_name = made
         self._reduced, self._scalings = dict[str, torch.Tensor](), dict[str, Scaling]()
         self._made = dict[str, Tensors]()
@@ -191,7 +191,7 @@ class QuantisingSide(LiveSide):
         self._reduced = dict(zip(self._cut, parts, strict=True))
 
     def _largest(self, name: str) -> torch.Tensor:
-        return self._quantised[name].largest(super().memory(name), self._transport.me)
+        return self._quantized[name].largest(super().memory(name), self._transport.me)
 
     def memory(self, name: str) -> Tensors:
         """Of the container, or computed."""
@@ -205,7 +205,7 @@ class QuantisingSide(LiveSide):
             self._made[name] = one.codes(values, me, scaling.forward) if coded else one.scales(me, scaling.stored)
         return self._made[name]
 
-    def _scaling(self, one: Quantising) -> Scaling:
+    def _scaling(self, one: Quantizing) -> Scaling:
         name = one.tensor.value
         if name not in self._scalings:
             memory = super().memory(name)
@@ -217,7 +217,7 @@ class QuantisingSide(LiveSide):
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp: codes are computed anew."""
-        return object() if self._quantised else super().stamp()
+        return object() if self._quantized else super().stamp()
 
     def sent(self, links: Sequence[int]) -> None:
         """Codes and scales are not needed any more."""
