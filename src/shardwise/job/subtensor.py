@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from itertools import permutations, product
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.exchange import view_of
-from shardwise.geometry import Bools, Box, Boxes, Ints, Places, cut, ints, tiles
+from shardwise.geometry import Box, Boxes, Ints, Places, cut, ints, tiles
 from shardwise.geometry.nests import Nest, Pair, Run, cells_before, common
 from shardwise.layout import Layout, places_of
 
@@ -313,20 +313,31 @@ def _outside(boxes: Sequence[Box], whole: Box) -> Box | None:
 
 def _unmarked(views: Sequence[Subtensor], shape: Sequence[int]) -> Box | None:
     """Cells along a dim that all views see alike are looked at once: few are left where views are regular."""
-    first, masks = list[Ints](), list[Bools]()
-    for of, size in enumerate(shape):
-        seen = np.zeros((len(views), size), np.bool_)
-        for row, view in zip(seen, views, strict=True):
-            row[view.cells_along(of)] = True
-        kinds, at = np.unique(seen, axis=1, return_index=True)
-        first.append(ints(at))
-        masks.append(kinds)
-    covered = np.zeros([len(at) for at in first], np.bool_)
-    for number in range(len(views)):
-        covered |= reduce(np.logical_and.outer, [mask[number] for mask in masks])
+    seen = [[view.cells_along(of) for view in views] for of in range(len(shape))]
+    kinds = [_kinds(cells, size) for cells, size in zip(seen, shape, strict=True)]
+    covered = np.zeros([int(kind.max()) + 1 for kind in kinds], np.bool_)
+    for along in zip(*seen, strict=True):
+        covered[np.ix_(*(np.unique(kind[cells]) for kind, cells in zip(kinds, along, strict=True)))] = True
     where = np.argwhere(~covered)
-    cell = tuple(int(at[index]) for at, index in zip(first, where[0], strict=True)) if len(where) else None
-    return None if cell is None else Box(cell, tuple(at + 1 for at in cell))
+    if not len(where):
+        return None
+    cell = tuple(int(np.argmax(kind == number)) for kind, number in zip(kinds, where[0], strict=True))
+    return Box(cell, tuple(at + 1 for at in cell))
+
+
+def _kinds(sets: Sequence[Ints], size: int) -> Ints:
+    """A number for every index of a dim: equal for those that are in the same sets."""
+    kind, members = np.zeros(size, np.int64), [size]
+    for cells in {one.tobytes(): one for one in sets}.values():
+        here, at = np.unique(kind[cells], return_inverse=True)
+        inside = np.bincount(at)
+        for row, number in enumerate(here.tolist()):
+            if inside[row] < members[number]:  # some are in this set, some are not: those in it become another kind
+                members[number] -= int(inside[row])
+                here[row] = len(members)
+                members.append(int(inside[row]))
+        kind[cells] = here[at]
+    return kind
 
 
 def subtensor_layout(layout: Layout, view: Subtensor) -> Layout:
