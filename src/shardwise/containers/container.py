@@ -181,7 +181,7 @@ def target_container(to: object, shape: Sequence[int], group: dist.ProcessGroup 
         return OwnContainer(to.validate(), group)
     if isinstance(to, tuple) and len(to) == 2 and is_mesh(to[0]):
         return on_mesh(*to, shape)
-    if isinstance(to, ContainerSpec):
+    if not isinstance(to, torch.Tensor) and isinstance(to, ContainerSpec):  # tensors first: the check is slow
         return to.container_for(shape, group)
     if is_spec(to):
         if not of_job(group):
