@@ -237,18 +237,26 @@ def test_a_rank_of_a_mesh_may_leave_once_it_is_done(ranks, tmp_path):  # noqa: F
         assert kind is None, text
 
 
+def store_at(file, rank, limit):
+    """A store that rank 0 holds, at a port that the system chooses; the others read it in the file."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 4, is_master=True, timeout=limit, wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(file.read_text()), 4, is_master=False, timeout=limit)
+
+
 @pytest.mark.parametrize("hosts", ["aaaa", "abcd"])
 @pytest.mark.parametrize("first", [True, False])
 def test_the_rank_that_held_the_store_is_named_too(ranks, tmp_path, hosts, first):  # noqa: F811
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
     def run(rank):
         socket.gethostname = lambda: hosts[rank]
         dist.destroy_process_group()
         limit = timedelta(seconds=PATIENCE)
-        store = dist.TCPStore("127.0.0.1", port, 4, is_master=rank == 0, timeout=limit)
+        store = store_at(tmp_path / "port", rank, limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
         x = part(VALUES, ROWS, rank)
         if not first:
