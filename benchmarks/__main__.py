@@ -7,7 +7,19 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import activation, checkpoint, engines, loading, model, planning, quantized, sizes, tensor, validation
+from benchmarks import (
+    activation,
+    checkpoint,
+    engines,
+    loading,
+    model,
+    planning,
+    quantized,
+    sizes,
+    sync,
+    tensor,
+    validation,
+)
 from benchmarks.measure import FULL, QUICK, Effort
 from benchmarks.table import Section, compared, draw, page, show, updated
 
@@ -22,6 +34,7 @@ SUBJECTS = {
     "checkpoint": checkpoint,
     "activation": activation,
     "quantized": quantized,
+    "sync": sync,
 }
 
 

@@ -33,6 +33,7 @@ SUBJECTS = (
     "engines",
     "checkpoint",
     "activation",
+    "sync",
 )  # those that have rows
 NOTABLE = 1.05  # a ratio beyond this stands out
 MEASURE = """

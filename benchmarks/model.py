@@ -176,7 +176,7 @@ def _unmoved(shapes: Shapes, repeats: int) -> list[list[float]]:
 
 def tensor_of(shape: tuple[int, ...], mesh: DeviceMesh, place: Placement) -> DTensor:
     """A tensor of the model, as one rank has it."""
-    local = [size // RANKS if place.is_shard(dim) else size for dim, size in enumerate(shape)]
+    local = [size // mesh.size() if place.is_shard(dim) else size for dim, size in enumerate(shape)]
     values = torch.randn(local) if place.is_shard() else torch.ones(local)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(

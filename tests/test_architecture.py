@@ -29,6 +29,7 @@ LAYERS = [
     "state",
     "checkpoint",
     "engines",
+    "publishing",
     "testing",
     "bench",
     "demo",

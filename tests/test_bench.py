@@ -15,7 +15,7 @@ from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import GROUP, OUT, PLAIN, SHARED, Way, check, redistributed, rows_to_columns, silence
 from shardwise.bench.short import check_options, memory_needed
 from shardwise.cli import app
-from shardwise.testing import RankError, on_ranks
+from shardwise.testing import RankError, hosts, on_ranks, why_no_hosts
 
 SMALL = 2**14
 
@@ -141,3 +141,17 @@ def test_ranks_that_take_turns_take_as_long_as_all_of_them():
 def test_all_benchmarks_can_be_imported(name, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+def test_a_plain_socket_moves_all_bytes_over_the_link(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    link, size = import_module("benchmarks.link"), 10**7
+    with hosts(2) as (a, b):
+
+        def work(_):
+            move = link.plain_socket(size, 0, 2, b.address)
+            return [link.bytes_on_the_link(a, move) for _ in range(2)]
+
+        for crossed in on_ranks(3, work, hosts=[a, a, b]):
+            assert all(size <= count <= 1.25 * size for count in crossed)  # some packets may be sent twice

@@ -21,6 +21,7 @@ from shardwise import checkpoint, cli
 from shardwise.demo import run
 from shardwise.demo.folder import DemoFolder
 from shardwise.demo.model import RENAME, Llama, planned
+from shardwise.demo.publishing import publish_versions
 
 SMALL = Llama(hidden=64, heads_kv=32, inner=96, words=128, layers=2)
 KEPT = "of mine.txt"
@@ -55,14 +56,26 @@ def shell(monkeypatch, capsys):
     return run
 
 
-def test_six_acts_are_told_in_plain_lines_that_fit(told):
+def test_seven_acts_are_told_in_plain_lines_that_fit(told):
     text, folder = told
     lines = text.splitlines()
-    assert [line[0] for line in lines if re.match(r"\d  \w", line)] == list("123456")
+    assert [line[0] for line in lines if re.match(r"\d  \w", line)] == list("1234567")
     assert all(line.isprintable() for line in lines)
     assert [line for line in lines if len(line) > 80 and str(folder.path) not in line] == []
     rows = [line for line in lines if re.search(r"\d\.\dx  ", line)]
     assert len(rows) == 4, "figures beside torch's"
+
+
+def test_a_server_that_was_killed_comes_back_with_a_later_version(told):
+    rows = re.findall(
+        r"^   (trainer|server A|server B).* (?:commits|pulls) (\d+) to (\d+) +(\d+)  ", told[0], re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == ["trainer", "server A", "server B", "server B"]
+    (first, newest, commits), (_, by_a, _), (_, killed, pulls), (again, _, _) = ([*map(int, row[1:])] for row in rows)
+    assert (first, newest) == (1, commits)
+    assert pulls >= 3
+    assert killed < again <= newest
+    assert by_a <= newest
 
 
 def test_the_page_has_the_totals_of_the_plan(told):
@@ -137,6 +150,14 @@ def test_what_goes_wrong_on_a_rank_is_one_line(monkeypatch, tmp_path, capsys):
     with pytest.raises(Exception, match=r"^rank \d of 4 failed first .*No space left on device$") as raised:
         run(Console(file=io.StringIO()), tmp_path / "out", model=SMALL)
     assert "\n" not in str(raised.value)
+
+
+def test_what_goes_wrong_in_a_separate_job_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "equal", lambda ours, theirs: False)
+    folder, console = DemoFolder.claim(tmp_path / "out"), Console(file=io.StringIO())
+    with pytest.raises(Exception, match=r"^rank \d of the server [AB] failed: .* is not of version \d+$"):
+        publish_versions(console, folder, SMALL, SMALL.weights())
+    assert not folder.scratch.exists()
 
 
 def children(process):

@@ -9,7 +9,7 @@ import yaml
 from typer.main import get_command
 
 import shardwise
-from shardwise import activation, checkpoint, engines, quantized, report, sharded_tensor, state, testing
+from shardwise import activation, checkpoint, engines, publishing, quantized, report, sharded_tensor, state, testing
 from shardwise.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -65,13 +65,20 @@ def test_no_page_is_twice_in_the_navigation():
 
 @pytest.mark.parametrize(
     "module",
-    [shardwise, activation, checkpoint, engines, quantized, report, sharded_tensor, state, testing],
+    [shardwise, activation, checkpoint, engines, publishing, quantized, report, sharded_tensor, state, testing],
     ids=lambda m: m.__name__,
 )
 def test_every_public_name_is_in_the_reference(module):
     public = {name for name in module.__all__ if not name.startswith("_")}
     missing = public - in_the_reference() - TYPES
     assert not missing, "add them to a page of docs/reference/"
+
+
+def test_scripts_on_the_page_of_syncs_are_the_examples():
+    shown = re.findall(r"^```py\n(\"\"\".*?)^```$", (DOCS / "sync.md").read_text(), re.MULTILINE | re.DOTALL)
+    examples = {path.read_text(): path.name for path in (ROOT / "examples").glob("*.py")}
+    names = ["push_weights", "push_beside_training", "publish_trainer", "subscribe_server"]
+    assert [examples.get(text) for text in shown] == [f"{name}.py" for name in names], "copy them there again"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,27 +1,125 @@
 """The scripts in examples/ that take more than one command."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+TORCH_ABORTS, TRIES = "terminate called without an active exception", 4  # as in test_readme.py
+LIMIT = 90.0  # seconds that anything may take
 
 
-def start(job, ranks, meeting):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*torchrun, str(ROOT / "examples" / "separate_jobs.py"), job, str(meeting)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+class Job:
+    """A script under a torchrun of its own. What it prints goes to files."""
+
+    def __init__(self, folder, script, ranks, *args):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*torchrun, str(ROOT / "examples" / script), *map(str, args)]
+        folder.mkdir()
+        self._out, self._err = folder / "out", folder / "err"
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with open(self._out, "w") as out, open(self._err, "w") as err:
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err)
+
+    @property
+    def lines(self):
+        """What was printed so far."""
+        return self._out.read_text().splitlines()
+
+    @property
+    def errors(self):
+        """What was printed there, for a message."""
+        return self._err.read_text()
+
+    def _workers(self):
+        """The processes that torchrun has started. They do not end with it."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(child) for child in children.read_text().split()] if children.exists() else []
+
+    def kill(self):
+        """End it at once, without a word to anybody."""
+        workers = self._workers()
+        self.process.kill()
+        for worker in workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        self.process.wait()
+
+    def versions(self):
+        """The numbers of the versions in what it printed."""
+        return [int(line.split()[1].rstrip(":")) for line in self.lines if re.fullmatch(r"version \d+: \w+", line)]
+
+    def wait_for(self, version):
+        """Until it has printed this version, or a later one."""
+        end = time.monotonic() + LIMIT
+        while not any(found >= version for found in self.versions()):
+            assert self.process.poll() is None, self.errors
+            assert time.monotonic() < end, f"no version {version}: {self.lines}\n{self.errors}"
+            time.sleep(0.05)
+
+
+@contextmanager
+def jobs(folder):
+    """A function that starts jobs, which end with the test."""
+    started = []
+
+    def start(script, ranks, *args):
+        started.append(Job(folder / f"job{len(started)}", script, ranks, *args))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for job in started:
+            job.kill()
 
 
 def test_separate_jobs_have_the_same_weights_after_every_step(tmp_path):
-    jobs = [start("trainer", 2, tmp_path / "meeting"), start("server", 3, tmp_path / "meeting")]
-    try:
-        (trained, errors), (served, others) = (job.communicate(timeout=120) for job in jobs)
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], errors + others
+    with jobs(tmp_path) as start:
+        both = [start("separate_jobs.py", n, job, tmp_path / "meeting") for n, job in ((2, "trainer"), (3, "server"))]
+        ended = [job.process.wait(LIMIT) for job in both]
+        trained, served = (job.lines for job in both)
+    assert ended == [0, 0], both[0].errors + both[1].errors
     assert trained == served
-    assert len(set(trained.splitlines())) == 3
+    assert len(set(trained)) == 3
+
+
+def killed_and_started_again(start, folder):
+    """A trainer and two servers. The trainer and one server are killed and come back. Returns trainers and servers."""
+    meeting, checkpoint = folder / "meeting", folder / "checkpoint"
+    trainers = [start("publish_trainer.py", 2, meeting, checkpoint)]
+    servers = [start("subscribe_server.py", ranks, meeting) for ranks in (1, 3)]
+    for server in servers:
+        server.wait_for(3)
+    trainers[0].kill()
+    servers[1].kill()
+    last = trainers[0].versions()[-1]
+    trainers.append(start("publish_trainer.py", 2, meeting, checkpoint))
+    servers.append(start("subscribe_server.py", 3, meeting))
+    for server in (servers[0], servers[2]):
+        server.wait_for(last + 3)
+    return trainers, servers
+
+
+def test_servers_have_whole_versions_of_a_trainer_that_is_killed_and_comes_back(tmp_path):
+    for number in range(TRIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            with jobs(folder) as start:
+                trainers, servers = killed_and_started_again(start, folder)
+            break
+        except AssertionError as error:
+            if TORCH_ABORTS not in str(error):
+                raise
+    resumed = trainers[1].versions()[0] - trainers[0].versions()[-1]
+    assert resumed in (1, 2), "from the checkpoint: of the last version, or of one that was saved and not yet printed"
+    committed = {line for trainer in trainers for line in trainer.lines}
+    for server in servers:
+        assert {line for line in server.lines if line.startswith("version")} <= committed
+        assert server.versions() == sorted(server.versions())

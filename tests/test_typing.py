@@ -10,7 +10,17 @@ import pytest
 import shardwise
 
 SRC = Path(__file__).parents[1] / "src"
-MODULES = ("activation", "checkpoint", "engines", "quantized", "report", "sharded_tensor", "state", "testing")
+MODULES = (
+    "activation",
+    "checkpoint",
+    "engines",
+    "publishing",
+    "quantized",
+    "report",
+    "sharded_tensor",
+    "state",
+    "testing",
+)
 SNIPPET = """\
 import shardwise as sw
 from torch.distributed.device_mesh import DeviceMesh

@@ -36,12 +36,14 @@ if _typing.TYPE_CHECKING:
     from shardwise import activation as activation
     from shardwise import checkpoint as checkpoint
     from shardwise import engines as engines
+    from shardwise import publishing as publishing
     from shardwise import quantized as quantized
     from shardwise import report as report
     from shardwise import sharded_tensor as sharded_tensor
     from shardwise import state as state
     from shardwise import testing as testing
     from shardwise.activation import input_reshard, input_reshard_handle
+    from shardwise.publishing import Publisher, Subscriber, publish, subscribe
     from shardwise.quantized import Quantized
     from shardwise.state import (
         Concat,
@@ -50,6 +52,7 @@ if _typing.TYPE_CHECKING:
         Padded,
         Resharder,
         Rotary,
+        RunHandle,
         Stack,
         Transposed,
         empty,
@@ -86,15 +89,18 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanError",
+    "Publisher",
     "Quantized",
     "Replicate",
     "Resharder",
     "Rotary",
+    "RunHandle",
     "Shard",
     "ShardedTensor",
     "ShardwiseError",
     "Stack",
     "StridedShard",
+    "Subscriber",
     "Transposed",
     "UnsupportedError",
     "Zigzag",
@@ -106,21 +112,34 @@ __all__ = [
     "layout_of",
     "parse",
     "plan",
+    "publish",
     "release_staging",
     "reshard",
     "reshard_state_dict",
     "share_",
+    "subscribe",
 ]
 
 _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
     **dict.fromkeys(("Concat", "Interleaved", "Padded", "Rotary", "Stack", "Transposed"), "state"),
-    **dict.fromkeys(("ModelPlan", "Resharder"), "state"),
+    **dict.fromkeys(("ModelPlan", "Resharder", "RunHandle"), "state"),
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),
+    **dict.fromkeys(("Publisher", "Subscriber", "publish", "subscribe"), "publishing"),
     **dict.fromkeys(("Quantized",), "quantized"),
     **dict.fromkeys(("Handle", "ShardedTensor", "fingerprint", "layout_of", "release_staging", "reshard"), "tensor"),
 }
-_MODULES = ("activation", "checkpoint", "engines", "quantized", "report", "sharded_tensor", "state", "testing")
+_MODULES = (
+    "activation",
+    "checkpoint",
+    "engines",
+    "publishing",
+    "quantized",
+    "report",
+    "sharded_tensor",
+    "state",
+    "testing",
+)
 
 if not _typing.TYPE_CHECKING:  # type checkers see the imports above, and nothing else
 

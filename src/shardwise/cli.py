@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -44,6 +44,8 @@ SHELL = {  # options as errors of the library name them, and as the shell does
     r"\brules='([\w./-]+)'": r"--rules \1",
     r"\brules=": "--rules",
     r"\bsource_rules=": "--source-rules",
+    r"\bkey='([^']*)'": r"--key-file \1",
+    r"give key=, .* a file with it": "give --key-file FILE, with a secret that all jobs know",
 }
 
 
@@ -361,10 +363,31 @@ def _rules(rules: str | None, mesh: list[str] | None) -> Rules | None:
 
 
 @app.command()
+def hub(
+    port: Annotated[int | None, typer.Option(help="Where to listen.", show_default=False)] = None,
+    host: Annotated[str, typer.Option(help="The address of this host to listen on.")] = "127.0.0.1",
+    file: Annotated[Path | None, typer.Option(help="Instead of a port: a file, for jobs of this host.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="A file with the secret that all jobs know (key=).")] = None,
+) -> None:
+    """Run a meeting point for sw.publish and sw.subscribe, until it is interrupted.
+
+    It outlives publishers and subscribers. It holds small entries, and no weights.
+    """
+    if (port is None) == (file is None):
+        raise typer.BadParameter("give --port, or --file for jobs of this host")
+    from shardwise.publishing.hub import hub as hold
+    from shardwise.publishing.meeting import Address
+
+    where = Address(file=file.absolute()) if file is not None else Address.of(f"{host}:{port}")
+    with suppress(KeyboardInterrupt):
+        hold(where, key_file, lambda at: _say(f"meeting point {at}: interrupt to end it"))
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where to leave the checkpoints and the page.")] = Path("demo"),
 ) -> None:
-    """A tour in one minute: save, plan, convert, load and sync a small model, on processes of this machine."""
+    """A tour in one minute: save, plan, convert, load, sync and publish a small model, on this machine."""
     from shardwise.demo import run
 
     run(Console(), out)

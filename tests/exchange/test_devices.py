@@ -82,3 +82,35 @@ def test_short_floats_on_a_device_are_reduced_there_too():
     made = plan("4/Pavg@2", "4/R@2", itemsize=2)
     (found,) = on_ranks(1, lambda _: reduced_far(made, dtype=torch.bfloat16))
     assert found == {0: [1.5], 1: [1.5]}
+
+
+def deltas_far(made):
+    """What owners have after a dense exchange and a delta between tensors on the device, in its own process."""
+    _lib, values = far.set_up(), {}
+
+    def work(transport):
+        transport.message_device = lambda _: torch.device("cpu")
+        room = torch.zeros(made.target.local_shapes(transport.me)[0], dtype=torch.int64)
+        memory = torch.arange(transport.me, 512 * 32 + transport.me).view(256, 64)
+        changed = torch.zeros(256, 64, dtype=torch.bool)
+        for step in range(2):
+            move = Move.of(made, transport.me, [far.Far(memory)], [far.Far(room)], torch.int64)
+            move = move._replace(changed=[far.Far(changed)]) if step else move
+            delta = "always" if step else False
+            exchange = Exchange(transport, terms(), [move], device=torch.device("far"), fresh=False, delta=delta)
+            exchange.start().finish()
+            assert exchange.traffic.sent < 0.1 * made.bytes_moved
+            changed[::7, ::9] = True
+            memory[changed] = -5
+        values[transport.me] = room
+
+    together(transports_of(made), work)
+    return values
+
+
+def test_deltas_between_tensors_on_a_device():
+    (found,) = on_ranks(1, lambda _: deltas_far(plan("512x64/S0@2", "512x64/S1@2", itemsize=8)))
+    whole = torch.cat([torch.arange(at, 512 * 32 + at).view(256, 64) for at in (0, 1)])
+    whole.view(2, 256, 64)[:, ::7, ::9] = -5
+    for owner, columns in enumerate(whole.chunk(2, dim=1)):
+        np.testing.assert_array_equal(found[owner], columns)

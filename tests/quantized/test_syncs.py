@@ -98,6 +98,66 @@ def test_values_become_codes_under_every_layout():
     on_ranks(3, check)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_asynchronous_runs_quantize_the_values_of_the_call(verify):
+    """Also blocks of which several ranks have a part. An error of one rank is raised on all."""
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(7)).bfloat16()
+    wanted = [quantized_fp8(values * 3**step, SMALL) for step in range(2)]
+
+    def check(rank):
+        for source, target in pairs():
+            kept = {"a.w": on(source, values, rank)}
+            grid = scales_layout(target, SMALL)
+            into = {"a.w": empty(target, torch.float8_e4m3fn, rank), "a.s": empty(grid, torch.float32, rank)}
+            back = {"a.w": empty(source, torch.bfloat16, rank)}
+            sync, other = Resharder(kept, into, remap=[RULE], verify=verify), Resharder(into, back, remap=[RULE])
+            for codes, scales in wanted:
+                handle = sync.run(async_op=True)
+                for shard in kept["a.w"].shards:
+                    shard.mul_(3)
+                handle.wait()
+                assert_holds(into["a.w"], codes, rank)
+                assert_holds(into["a.s"], scales, rank)
+                other.run(async_op=True).wait()
+                assert_holds(back["a.w"], dequantized(codes, scales, SMALL, torch.bfloat16), rank)
+            for shard in kept["a.w"].shards if rank == source.owners()[-1] else ():
+                shard.fill_(torch.inf)
+            handle = sync.run(async_op=True)
+            for shard in kept["a.w"].shards:
+                shard.zero_()
+            with pytest.raises(ValueError, match=r"'a\.w'"):
+                handle.wait()
+
+    on_ranks(3, check)
+
+
+def test_deltas_of_values_that_become_codes_and_back_bring_the_same_bits(monkeypatch):
+    """Codes and scales are compared, as they are sent; what is dequantized is sent whole."""
+    monkeypatch.setattr("shardwise.exchange.exchange.INLINE", 0)
+    monkeypatch.setattr("shardwise.exchange.exchange.SMALLEST", 1)
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+    def check(rank):
+        for source, target in pairs()[::3]:
+            kept, grid, now = {"a.w": on(source, values, rank)}, scales_layout(target, SMALL), values.clone()
+            into = {"a.w": empty(target, torch.float8_e4m3fn, rank), "a.s": empty(grid, torch.float32, rank)}
+            back = {"a.w": empty(source, torch.bfloat16, rank)}
+            syncs = [Resharder(*ends, remap=[RULE], delta="always") for ends in ((kept, into), (into, back))]
+            for step in range(4):
+                codes, scales = quantized_fp8(now, SMALL)
+                for sync in syncs:
+                    sync.run()
+                    assert sync._deltas.compares == (step > 0)
+                assert_holds(into["a.w"], codes, rank)
+                assert_holds(into["a.s"], scales, rank)
+                assert_holds(back["a.w"], dequantized(codes, scales, SMALL, torch.bfloat16), rank)
+                now[step, 2 * step :: 3] *= 5
+                for ours, theirs in zip(kept["a.w"].shards, on(source, now, rank).shards, strict=True):
+                    ours.copy_(theirs)
+
+    on_ranks(3, check)
+
+
 @pytest.mark.parametrize("name", ["fp8-row", "fp8-tensor", "int8-scb", "mxfp8"])
 def test_values_are_quantized_to_every_format(name):
     format, shape = FORMATS[name], (10, 64)

@@ -1,4 +1,4 @@
-"""Act 6: all figures in one table, the page, and how to go on."""
+"""Act 7: all figures in one table, the page, and how to go on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TITLE = "A Llama-shaped model from 4 trainers (FSDP) to 2 servers (TP)"
 
 def end(console: Console, folder: DemoFolder, plan: ModelPlan, figures: Sequence[Figure], took: float) -> None:
     """Print the times, and what is left behind."""
-    heading(console, 6, "What it took, beside torch on the same machine")
+    heading(console, 7, "What it took, beside torch on the same machine")
     show(console, _table(figures))
     say(console, f"Medians of {TURNS} turns; from the first rank's start to the last one's end.")
     say(console, "Ours fills tensors that are there; redistribute (DTensor's) makes new ones.")

@@ -51,7 +51,7 @@ class DemoFolder:
 
     @property
     def scratch(self) -> Path:
-        """The directory of files that are only timed."""
+        """The directory of files that are not kept."""
         return self.path / "scratch"
 
     @contextmanager

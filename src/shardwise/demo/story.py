@@ -13,6 +13,7 @@ from shardwise.demo.folder import DemoFolder
 from shardwise.demo.loading import load
 from shardwise.demo.model import Llama, planned
 from shardwise.demo.planning import show_plan
+from shardwise.demo.publishing import publish_versions
 from shardwise.demo.saving import save
 from shardwise.demo.syncing import sync
 
@@ -37,4 +38,5 @@ def _acts(console: Console, folder: DemoFolder, llama: Llama) -> None:
         *load(console, folder, llama, fingerprints),
         *sync(console, llama, weights, plan),
     ]
+    publish_versions(console, folder, llama, weights)
     end(console, folder, plan, figures, perf_counter() - began)

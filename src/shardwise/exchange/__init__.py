@@ -2,11 +2,13 @@
 
 from shardwise.exchange.agreement import Proposal, in_words
 from shardwise.exchange.buffers import Staging, ViewCache
-from shardwise.exchange.exchange import Exchange, Move
+from shardwise.exchange.exchange import Exchange
 from shardwise.exchange.messages import view_of
+from shardwise.exchange.moves import Delta, Move
 from shardwise.exchange.transport import PeerBuffer, PostedMessages, Transport
 
 __all__ = [
+    "Delta",
     "Exchange",
     "Move",
     "PeerBuffer",

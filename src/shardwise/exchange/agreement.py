@@ -81,7 +81,7 @@ class Proposal:
         shown = {name: _shown(value) for name, value in self.fields.items() if name not in self.unknown}
         digests = {name: _digest(self.fields[name]) for name in shown}
         raises = next((raised for kind, raised in REFUSALS.items() if isinstance(self.error, kind)), ExchangeError)
-        return {"error": error, "raises": raises, "fields": shown, "digests": digests}
+        return {"error": error, "raises": raises.__name__, "fields": shown, "digests": digests}
 
 
 def weigh(headers: Ints) -> Ints:
@@ -109,7 +109,8 @@ def refusal(explanations: Sequence[Mapping[str, Any]], owners: Sequence[int]) ->
     operation = next((t["fields"]["operation"] for t in explanations if "operation" in t["fields"]), "exchange")
     errors = _grouped([t["error"] for t in explanations], owners)
     kinds = {t["raises"] for t in explanations if t["error"] is not None}
-    raised = kinds.pop() if len(kinds) == 1 else ExchangeError
+    names = {kind.__name__: kind for kind in REFUSALS.values()}
+    raised = names.get(kinds.pop(), ExchangeError) if len(kinds) == 1 else ExchangeError
     if errors.pop(None, None) is None and len(errors) == 1:
         return raised(f"{operation}: {next(iter(errors))}")
     if errors:

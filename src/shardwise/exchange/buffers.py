@@ -43,6 +43,11 @@ def outside_inference() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
+def on_the_cpu() -> AbstractContextManager[Any]:
+    """New tensors are on the CPU inside, whatever the default is. (A context of torch slows every call down.)"""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 def available() -> int:
     """Bytes of memory that this machine can still give."""
     try:
@@ -61,20 +66,21 @@ def _ask_for_large_pages(address: int, size: int) -> None:
 
 
 class Staging:
-    """One buffer per device, as large as the largest exchange so far needed it."""
+    """One buffer per device and use, as large as the largest exchange so far needed it."""
 
     def __init__(self) -> None:
-        self._buffers = dict[torch.device, torch.Tensor]()
+        self._buffers = dict[tuple[torch.device, str], torch.Tensor]()
 
-    def take(self, sizes: list[int], device: torch.device, *, align: int) -> Tensors:
-        """Room for messages of these sizes, each from a multiple of `align` on. What was taken before is free again."""
+    def take(self, sizes: list[int], device: torch.device, *, align: int, use: str = "messages") -> Tensors:
+        """Room of these sizes, each from a multiple of `align` on. What was taken before for this use is free again."""
         total = sum(_up(size, align) for size in sizes)
-        buffer = self._buffers.get(device)
+        key = device, use
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < total:
-            self._buffers.pop(device, None)
+            self._buffers.pop(key, None)
             del buffer  # given back before the larger one is asked for
             with outside_inference():
-                buffer = self._buffers[device] = fresh([total], torch.uint8, device)
+                buffer = self._buffers[key] = fresh([total], torch.uint8, device)
         rooms, start = list[torch.Tensor](), 0
         for size in sizes:
             rooms.append(buffer[start : start + size])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Proposal, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
-from shardwise.exchange.messages import Message, Pair, Program, Round, Tensors, program, schedule, view_of
+from shardwise.exchange.delta_round import SMALLEST, DeltaReceive, DeltaRound, DeltaSend, DeltaTraffic
+from shardwise.exchange.messages import Message, Pair, Round, Tensors, schedule, view_of
+from shardwise.exchange.moves import Delta, Move, crosses_link, keeps
 from shardwise.exchange.peer_reads import read_from_peer
-from shardwise.exchange.reduce import Look, reduce
+from shardwise.exchange.reduce import reduce
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
-from shardwise.planning import Plan
 
 HEADER = 8 * WORDS
 INLINE, SLOTS = 2**14, 2**17  # the largest message beside a header, and the bytes of all slots of a rank
@@ -29,35 +30,15 @@ MOST_AGREED = 2**14  # proposals that a transport remembers
 MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 
 
-class Move(NamedTuple):
-    """One tensor of an exchange: its plan, and this owner's tensors on both sides; `dtype` is that of the messages.
-
-    `look` sees what terms come to, before that is cast.
-    """
-
-    plan: Plan
-    program: Program
-    source: Tensors
-    target: Tensors
-    dtype: torch.dtype
-    look: Look | None = None
-
-    @staticmethod
-    def of(
-        plan: Plan, owner: int, source: Tensors, target: Tensors, dtype: torch.dtype, look: Look | None = None
-    ) -> Move:
-        """With the views that carry it out; those are kept by the strides of the tensors."""
-        strides = (tuple(t.stride() for t in side) for side in (source, target))
-        return Move(plan, program(plan, owner, *strides), source, target, dtype, look)
-
-
 class Exchange:
     """One exchange of this rank with all others: `start` agrees and sends what is small, `finish` does the rest.
 
     Every rank starts exchanges in the same order, and finishes them in that order. Messages lie on `device`, the same
     kind on every rank, or where the transport can reach them. `fresh`: nobody sees the target's tensors before the
     exchange is done. `views`: those of the last time, where it is repeated with the same moves. `part_of`: the exchange
-    that runs now, of which this is a part. `direct`: other ways than messages of the group may be used.
+    that runs now, of which this is a part. `direct`: other ways than messages of the group may be used. `delta`, the
+    same on every rank: the targets hold what an exchange with these plans brought, so that only what changed need be
+    sent; "always" also between ranks that share memory. `traffic` tells how many bytes that took.
     """
 
     def __init__(
@@ -71,8 +52,10 @@ class Exchange:
         views: ViewCache | None = None,
         part_of: Exchange | None = None,
         direct: bool = True,
+        delta: Delta = False,
     ) -> None:
         self.transport, self.proposal, self.moves, self.fresh = transport, proposal, moves, fresh
+        self.delta, self.traffic = delta, DeltaTraffic()
         self.views, self.direct = views or ViewCache(), direct
         if views is not None:
             transport.views.add(views)
@@ -107,7 +90,7 @@ class Exchange:
             else:
                 self._agreement = self.transport.all_to_all(*self._slots(), self.number, in_order=in_order)
         first = self.schedule.rounds[0]
-        before = alone and self.header.tobytes() in self.transport.agreed
+        before = alone and not self.delta and self.header.tobytes() in self.transport.agreed
         if before and first.bytes <= self.transport.early_limit(self.device, direct=self.direct):
             with self._unbroken():
                 self._ahead = self._post(first, hidden=not self.fresh)
@@ -233,6 +216,8 @@ class Exchange:
         self._reduce(round_, messages)
         if posted:
             posted.finish()
+        if isinstance(posted, DeltaRound):
+            self.traffic += posted.traffic
 
     def _copy_local(self, round_: Round) -> None:
         """What stays with its owner."""
@@ -264,7 +249,38 @@ class Exchange:
             )
             for number, message in enumerate(round_.sends)
         ]
-        return self.transport.post_round(receives, sends, self.tag, device, self.schedule.align, direct=self.direct)
+        post = partial(
+            self.transport.post_round, tag=self.tag, device=device, align=self.schedule.align, direct=self.direct
+        )
+        if not any(self._may_be_delta(round_, message) for message in (*round_.receives, *round_.sends)):
+            return post(receives, sends)
+        deltas = self._delta_receives(round_), self._delta_sends(round_)
+        return DeltaRound(self.transport, post, (receives, deltas[0]), (sends, deltas[1]), self.tag, device)
+
+    def _may_be_delta(self, round_: Round, message: Message) -> bool:
+        """Both ends come to the same: not what is relayed, what is small, and what needs no link."""
+        if not self.delta or round_.key[0] or message.bytes < SMALLEST:
+            return False
+        plans = [self.moves[part.move].plan for part in message.parts]
+        return crosses_link(self.transport, message.peer, self.delta, direct=self.direct) and all(map(keeps, plans))
+
+    def _delta_receives(self, round_: Round) -> list[DeltaReceive]:
+        return [
+            DeltaReceive(number, message, self.targets)
+            for number, message in enumerate(round_.receives)
+            if self._may_be_delta(round_, message)
+        ]
+
+    def _delta_sends(self, round_: Round) -> list[DeltaSend]:
+        """With their masks, which may have other strides than the sources."""
+        me, masks = self.transport.me, [move.changed for move in self.moves]
+        programs = tuple((move.program_of_masks(me), move.dtype) for move in self.moves)
+        masked = schedule(programs, me, self.inline).rounds[self.schedule.rounds.index(round_)]
+        return [
+            DeltaSend(number, message, self.sources, mask_message, masks)
+            for number, (message, mask_message) in enumerate(zip(round_.sends, masked.sends, strict=True))
+            if self._may_be_delta(round_, message)
+        ]
 
     def _readable(self, round_: Round, message: Message, source: Sequence[Tensors]) -> Tensors:
         """The tensors that a peer could read a message from.

@@ -15,7 +15,7 @@ from shardwise.exchange.transport import PeerTensors
 from shardwise.geometry import Ints, Window, ints
 
 if TYPE_CHECKING:
-    from shardwise.exchange.exchange import Move
+    from shardwise.exchange.moves import Move
 
 SHORT = 1024  # bytes of an average run; shorter ones are read into a message, and unpacked
 StageKey = tuple[int, int]  # step and round

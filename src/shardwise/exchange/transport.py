@@ -108,6 +108,14 @@ class Transport(Protocol):
         """Post the receives, then the sends as the iterator yields them. Both sides know all sizes beforehand."""
         ...
 
+    def post_stream(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
+        """As `post_messages`, for messages that follow one another: a peer may wait for any of them when this fails."""
+        ...
+
+    def shares_memory(self, peer: int) -> bool:
+        """True if messages to and from a peer need no link. Both know the same."""
+        ...
+
     def post_round(
         self,
         receives: Sequence[Receive],

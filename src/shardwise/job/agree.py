@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
@@ -120,6 +120,19 @@ def tell_all(
     return own, {owner: values[one] for owner, one in zip(transport.owners, messages, strict=True)}
 
 
+def total_of_all(transport: GroupTransport, operation: str, numbers: Sequence[int]) -> list[int]:
+    """The sums of the numbers of all ranks. Quicker than `tell_all`, for numbers that every rank has."""
+    exchange = Exchange(transport, Proposal({"operation": operation, "numbers": len(numbers)})).start()
+    own = torch.tensor([int(number) for number in numbers])
+
+    def tell() -> list[int]:
+        exchange.finish()
+        totals: list[int] = transport.all_reduce(own, "sum", exchange.number, in_order=False)().tolist()
+        return totals
+
+    return transport.queue.run(tell)
+
+
 @contextmanager
 def refusals(operation: str) -> Iterator[None]:
     """Raise what all ranks find out as one error, with the same words on all of them."""
@@ -186,6 +199,15 @@ class Callers:
         """As `tell_all`: the kept value, and the shared values by rank. An error of one is raised for all."""
         return tell_all(self.transport, self.operation, say, same)
 
+    def all_do(self, work: Callable[[], object], **same: object) -> None:
+        """Returns once all have done it. An error of one is raised for all."""
+
+        def say() -> tuple[None, None]:
+            work()
+            return None, None
+
+        self.tell(say, same)
+
     def refusals(self) -> AbstractContextManager[None]:
         """As `refusals`."""
         return nullcontext() if self.alone else refusals(self.operation)
@@ -194,3 +216,9 @@ class Callers:
         """The first caller's value. An error of one is raised for all."""
         _, answers = self.tell(lambda: (None, say()))
         return next(iter(answers.values()))
+
+    def by_first(self, work: Callable[[], S]) -> S:
+        """What only the first caller does: its result, on all. An error there is raised for all."""
+        _, answers = self.tell(lambda: (None, work() if self.first else None))
+        result: S = next(iter(answers.values()))  # type: ignore[assignment]
+        return result

@@ -8,10 +8,13 @@ from typing import Literal
 
 import torch
 
-from shardwise.exchange import Exchange, Move, Proposal, ViewCache
+from shardwise.exchange import Delta, Exchange, Move, Proposal, ViewCache
+from shardwise.exchange.delta_round import DeltaTraffic
 from shardwise.exchange.messages import Tensors
+from shardwise.exchange.moves import crosses_link, keeps
 from shardwise.exchange.overflow import Losses, Lost, Overflow, refuse_loss
 from shardwise.job.agree import tell_all
+from shardwise.job.deltas import Changed, Masks
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.side import Side
 from shardwise.job.subtensor import Subtensor, subtensor_views
@@ -49,6 +52,8 @@ class Job:
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
         self._writing = False  # into the target: from when all have agreed on the first bucket
+        self.traffic = DeltaTraffic()  # of the last run
+        self._delta_ends = dict[Delta, tuple[frozenset[int], frozenset[str]]]()
 
     @cached_property
     def losses(self) -> Losses:
@@ -71,7 +76,7 @@ class Job:
         return any(tensor.delivered for tensor in self.plan.targets.values())
 
     def deliver(self, hand_over: Callable[[], None]) -> None:
-        """Hand over what was filled last. An error on one rank is raised on all, as no exchange follows."""
+        """Hand over what was filled last. Where ranks deliver, an error of one is raised on all."""
 
         def say() -> tuple[None, None]:
             hand_over()
@@ -79,6 +84,8 @@ class Job:
 
         if self.delivers:
             tell_all(self.transport, self.operation, say)
+        else:
+            hand_over()
 
     @cached_property
     def _filled_by(self) -> list[list[str]]:
@@ -97,8 +104,8 @@ class Job:
         return Move.of(
             planned.plan,
             me,
-            _subtensors(source, ours, planned.link.source_view, me),
-            _subtensors(target, theirs, planned.link.target_view, me),
+            local_subtensors(source, ours, planned.link.source_view, me),
+            local_subtensors(target, theirs, planned.link.target_view, me),
             planned.dtype,
             look,
         )
@@ -111,7 +118,7 @@ class Job:
         for at in self._reading:
             link = self.plan.links[at].link
             ours, theirs = self.plan.sources[link.source], self.plan.targets[link.target]
-            tensors = _subtensors(memory(link.source), ours, link.source_view, self.transport.me)
+            tensors = local_subtensors(memory(link.source), ours, link.source_view, self.transport.me)
             losses.look(self._shown(link.target), tensors, theirs.dtype)
         refuse_loss(losses.per_tensor())
 
@@ -124,14 +131,41 @@ class Job:
         fresh: bool,
         views: ViewCache | None = None,
         part_of: Exchange | None = None,
+        delta: Delta = False,
+        changed: Sequence[Tensors | None] = (),
     ) -> Exchange:
-        """The exchange of a bucket, not started yet."""
+        """The exchange of a bucket, not started yet. `changed`: what has changed in each move, if that is known."""
         kind = torch.device(self.plan.links[self.plan.buckets()[bucket][0]].device)
         device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
-        direct = self._choice != "group"
         return Exchange(
-            self.transport, proposal, moves, device=device, fresh=fresh, views=views, part_of=part_of, direct=direct
+            self.transport,
+            proposal,
+            [move._replace(changed=mask) for move, mask in zip(moves, changed, strict=True)] if any(changed) else moves,
+            device=device,
+            fresh=fresh,
+            views=views,
+            part_of=part_of,
+            direct=self._direct,
+            delta=delta,
         )
+
+    @property
+    def _direct(self) -> bool:
+        """True if other ways than messages of the group may be used."""
+        return self._choice != "group"
+
+    def delta_ends(self, delta: Delta) -> tuple[frozenset[int], frozenset[str]]:
+        """The numbers of links that this rank may send as deltas, and the targets that it may receive so."""
+        if delta not in self._delta_ends:
+            sending, receiving = set[int](), set[str]()
+            for at, planned in enumerate(self.plan.links):
+                if delta and keeps(planned.plan) and not self.plan.targets[planned.link.target].delivered:
+                    peers = planned.peers(self.transport.me)
+                    far = [any(crosses_link(self.transport, p, delta, direct=self._direct) for p in s) for s in peers]
+                    sending.update([at] if far[0] else [])
+                    receiving.update([planned.link.target] if far[1] else [])
+            self._delta_ends[delta] = frozenset(sending), frozenset(receiving)
+        return self._delta_ends[delta]
 
     def conclude(self, moves: Sequence[Move], written: str, within: Exchange, *, verify: bool) -> None:
         """Once all is moved: refuse casts that lost what terms came to, on any rank; compare both sides."""
@@ -162,14 +196,20 @@ class Job:
         keep: bool = False,
         verify: bool = False,
         progress: Tell = None,
+        delta: Delta = False,
+        changed: Changed | None = None,
     ) -> None:
         """All buckets, one after the other, once every rank has checked its memory.
 
         `check` refuses memory that does not fit; it is called again when memory has moved since the last run. `fresh`:
         nobody sees the targets before all is done. `keep`: the next run will find the memory where it is now. `verify`:
-        compare both sides at the end. Who calls tells progress of the end.
+        compare both sides at the end. Who calls tells progress of the end. `delta`, the same on all ranks: messages go
+        as deltas, on links between hosts or "always". Then `changed` is asked once for each source that this rank sends
+        on such links, by its name and the dtype that travels. It returns bool tensors like `source.memory(name)`, not 0
+        where an element may differ from what the targets hold, or None if any may. See `changed_cells`.
         """
-        self._writing = False
+        self._writing, self.traffic = False, DeltaTraffic()
+        masks = Masks(changed if delta else None, self.delta_ends(delta)[0], self.plan)
 
         def prepare() -> None:
             stamp = source.stamp(), target.stamp()
@@ -180,7 +220,9 @@ class Job:
             self.refuse_losses(source.memory)
 
         try:
-            self._run(source, target, prepare, progress, fresh=fresh, keep=keep, verify=verify)
+            self._run(
+                source, target, prepare, progress, fresh=fresh, keep=keep, verify=verify, delta=delta, masks=masks
+            )
         except BaseException as error:  # also an interrupt
             if self._writing and not fresh:
                 error.add_note(f"in a {self.operation}: its target may be partly written")
@@ -196,11 +238,13 @@ class Job:
         fresh: bool,
         keep: bool,
         verify: bool,
+        delta: Delta,
+        masks: Masks,
     ) -> None:
         done, before, all_moves, exchange = 0, list[int](), list[Move](), None
         self.losses.clear()
         for number, bucket in enumerate(self.plan.buckets()):
-            moves, error = list[Move](), None
+            moves, changed, error = list[Move](), list[Tensors | None](), None
             try:  # the others have to hear of what goes wrong
                 if number == 0:
                     prepare()
@@ -209,9 +253,11 @@ class Job:
                 source.sent([] if verify else before)  # verifying reads the sources again
                 target.filled(self._filled_by[number - 1] if number else ())
                 moves = self._moves_of(bucket, source, target, keep=keep)
+                changed = [self._changed(at, masks) for at in bucket]
             except Exception as failure:
                 error = failure
-            exchange = self._carry_out(number, moves, error, fresh=fresh, keep=keep)
+            exchange = self._carry_out(number, moves, error, changed, fresh=fresh, keep=keep, delta=delta)
+            masks.drop(bucket)
             done, before = done + sum(self.plan.links[at].bytes for at in bucket), bucket
             all_moves += moves if verify else ()
         if exchange is not None:
@@ -232,18 +278,36 @@ class Job:
                 self.losses.look(self._shown(link.target), move.source, self.plan.targets[link.target].dtype)
         return moves
 
+    def _changed(self, at: int, masks: Masks) -> Tensors | None:
+        """What has changed of the cells of link number `at`."""
+        planned, me = self.plan.links[at], self.transport.me
+        found = masks.of(at)
+        if found is None:
+            return None
+        return local_subtensors(found, self.plan.sources[planned.link.source], planned.link.source_view, me)
+
     def _carry_out(
-        self, bucket: int, moves: Sequence[Move], error: Exception | None, *, fresh: bool, keep: bool
+        self,
+        bucket: int,
+        moves: Sequence[Move],
+        error: Exception | None,
+        changed: Sequence[Tensors | None],
+        *,
+        fresh: bool,
+        keep: bool,
+        delta: Delta,
     ) -> Exchange:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
-        fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket}
+        fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket, "delta": delta}
         views = self._views_of(bucket, moves) if keep else None
-        exchange = self.exchange(bucket, moves, Proposal(fields, error=error), fresh=fresh, views=views)
+        proposal = Proposal(fields, error=error)
+        exchange = self.exchange(bucket, moves, proposal, fresh=fresh, views=views, delta=delta, changed=changed)
         exchange.start(alone=self.transport.queue.idle)
         try:
             self.transport.queue.run(exchange.finish)
         finally:
             self._writing |= exchange.writing
+            self.traffic += exchange.traffic
         return exchange
 
     def _views_of(self, bucket: int, moves: Sequence[Move]) -> ViewCache:
@@ -255,7 +319,8 @@ class Job:
         return views
 
 
-def _subtensors(tensors: Tensors, whole: TensorInfo, view: Subtensor, me: int) -> Tensors:
+def local_subtensors(tensors: Tensors, whole: TensorInfo, view: Subtensor, me: int) -> Tensors:
+    """The cells of a view in the local tensors of an owner of the whole."""
     if not tensors:  # nothing, or only tensors without cells
         return [torch.empty(shape, dtype=whole.dtype, device=whole.device) for shape in local_shapes(whole.layout, me)]
     return subtensor_views(tensors, whole.layout, view, me)

@@ -17,6 +17,7 @@ import torch
 from shardwise import report
 from shardwise.errors import PlanError
 from shardwise.exchange.overflow import may_overflow
+from shardwise.geometry import different
 from shardwise.job.agree import first_difference
 from shardwise.job.casts import travels_as
 from shardwise.job.names import missing
@@ -72,6 +73,15 @@ class PlannedLink:
     def bytes(self) -> int:
         """Of all cells that it moves."""
         return prod(self.plan.target.shape) * self.dtype.itemsize
+
+    def peers(self, owner: int) -> tuple[list[int], list[int]]:
+        """Whom an owner sends to and receives from in the first step, in which nothing is relayed."""
+        if owner not in self.plan.source and owner not in self.plan.target:
+            return [], []
+        copies = self.plan.for_owner(owner).copies
+        remote = (copies.step == 0) & (copies.source != copies.target)
+        sent, received = remote & (copies.source == owner), remote & (copies.target == owner)
+        return different(copies.target[sent]).tolist(), different(copies.source[received]).tolist()
 
     @property
     def in_rounds(self) -> bool:

@@ -106,6 +106,11 @@ def _new(group: dist.ProcessGroup, owners: Sequence[int] | None) -> GroupTranspo
     return SharedMemoryTransport(group, owners)
 
 
+def register(group: dist.ProcessGroup, transport: GroupTransport) -> None:
+    """A transport of a group that the library made itself, for as long as the group lives."""
+    _transports[group] = {(): transport}
+
+
 def release_staging() -> int:
     """Release the memory that exchanges keep for reuse. Returns how many bytes it was.
 

@@ -120,6 +120,27 @@ class LiveSide:
         return memories
 
 
+class FailedSide:
+    """A side whose memory cannot be read. A job raises the reason on all ranks."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def memory(self, name: str) -> Tensors:
+        """Nobody gets any."""
+        raise self._error
+
+    def stamp(self) -> object:
+        """Never equal to an earlier stamp."""
+        return object()
+
+    def sent(self, links: Sequence[int]) -> None:
+        """Nothing is sent."""
+
+    def filled(self, names: Sequence[str]) -> None:
+        """Nothing is written."""
+
+
 class FreshSide:
     """Memory that is allocated at first use."""
 

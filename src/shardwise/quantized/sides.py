@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from shardwise.geometry import Places
 from shardwise.job.agree import tell_all
 from shardwise.job.plan import TensorInfo
 from shardwise.job.remap import Link
-from shardwise.job.side import LiveSide
+from shardwise.job.side import Side
 from shardwise.layout import Layout, local_boxes, local_shapes, places_of
 from shardwise.quantized.arithmetic import Scaling, check_finite, encode_box, largest_magnitudes
 from shardwise.quantized.formats import VALUES
@@ -151,24 +151,22 @@ class CodedLinks:
         found = {name: info for name, info in infos.items() if name not in computed or name in moved}
         return {**found, **self.computed.infos()}
 
+    def read(self, sources: Iterable[str]) -> list[str]:
+        """The tensors of the source that these are made of: values instead of their codes and scales."""
+        made = {name for one in self.quantized.values() for name in (one.tensor.codes, one.tensor.scales)}
+        return [*(name for name in sources if name not in made), *self.quantized]
+
     def zeros(self) -> list[str]:
         """The sources that are padding."""
         return [link.source for link in self.links if link.zeros]
 
 
-class QuantizingSide(LiveSide):
-    """Tensors of a state dict, and the codes and scales of some of them, which are computed when they are sent."""
+class QuantizingSide:
+    """The tensors of another side, and the codes and scales of some of them, which are computed when they are sent."""
 
-    def __init__(
-        self,
-        values: Mapping[str, object],
-        names: Sequence[str],
-        quantized: Mapping[str, Quantizing],
-        transport: GroupTransport,
-    ) -> None:
+    def __init__(self, values: Side, quantized: Mapping[str, Quantizing], transport: GroupTransport) -> None:
         made = {name: one for one in quantized.values() for name in (one.tensor.codes, one.tensor.scales)}
-        super().__init__(values, [*(name for name in names if name not in made), *quantized])
-        self._quantized, self._transport = quantized, transport
+        self._values, self._quantized, self._transport = values, quantized, transport
         self._cut = [name for name, one in quantized.items() if one.cut]
         self._by_name = made
         self._reduced, self._scalings = dict[str, torch.Tensor](), dict[str, Scaling]()
@@ -191,15 +189,15 @@ class QuantizingSide(LiveSide):
         self._reduced = dict(zip(self._cut, parts, strict=True))
 
     def _largest(self, name: str) -> torch.Tensor:
-        return self._quantized[name].largest(super().memory(name), self._transport.me)
+        return self._quantized[name].largest(self._values.memory(name), self._transport.me)
 
     def memory(self, name: str) -> Tensors:
-        """Of the container, or computed."""
+        """Of the other side, or computed."""
         if name not in self._by_name:
-            return super().memory(name)
+            return self._values.memory(name)
         if name not in self._made:
             one = self._by_name[name]
-            values, scaling = super().memory(one.tensor.value), self._scaling(one)
+            values, scaling = self._values.memory(one.tensor.value), self._scaling(one)
             coded = name == one.tensor.codes
             me = self._transport.me
             self._made[name] = one.codes(values, me, scaling.forward) if coded else one.scales(me, scaling.stored)
@@ -208,7 +206,7 @@ class QuantizingSide(LiveSide):
     def _scaling(self, one: Quantizing) -> Scaling:
         name = one.tensor.value
         if name not in self._scalings:
-            memory = super().memory(name)
+            memory = self._values.memory(name)
             device = memory[0].device if memory else torch.device("cpu")
             known = self._reduced[name].view(one.tensor.scales_shape) if name in self._reduced else self._largest(name)
             check_finite(known, repr(name))
@@ -217,8 +215,11 @@ class QuantizingSide(LiveSide):
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp: codes are computed anew."""
-        return object() if self._quantized else super().stamp()
+        return object() if self._quantized else self._values.stamp()
 
     def sent(self, links: Sequence[int]) -> None:
         """Codes and scales are not needed any more."""
         self._made.clear()
+
+    def filled(self, names: Sequence[str]) -> None:
+        """Nothing is written here."""

@@ -1,5 +1,6 @@
 """Whole state dicts: visit and flatten them, reshard all tensors at once, sync one model into another every step."""
 
+from shardwise.job.background import RunHandle
 from shardwise.job.plan import ModelPlan
 from shardwise.job.remap import Concat, Interleaved, Padded, Rotary, Stack, Transposed
 from shardwise.state.flatten import _flatten_sharded_tensors, flatten_sharded_tensors
@@ -27,6 +28,7 @@ __all__ = [
     "Padded",
     "Resharder",
     "Rotary",
+    "RunHandle",
     "Stack",
     "Transposed",
     "_flatten_sharded_tensors",

@@ -1,6 +1,18 @@
-"""For tests of your own: layouts drawn by hypothesis, sharded numpy arrays, plans carried out in one process, ranks."""
+"""For tests of your own: layouts drawn by hypothesis, sharded numpy arrays, plans run in one process, ranks, hosts."""
 
 from shardwise.testing.arrays import gather, scatter, simulate
+from shardwise.testing.hosts import Host, HostError, HostProcess, hosts, why_no_hosts
 from shardwise.testing.ranks import RankError, on_ranks
 
-__all__ = ["RankError", "gather", "on_ranks", "scatter", "simulate"]
+__all__ = [
+    "Host",
+    "HostError",
+    "HostProcess",
+    "RankError",
+    "gather",
+    "hosts",
+    "on_ranks",
+    "scatter",
+    "simulate",
+    "why_no_hosts",
+]

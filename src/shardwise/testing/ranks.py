@@ -13,12 +13,15 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import ExchangeError
+
+if TYPE_CHECKING:
+    from shardwise.testing.hosts import Host
 
 Pipes = list[tuple[Connection, Connection]]
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -37,6 +40,7 @@ def on_ranks(
     timeout: float = 60.0,
     patience: float = 60.0,
     dying: Collection[int] = (),
+    hosts: Sequence[Host] | None = None,
 ) -> list[T]:
     """Call `work(rank)` on so many ranks of this machine; their results, in the order of the ranks.
 
@@ -45,7 +49,8 @@ def on_ranks(
 
     The ranks are forked, so that torch is imported once and `work` may be any function, and meet in a file, not on a
     port; each uses one thread. After `timeout` seconds all are ended. `patience` is the timeout of their process
-    group. Ranks that are `dying` may die without a report: their result is None. POSIX only.
+    group. Ranks that are `dying` may die without a report: their result is None. `hosts`: the host of each rank, of
+    `shardwise.testing.hosts`; this machine by default. POSIX only.
     """
     import torch
     import torch.distributed as dist
@@ -54,22 +59,29 @@ def on_ranks(
 
     if dist.is_initialized():
         raise RankError("on_ranks makes a process group of its own: call it where there is none, not on a rank")
+    if hosts is not None and len(hosts) != count:
+        raise RankError(f"{count} ranks need a host each, not {len(hosts)} hosts: name a host as often as it has ranks")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a forked child of one that runs several would wait for threads that it does not have
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-            return _run(count, work, os.path.join(folder, "store"), timeout, patience, dying)
+            return _run(hosts or [None] * count, work, os.path.join(folder, "store"), timeout, patience, dying)
     finally:
         torch.set_num_threads(threads)
 
 
 def _run(
-    count: int, work: Callable[[int], T], store: str, timeout: float, patience: float, dying: Collection[int]
+    hosts: Sequence[Host | None],
+    work: Callable[[int], T],
+    store: str,
+    timeout: float,
+    patience: float,
+    dying: Collection[int],
 ) -> list[T]:
     fork = multiprocessing.get_context("fork")
-    pipes: Pipes = [fork.Pipe(duplex=False) for _ in range(count)]
+    pipes: Pipes = [fork.Pipe(duplex=False) for _ in hosts]
     together = not dying  # else the others cannot meet at the end
-    start = [(rank, work, store, patience, pipes, together, os.getpid()) for rank in range(count)]
+    start = [(rank, host, work, store, patience, pipes, together, os.getpid()) for rank, host in enumerate(hosts)]
     processes = [fork.Process(target=_rank, args=args, daemon=True) for args in start]
     try:
         with warnings.catch_warnings():
@@ -86,7 +98,14 @@ def _run(
 
 
 def _rank(
-    rank: int, work: Callable[[int], T], store: str, patience: float, pipes: Pipes, together: bool, parent: int
+    rank: int,
+    host: Host | None,
+    work: Callable[[int], T],
+    store: str,
+    patience: float,
+    pipes: Pipes,
+    together: bool,
+    parent: int,
 ) -> None:
     """The life of one rank: meet, work, report, and leave together."""
     import torch
@@ -94,12 +113,14 @@ def _rank(
 
     torch.set_num_threads(1)  # torch makes its pool anew after a fork; threads that ask for it first, together, abort
     gc.freeze()  # the collector would visit, and so copy, all that the parent has
-    _end_with(parent)
+    end_with(parent)
     for _, end in pipes[:rank] + pipes[rank + 1 :]:
         end.close()  # or the death of another rank would not be seen
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     pipe, limit = pipes[rank][1], timedelta(seconds=patience)
     try:
+        if host is not None:
+            host.enter()
         files = dist.FileStore(store, len(pipes))  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=files, rank=rank, world_size=len(pipes), timeout=limit)
         result = work(rank)
@@ -113,7 +134,7 @@ def _rank(
         os._exit(0)  # no handler of the parent runs here
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """On Linux: die when the parent dies, even if it was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

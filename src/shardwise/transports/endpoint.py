@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from threading import Condition, Thread
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -60,18 +60,18 @@ def all_reduce(over: Endpoint, numbers: torch.Tensor, op: ReduceOp, tag: int) ->
 
 
 def all_gather(over: Endpoint, value: T, tag: int, device: torch.device) -> list[T]:
-    """Everybody's values, pickled. Equal values are one object: they must not be changed.
+    """Everybody's values. Equal values are one object: they must not be changed.
 
     After step k an owner has the values of the next 2**k owners, so large groups need few messages too.
     """
     me, count = over.rows[over.me], len(over.owners)
-    pickles = [pickle.dumps(value)]  # of this owner and the next ones, in a circle
-    while len(pickles) < count:
-        step = len(pickles)
+    texts = [over.encode(value)]  # of this owner and the next ones, in a circle
+    while len(texts) < count:
+        step = len(texts)
         target, source = over.owners[me - step], over.owners[(me + step) % count]
-        pickles += _pass_on(over, pickles[: count - step], target, source, tag, device)
-    values = {text: pickle.loads(text) for text in set(pickles)}
-    return [values[pickles[(row - me) % count]] for row in range(count)]
+        texts += _pass_on(over, texts[: count - step], target, source, tag, device)
+    values = {text: over.decode(text) for text in set(texts)}
+    return [values[texts[(row - me) % count]] for row in range(count)]
 
 
 def wait_for(posted: PostedMessages) -> None:
@@ -96,18 +96,38 @@ def _combine(a: torch.Tensor, b: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _pass_on(
-    over: Endpoint, pickles: list[bytes], target: int, source: int, tag: int, device: torch.device
+    over: Endpoint, texts: list[bytes], target: int, source: int, tag: int, device: torch.device
 ) -> list[bytes]:
-    """Send pickles to one owner and receive those of another: the size first, since only the sender knows it."""
-    once = {text: text for text in pickles}  # pickle writes an object once, so equal values travel once
-    mine = torch.frombuffer(bytearray(pickle.dumps([once[text] for text in pickles])), dtype=torch.uint8).to(device)
+    """Send encoded values to one owner and receive those of another: the size first, since only the sender knows it."""
+    mine = torch.frombuffer(bytearray(_joined(texts)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(mine)], device=device)
     size_there = torch.empty_like(size)
     wait_for(over.post_messages([(source, size_there)], [(target, size)], tag))
     received = mine.new_empty(int(size_there))
     wait_for(over.post_messages([(source, received)], [(target, mine)], tag))
-    result: list[bytes] = pickle.loads(received.cpu().numpy().tobytes())
-    return result
+    return _separated(received.cpu().numpy().tobytes())
+
+
+def _joined(texts: Sequence[bytes]) -> bytes:
+    """Several strings of bytes as one: equal ones travel once."""
+    once = list(dict.fromkeys(texts))
+    rows = {text: row for row, text in enumerate(once)}
+    numbers = [len(texts), len(once), *(rows[text] for text in texts), *map(len, once)]
+    return np.array(numbers, np.int64).tobytes() + b"".join(once)
+
+
+def _separated(data: bytes) -> list[bytes]:
+    """The inverse.
+
+    >>> _separated(_joined([b"a", b"", b"a"]))
+    [b'a', b'', b'a']
+    """
+    count, different = np.frombuffer(data, np.int64, 2).tolist()
+    numbers = np.frombuffer(data, np.int64, 2 + count + different)[2:]
+    ends = [0, *np.cumsum(numbers[count:]).tolist()]
+    body = data[8 * (2 + len(numbers)) :]
+    once = [body[start:stop] for start, stop in pairwise(ends)]
+    return [once[row] for row in numbers[:count].tolist()]
 
 
 EARLY_BYTES = 2**22  # of a round that is worth posting before all have agreed, although it needs staging
@@ -119,6 +139,9 @@ class Endpoint:
 
     name: str
     tagged: bool
+    # of values that everybody gets; a transport between jobs has others, because it must not unpickle
+    encode: Callable[[Any], bytes] = staticmethod(pickle.dumps)
+    decode: Callable[[bytes], Any] = staticmethod(pickle.loads)
 
     def __init__(self, me: int, owners: Sequence[int]) -> None:
         self.assign_owners(me, owners)
@@ -141,6 +164,14 @@ class Endpoint:
     def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
         """Every transport has its own."""
         raise NotImplementedError
+
+    def post_stream(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
+        """By default as other messages."""
+        return self.post_messages(receives, sends, tag)
+
+    def shares_memory(self, peer: int) -> bool:
+        """By default all goes by messages."""
+        return False
 
     def collective_tag(self, kind: str, number: int | None = None) -> int:
         """The tag of messages outside rounds: they meet only those of the same owners and kind."""
@@ -256,7 +287,7 @@ class SerialQueue:
         """Run it after all tasks that were submitted before."""
         future = Pending[T](self)
         with self._turn:
-            self._tasks.append((_as_here(lambda: self._limited(work)), future))
+            self._tasks.append((as_here(lambda: self._limited(work)), future))
         if self._threaded:
             Thread(target=self._drain, args=(future,), name="shardwise", daemon=True).start()
         return future
@@ -311,7 +342,7 @@ class Pending(Future[T]):
         return super().result(timeout)
 
 
-def _as_here(work: Callable[[], T]) -> Callable[[], T]:
+def as_here(work: Callable[[], T]) -> Callable[[], T]:
     """Run with the inference mode, stream and budget of the calling thread."""
     context = copy_context()
     inference = torch.is_inference_mode_enabled()

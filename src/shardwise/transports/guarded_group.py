@@ -34,14 +34,14 @@ class CauseError(RuntimeError):
 def publish(group: dist.ProcessGroup, transport: str, cause: str) -> None:
     """Write the cause into the store, unless there is one: what breaks later follows from the first."""
     with suppress(Exception):  # the store may be gone too
-        group.get_group_store().compare_set(_cause_key(transport), "", cause)
+        group.get_group_store().compare_set(cause_key(transport), "", cause)
 
 
 def published_cause(group: dist.ProcessGroup, transports: Iterable[str]) -> str | None:
     """The cause that a rank has published for one of these transports, if any."""
     with suppress(Exception):
         store = group.get_group_store()
-        for key in map(_cause_key, transports):
+        for key in map(cause_key, transports):
             if store.check([key]):
                 return store.get(key).decode(errors="replace")
     return None
@@ -145,7 +145,8 @@ def _answer_key(rank: int) -> str:
     return f"shardwise/answers/{rank}"
 
 
-def _cause_key(transport: str) -> str:
+def cause_key(transport: str) -> str:
+    """Where the cause of a failure lies in the store of a group."""
     return f"shardwise/broken/{transport}"
 
 
@@ -160,7 +161,10 @@ class GuardedGroup(Endpoint):
     """`ranks` of a process group, with what happens when one of them fails. Owners are assigned later.
 
     `name` is the same on all these ranks. A failure of the transport over the whole group ends this one too.
+    `remedy`: what to do once it has failed.
     """
+
+    remedy = "destroy the process group and make a new one"
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], owners: Sequence[int]) -> None:
         self.ranks = tuple(ranks)  # in the group, row by row
@@ -292,8 +296,7 @@ class GuardedGroup(Endpoint):
         """Turn errors of torch.distributed into an ExchangeError that names the cause, and fail the transport."""
         if self._failure is not None:
             raise ExchangeError(
-                f"an earlier exchange of this group broke on rank {self.me} ({self._failure}): "
-                f"destroy the process group and make a new one"
+                f"an earlier exchange of this group broke on rank {self.me} ({self._failure}): {self.remedy}"
             )
         try:
             yield

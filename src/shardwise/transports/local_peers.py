@@ -7,10 +7,11 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import blake2b
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +40,17 @@ class PeerCard(NamedTuple):
     probe: MemoryProbe
     nonce: str  # differs between transports: groups of the same processes are told apart by it
 
+    def plain(self) -> Sequence[Any]:
+        """As plain values, for JSON."""
+        return [list(self.host), self.address, self.probe.address, self.probe.content.hex(), self.nonce]
+
+    @staticmethod
+    def of(told: Sequence[Any]) -> PeerCard:
+        """The inverse."""
+        (name, boot, namespace, user), address, place, content, nonce = told
+        host = str(name), str(boot), int(namespace), int(user)
+        return PeerCard(host, str(address), MemoryProbe(int(place), bytes.fromhex(content)), str(nonce))
+
 
 class LocalPeers(NamedTuple):
     """The owners on this host, by number: their addresses, and the process of each whose memory this one can read.
@@ -59,8 +71,9 @@ class LocalPeers(NamedTuple):
         """Everybody calls. Two owners are local peers if each connects to the other; both know the result."""
         mine = _card()
         with nullcontext() if mine is None else this_process.packets.accept_in_background():
-            cards = dict(zip(owners, all_gather(mine), strict=True))
-            near = {o: card for o, card in cards.items() if o != me and mine and card and card.host == mine.host}
+            told = all_gather(None if mine is None else mine.plain())
+            cards = {owner: PeerCard.of(card) if card else None for owner, card in zip(owners, told, strict=True)}
+            near = _alone_in_their_processes(me, cards)
             pids = {owner: pid for owner, card in near.items() if (pid := _connect(card.address)) is not None}
             callers = [owner for owner, others in zip(owners, all_gather(sorted(pids)), strict=True) if me in others]
             peers = _accepted({owner: near[owner].address for owner in callers if owner in pids})
@@ -75,6 +88,18 @@ class LocalPeers(NamedTuple):
             all(len(others) == len(owners) - 1 for others, _ in reports.values()),
             _hosts(cards),
         )
+
+    def renumbered(self, token: str) -> LocalPeers:
+        """The same peers on another transport of theirs, whose packets carry another number."""
+        return self._replace(transport=_digest(f"{self.transport} {token}"))
+
+
+def _alone_in_their_processes(me: int, cards: Mapping[int, PeerCard | None]) -> dict[int, PeerCard]:
+    """Others of this host. Packets name processes, not owners: owners in one process, as of two jobs, use the group."""
+    owners = Counter((card.host, card.address) for card in cards.values() if card)
+    alone = {owner: card for owner, card in cards.items() if card and owners[card.host, card.address] == 1}
+    mine = alone.get(me)
+    return {owner: card for owner, card in alone.items() if owner != me and mine and card.host == mine.host}
 
 
 def _connect(address: str) -> int | None:
@@ -99,8 +124,11 @@ def _accepted(callers: Mapping[int, str]) -> list[int]:
 
 def _number(cards: Iterable[PeerCard | None]) -> int:
     """A number for the transport of these processes, the same on all of them."""
-    nonces = str([card and card.nonce for card in cards])
-    return int.from_bytes(blake2b(nonces.encode(), digest_size=7).digest())
+    return _digest(str([card and card.nonce for card in cards]))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
 def _hosts(cards: Mapping[int, PeerCard | None]) -> list[list[int]]:
@@ -115,12 +143,12 @@ def _card() -> PeerCard | None:
     """None if this process cannot have a socket for others of its host."""
     try:
         address = this_process.packets.address
-        return PeerCard(_host(), address, MemoryProbe.of_this_process(), secrets.token_hex(8))
+        return PeerCard(host_id(), address, MemoryProbe.of_this_process(), secrets.token_hex(8))
     except OSError:
         return None
 
 
-def _host() -> HostId:
+def host_id() -> HostId:
     """Equal for processes that can reach each other: one running system, network namespace (of addresses) and user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()

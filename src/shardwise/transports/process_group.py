@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,21 @@ class GroupTransport(GuardedGroup):
             self.members = Members.of([one for one in members if one is not None], self.group.rank())
             self.assign_owners(self.members.owners[self.ranks.index(self.group.rank())], self.members.owners)
             remember(self.group, self.members)
+
+    def twin(self, group: dist.ProcessGroup, token: str) -> Self:
+        """A transport of the same owners over another group, whose ranks are these owners in their order.
+
+        All of them call, with one token that no other twin has. They know each other: there is no rendezvous.
+        """
+        twin = type(self)(group)
+        twin.members, twin._rendezvous_done = self.members, True
+        twin.assign_owners(self.me, self.owners)
+        return twin
+
+    @property
+    def on_one_host(self) -> bool:
+        """True if all ranks share memory. All know the same."""
+        return len(self.owners) == 1
 
     def check_choice(self, choice: object) -> None:
         """Refuse a transport= that does not exist, or that this group does not have."""

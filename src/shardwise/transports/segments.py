@@ -276,6 +276,13 @@ class PeerSegments:
                         mapped.pop(number, None)
                         self._packets.discard(PacketKey(address, 0, SEGMENT, number))  # sent, but never named
 
+    def disconnect(self, address: str) -> None:
+        """Close the connection to a process that nothing more is sent to, unless a transport uses it."""
+        with self._lock:
+            if self._packets.disconnect(address):
+                self._sent.pop(address, None)
+                self._freed.pop(address, None)
+
     def _forget_peer(self, address: str) -> None:
         """It will not report what it has freed: its segments would stay mapped for ever."""
         for segments in (self._sent, self._freed, self._mapped):

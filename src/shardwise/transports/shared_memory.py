@@ -11,15 +11,16 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from shardwise.exchange import in_words
+from shardwise.exchange import PeerBuffer, in_words
 from shardwise.exchange.transport import PeerTensors, PostedRound, Receive, Send
 from shardwise.geometry import Ints
 from shardwise.transports import local_peers, message_location
@@ -69,10 +70,18 @@ class SharedMemoryTransport(GroupTransport):
             with self.budget():
                 super().rendezvous()
                 self.local_peers = LocalPeers.find(self.me, self.owners, self.all_gather)
+            if self.local_peers.addresses:
+                self._packets.keep(self.local_peers.addresses.values())
         except BaseException as error:  # also an interrupt: others may take this rank for their peer
             self.fail(f"{type(error).__name__} during the rendezvous")
             raise
         self._spin = len(self.local_peers.addresses) < len(os.sched_getaffinity(0))
+
+    def twin(self, group: dist.ProcessGroup, token: str) -> Self:
+        """With the same local peers, and packets of its own."""
+        twin = super().twin(group, token)
+        twin.local_peers, twin._spin = self.local_peers.renumbered(token), self._spin
+        return twin
 
     def early_limit(self, device: torch.device, *, direct: bool) -> int:
         """No limit if nothing goes by messages: a location is not looked at before it is needed."""
@@ -86,6 +95,11 @@ class SharedMemoryTransport(GroupTransport):
         if self.local_peers.addresses:
             this_process.peer_segments.tidy()
         return size + super().release()
+
+    @property
+    def on_one_host(self) -> bool:
+        """As the rendezvous found."""
+        return self.local_peers.all or super().on_one_host
 
     def check_choice(self, choice: object) -> None:
         """Every choice is possible if everybody is on this host."""
@@ -182,6 +196,15 @@ class SharedMemoryTransport(GroupTransport):
         return wait
 
     # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def shares_memory(self, peer: int) -> bool:
+        """True for ranks of this host."""
+        return peer in self.local_peers.addresses
+
+    def post_stream(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> GroupMessages:
+        """Over the group, also to ranks of this host."""
+        self._used_group = True
+        return self.post_messages(receives, sends, tag)
 
     def post_round(
         self,
@@ -297,7 +320,8 @@ class SharedMemoryTransport(GroupTransport):
         key = PacketKey("", self.local_peers.transport, FAILED, 0)
         for address in self.local_peers.addresses.values():
             self._packets.try_to_send(address, key, cause.encode()[:1000])
-        if self.local_peers.addresses:  # nobody will take what has arrived
+        if self.local_peers.addresses:  # nobody will take what has arrived, and no thread here may wait for more
+            self._packets.end(self.local_peers.transport, cause)
             self._packets.discard_all(lambda key: key.transport == self.local_peers.transport)
         if not self.local_peers.all or self._used_group:
             super()._announce_failure(cause)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shardwise.errors import RefusedValueError
 
 Options = TypeVar("Options", dist.AllToAllOptions, dist.AllreduceOptions)
 
@@ -23,6 +27,57 @@ def timeout_of(group: dist.ProcessGroup) -> float:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     except Exception:  # not every backend has the option
         return float(dist.constants.default_pg_timeout.total_seconds())
+
+
+GLOO = {"cpu": "gloo"}
+
+
+def new_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    backends: Mapping[str, str] = GLOO,
+    seconds: float,
+    hostname: str | None = None,
+) -> dist.ProcessGroup:
+    """A process group that torch's registry does not know: also over several jobs, and without a default group.
+
+    All its ranks call. `store`: where they meet, with a prefix that no other group has. `backends`: "gloo" or "nccl" by
+    the kind of device, as from `backend_names`. `seconds`: its timeout. `hostname`: an address of this host, whose
+    interface gloo uses; by default as torch chooses it. When the last reference goes, so do its sockets and threads.
+    """
+    unknown = sorted(set(backends.values()) - {"gloo", "nccl"})
+    if unknown:
+        raise RefusedValueError(f"a group over {unknown[0]} cannot be made here: only over gloo and nccl")
+    group, made = dist.ProcessGroup(store, rank, size), dict[str, Any]()
+    for device, backend in backends.items():
+        if backend not in made:  # one for all its kinds of devices, with keys of its own in the store
+            make = _new_gloo if backend == "gloo" else _new_nccl
+            made[backend] = make(PrefixStore(f"{backend}/", store), rank, size, timedelta(seconds=seconds), hostname)
+        kind = getattr(dist.ProcessGroup.BackendType, backend.upper())
+        group._register_backend(torch.device(device), kind, made[backend])
+    return group
+
+
+def _new_gloo(store: Store, rank: int, size: int, timeout: timedelta, hostname: str | None) -> Any:
+    if hostname is None:
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    else:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
+        options._timeout = timeout
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _new_nccl(store: Store, rank: int, size: int, timeout: timedelta, hostname: str | None) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
 
 
 def post_as_batch(

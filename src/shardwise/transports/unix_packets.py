@@ -32,6 +32,7 @@ FULL = (errno.EAGAIN, errno.ETOOMANYREFS)  # the peer's queue, or the limit of d
 PATIENCE = 5.0  # seconds to wait for a full listener: peers accept during rendezvous, unless somebody floods them
 MAX_PACKETS = 2**14  # to read in search of a FAILED packet: a stranger may send without end
 MAX_ANONYMOUS = 256  # connections that have not sent HELLO; the oldest are closed beyond that
+LOOK = 1.0  # seconds after which a wait looks whether its transport has failed meanwhile
 SPIN = 50e-6  # seconds to poll without sleeping, where every rank has a core
 
 
@@ -77,7 +78,7 @@ class PacketSocket:
         self._listener.listen(4096)
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
-        self._outgoing = dict[str, socket.socket]()
+        self._outgoing, self._kept = dict[str, socket.socket](), set[str]()
         self._incoming = dict[int, tuple[socket.socket, str | None]]()  # by descriptor, with its HELLO
         self._queues = defaultdict[PacketKey, deque[Packet]](deque)
         self._ended, self._failures = set[str](), dict[int, str]()
@@ -112,6 +113,21 @@ class PacketSocket:
             raise PermissionError(errno.EPERM, "the address belongs to another user")
         return sock
 
+    def keep(self, addresses: Iterable[str]) -> None:
+        """The connections to these are used for as long as this process lives."""
+        with self._connecting:
+            self._kept.update(addresses)
+
+    def disconnect(self, address: str) -> bool:
+        """Close the connection to an address: the process there takes this one to have ended. False if it is kept."""
+        with self._connecting:
+            if address in self._kept:
+                return False
+            sock = self._outgoing.pop(address, None)
+            if sock is not None:
+                sock.close()
+            return True
+
     @contextmanager
     def accept_in_background(self) -> Iterator[None]:
         """Accept connections in a thread meanwhile, so that no peer finds the backlog full."""
@@ -119,7 +135,7 @@ class PacketSocket:
 
         def accept() -> None:
             while not done.is_set():
-                self._poll_once(done.is_set, 0.02)
+                self._poll_once(done.is_set, 0.005)
 
         thread = Thread(target=accept, name="shardwise accept", daemon=True)
         thread.start()
@@ -248,12 +264,22 @@ class PacketSocket:
             return False
         return not any(key.sender == address and key.transport for key in list(self._queues))
 
+    def expect_again(self, address: str) -> None:
+        """A process that has closed its connection may live, and connect again. One that has ended does not answer."""
+        if address in self._ended:
+            with suppress(OSError), self._open_connection(address):
+                self._ended.discard(address)
+
     def failure(self, transport: int) -> str | None:
         """Why a transport failed on a peer, if a FAILED packet has arrived."""
         for _ in range(MAX_PACKETS):
             if transport in self._failures or not self._poll_once(lambda: False, 0.0):
                 break
         return self._failures.get(transport)
+
+    def end(self, transport: int, cause: str) -> None:
+        """Waits for packets of a transport end: it has failed here."""
+        self._failures.setdefault(transport, cause)
 
     def _check_not_failed(self, transport: int) -> None:
         if transport in self._failures:
@@ -271,7 +297,7 @@ class PacketSocket:
                 return False
             self._polling = True
         try:
-            came = self._poll.poll(1000 * min(seconds, 3600))
+            came = self._poll.poll(1000 * min(seconds, LOOK))
             for descriptor, _ in came:
                 if descriptor == self._listener.fileno():
                     self._accept()
@@ -324,6 +350,7 @@ class PacketSocket:
             return
         if kind == HELLO and sender is None and not files:
             self._incoming[descriptor] = sock, payload.decode(errors="replace")
+            self._ended.discard(payload.decode(errors="replace"))  # it had closed a connection, and lives
         elif sender is None:
             close_files(files)
             self._disconnect(descriptor)
