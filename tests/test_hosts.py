@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing import HostError, RankError, hosts, on_ranks, why_no_hosts
-from shardwise.transports.local_peers import _host
+from shardwise.transports.local_peers import host_id
 
 MODULE = sys.modules["shardwise.testing.hosts"]  # its function has the same name
 needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
@@ -124,14 +124,14 @@ def test_ranks_on_two_hosts_reshard_over_the_link_and_see_two_hosts():
         torch.testing.assert_close(found, whole[:, 1024 * rank : 1024 * rank + 1024], rtol=0, atol=0)
         with pytest.raises(sw.ExchangeError, match="not all ranks can share memory"):
             sw.reshard(x, "2048x2048/S1@2", transport="shared")
-        return _host()
+        return host_id()
 
     with hosts(2) as (a, b):
         first, second = on_ranks(2, work, hosts=[a, b])
         assert first != second
         for crossed in (a.sent_bytes(), b.sent_bytes()):
             assert 2**22 <= crossed <= 1.25 * 2**22  # a quarter of the tensor each way; some packets may be sent twice
-        assert len({*on_ranks(2, lambda _: _host(), hosts=[a, a])}) == 1
+        assert len({*on_ranks(2, lambda _: host_id(), hosts=[a, a])}) == 1
 
 
 @needs_hosts
