@@ -2,13 +2,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench browser docs format clean judges judges-table
+.PHONY: demo test chaos check bench browser docs format clean judges judges-table
 
 demo: $(INSTALLED)
 	@$(BIN)/shardwise demo
 
 test: $(INSTALLED) browser
 	@$(BIN)/pytest -q -n 3 --dist worksteal
+
+# Jobs that publish and subscribe are killed and stopped at random, for SECONDS without and SECONDS with deltas.
+chaos: SECONDS ?= 300
+chaos: $(INSTALLED)
+	@SHARDWISE_CHAOS_SECONDS=$(SECONDS) $(if $(SEED),SHARDWISE_CHAOS_SEED=$(SEED)) TORCH_CPP_LOG_LEVEL=FATAL \
+	$(BIN)/pytest -q -s tests/publishing/test_chaos.py
 
 # Real engines (vLLM) in an environment of their own; where that cannot be had, one line says so.
 judges:

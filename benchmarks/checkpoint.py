@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice
+from mmap import mmap
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,13 +27,14 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks import peers
 from benchmarks.caches import forget
 from benchmarks.loading import COUNT, MODEL, RANK, SERVERS, corners_of
-from benchmarks.measure import Effort, Row, Target
+from benchmarks.measure import Effort, Row, Target, against_the_limit
 from benchmarks.memory import rise
 from benchmarks.model import RANKS, model, placement, tensor_of
 from shardwise import Layout, checkpoint, layout_of, plan
 from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
 from shardwise.bench.limit import strided_copies
 from shardwise.bench.moves import meet
+from shardwise.bench.table import seconds
 from shardwise.checkpoint.entry import Local, match
 from shardwise.checkpoint.formats.sharded import index_bytes
 from shardwise.checkpoint.formats.writers import Contents
@@ -42,12 +44,16 @@ from shardwise.layout import local_shapes
 from shardwise.testing import on_ranks
 
 TITLE = "Checkpoints"
+READ = 2**22  # bytes that are read by a call
 ABOUT = """
 The model of the section before (289 tensors, 0.7 GiB in bfloat16), saved fully sharded by four ranks, loaded tensor
 parallel by four ranks, into tensors that are there. `dcp.load` reads the very files that we read ("from DCP"); ours are
 safetensors files with an index. The page cache is warm, and both sides were found equal before the clock started.
 `read="once"` reads every byte on one rank and sends it on, for files that are far away; here they are not. Memory is
 what a rank takes beside its tensors and the mapped files.
+
+"Cold" is one process that loads whole tensors from files that were dropped from the page cache before. Plain reads are
+calls that read the same files from start to end into memory; a note has the same with O_DIRECT, past the page cache.
 
 Saving writes to the same disk, with and without waiting for it (`fsync`), on both sides. The limit of a load are
 strided copies of the same boxes from memory to memory; that of a save are files into which every rank writes the bytes
@@ -73,12 +79,18 @@ def rows(effort: Effort) -> Iterator[Row]:
         ours, theirs, once, peer, copies, saved, saves, safe, safes, as_dcp, plain, plain_safe = (
             together(ranks) for ranks in zip(*found, strict=True)
         )
-        yield Row("load from our safetensors", ours, peer, "dcp.load", Target(6), memory[0], copies)
-        yield Row("load from DCP", theirs, peer, "dcp.load", Target(4), memory[1], copies)
+        for name, took, times, share, note in (
+            ("load from our safetensors", ours, 8, 0.7, memory[0]),
+            ("load from DCP", theirs, 6, 0.55, memory[1]),
+        ):
+            row = Row(name, took, peer, "dcp.load", Target(times), note, copies)
+            yield row
+            yield against_the_limit(row, Target(share, percent=True))
         yield Row('load from our safetensors, read="once"', once, peer, "dcp.load", limit=copies)
         yield Row("save, fsync", safe, safes, "dcp.save", Target(1.5), limit=plain_safe)
         yield Row("save, no fsync", saved, saves, "dcp.save", Target(1.5), limit=plain)
         yield Row("save as DCP, no fsync", as_dcp, saves, "dcp.save", limit=plain)
+        yield from _cold(folder, effort)
         yield from _conversions(folder, effort)
         yield from _openings(folder, effort)
 
@@ -99,7 +111,7 @@ def _measured(folder: str, repeats: int) -> tuple[list[list[Interval]], list[int
     jobs: list[Callable[[Any], Any]] = [
         lambda _: checkpoint.load(f"{folder}/ours", target),
         lambda _: checkpoint.load(f"{folder}/dcp", target),
-        lambda _: checkpoint.load(f"{folder}/ours", target, group=everybody),
+        lambda _: checkpoint.load(f"{folder}/ours", target, group=everybody, read="once"),
         lambda _: dcp.load(target, checkpoint_id=f"{folder}/dcp"),
     ]
     memory = [rise(partial(job, None), "RssAnon") for job in jobs[:2]]
@@ -158,6 +170,55 @@ def _plain_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
 
 def _dcp_save(state: dict[str, DTensor], path: str, *, sync: bool) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=sync))
+
+
+# --- from the disk ---------------------------------------------------------------------------------------------------
+
+
+def _cold(folder: str, effort: Effort) -> Iterator[Row]:
+    for name, format in ("ours", "our safetensors"), ("dcp", "DCP"):
+        files = [path for path in Path(f"{folder}/{name}").iterdir() if path.suffix in (".safetensors", ".distcp")]
+        into = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in model().items()}
+        room = torch.zeros(max(path.stat().st_size for path in files), dtype=torch.uint8).numpy()
+
+        def load(_: Any, path: str = f"{folder}/{name}", into: dict[str, torch.Tensor] = into) -> None:
+            checkpoint.load(path, into)
+
+        def dropped(files: list[Path] = files) -> None:
+            _drop(files)
+
+        ours, plain, direct = interleaved(
+            Task(load, dropped, effort.large),
+            Task(partial(_plain_reads, files, room), dropped, effort.large),
+            Task(partial(_direct_reads, files), dropped, effort.large),
+        )
+        note = f"with O_DIRECT {seconds(direct.seconds)}"
+        yield Row(f"load from {format}, cold", ours.seconds, plain.seconds, "plain reads", Target(0.9), note)
+
+
+def _drop(files: list[Path]) -> None:
+    """From the page cache, once all is on the disk."""
+    os.sync()
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _plain_reads(files: list[Path], room: Any, _: Any) -> None:
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            at = 0
+            while count := file.readinto(room[at : at + READ].data):
+                at += count
+
+
+def _direct_reads(files: list[Path], _: Any) -> None:
+    with mmap(-1, READ) as room:
+        for path in files:
+            file, at = os.open(path, os.O_RDONLY | os.O_DIRECT), 0
+            while count := os.preadv(file, [room], at):
+                at += count
+            os.close(file)
 
 
 # --- converting ------------------------------------------------------------------------------------------------------

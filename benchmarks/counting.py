@@ -47,8 +47,8 @@ class Counted:
 
     def _count_opened(self, transport: SharedMemoryTransport, one: Any, packet: Any, tag: int) -> Any:
         found = self._opened(transport, one, packet, tag)
-        if np.frombuffer(packet.payload, np.int64)[0] == IN_SEGMENT:
-            self.bytes += found.nbytes
+        if isinstance(found.message, torch.Tensor) and np.frombuffer(packet.payload, np.int64)[0] == IN_SEGMENT:
+            self.bytes += found.message.nbytes
         return found
 
     def _count_read(self, theirs: LocatedTensors, here: Any, tensor: Any, offset: Any, sizes: Any) -> None:

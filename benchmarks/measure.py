@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.bench.clock import Task
 
@@ -60,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison: seconds of ours and of the peer, what the peer is, and the ratio that was aimed at.
+    """One comparison: seconds or bytes of ours and of the peer, what the peer is, and the ratio that was aimed at.
 
     `limit` is what no way can beat, in seconds. `moved` are bytes between ranks. `memory` is the most that a rank
     takes above what it had, in bytes: with ours, and with the peer.
@@ -75,6 +76,7 @@ class Row:
     limit: float | None = None
     moved: int | None = None
     memory: tuple[int, int] | None = None
+    unit: Literal["seconds", "bytes"] = "seconds"
 
     @property
     def ratio(self) -> float | None:

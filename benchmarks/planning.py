@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
+from torch import bfloat16
+
 from benchmarks import peers
 from benchmarks.caches import forget
 from benchmarks.measure import Effort, Row, Target, peak_bytes
 from benchmarks.table import size
 from benchmarks.tilings import Tiling, grid, guillotine, listed
-from shardwise import Layout, Mesh, Plan
+from shardwise import Layout, Mesh, Plan, parse
 from shardwise.bench.clock import Task, interleaved
 from shardwise.bench.table import seconds
+from shardwise.job.plan import ModelPlan, TensorInfo
+from shardwise.job.remap import Link
+from shardwise.job.subtensor import Subtensor
+from shardwise.planning import Hosts
 
 TITLE = "Planning"
 ABOUT = """
@@ -37,6 +44,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     yield _growth(effort)
     yield from _strips(effort)
     yield from _parts(effort)
+    yield _model(effort)
 
 
 def copies(pair: Pair) -> int:
@@ -144,3 +152,39 @@ def _planned() -> Plan:
     made = Plan(*_on_mesh(*HSDP), 4)
     len(made.copies)  # computed before the clock starts
     return made
+
+
+# --- one owner's part of a model -------------------------------------------------------------------------------------
+
+TRAINERS, SERVERS, TENSORS, SHAPES = 4_096, 1_024, 10_000, 1_000
+
+
+def _model(effort: Effort) -> Row:
+    """Links, buckets and the copies of one owner, between two jobs on hosts of eight."""
+    hosts = Hosts.of(8, np.arange(TRAINERS + SERVERS))
+    (task,) = interleaved(Task(lambda sides: _part_of_model(*sides, hosts), _sides, effort.slow_peer))
+    case = "one owner, 10,000 tensors of 1,000 shapes, 4,096 -> 1,024 owners, hosts=8"
+    return Row(case, task.seconds, note=f"{task.result:,} copies; at most 2 s are wanted")
+
+
+def _sides() -> tuple[list[Link], dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """New layouts, one for each shape."""
+    kinds, links = list[tuple[TensorInfo, TensorInfo]](), list[Link]()
+    for n in range(SHAPES):
+        shape, target = (64 * (1 + n % 40), 512 * (1 + n // 40)), ("R,S1@128x8", "S0,R@128x8")[n % 2]
+        texts = f"S0@{TRAINERS}", f"{target}:{TRAINERS}-{TRAINERS + SERVERS - 1}"
+        layouts = [parse(f"{shape[0]}x{shape[1]}/{text}") for text in texts]
+        kinds.append((TensorInfo(shape, bfloat16, layouts[0], "cpu"), TensorInfo(shape, bfloat16, layouts[1], "cpu")))
+    names = {f"t{n}": kinds[n % SHAPES] for n in range(TENSORS)}
+    for name, (info, _) in names.items():
+        links.append(Link(name, name, Subtensor.whole(info.shape), Subtensor.whole(info.shape)))
+    return links, {name: pair[0] for name, pair in names.items()}, {name: pair[1] for name, pair in names.items()}
+
+
+def _part_of_model(
+    links: list[Link], sources: dict[str, TensorInfo], targets: dict[str, TensorInfo], hosts: Hosts
+) -> int:
+    forget()
+    made = ModelPlan.of(links, sources, targets, hosts=hosts)
+    made.buckets()
+    return sum(len(planned.plan.part(OWNER).copies) for planned in made.links)

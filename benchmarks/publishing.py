@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -67,7 +69,10 @@ def stalls(effort: Effort) -> Iterator[Row]:
         yield Row(case, seconds[way], seconds[COPY], COPY, Target(1.15, most=True))
     alone, beside = seconds["steps alone"], seconds["steps beside a pull"]
     note = "four processes on two cores: steps also wait for the servers' own copies"
-    yield Row("matmul steps of a trainer beside a pull", beside, alone, "alone", None, note)
+    yield Row("training steps beside a pull on one host", beside, alone, "alone", None, note)
+    whole = alone + seconds[ASYNC]
+    note = f"{ASYNC} and the steps after it, until the steps end; on two cores"
+    yield Row(f"training steps beside {ASYNC}", seconds["steps beside a run"], whole, "one after the other", None, note)
 
 
 def _stalls(at: str, shapes: Shapes, repeats: int) -> Times:
@@ -85,7 +90,7 @@ def _stalls(at: str, shapes: Shapes, repeats: int) -> Times:
     dist.barrier()
     subscriber = None if trains else sw.subscribe(state, at, "model", group=group)
     numbers = count(1)
-    factor = torch.randn(384, 384)
+    train = _training() if trains else lambda: None
 
     def commit(_: object) -> None:
         if publisher:
@@ -105,8 +110,12 @@ def _stalls(at: str, shapes: Shapes, repeats: int) -> Times:
             waiting.pop().wait()
 
     def steps(_: object) -> None:
-        for _step in range(40 if trains else 0):
-            factor @ factor
+        for _step in range(STEPS):
+            train()
+
+    def steps_beside_run(_: object) -> None:
+        moved(None)
+        steps(None)
 
     def steps_beside(_: object) -> None:
         if trains:
@@ -125,6 +134,7 @@ def _stalls(at: str, shapes: Shapes, repeats: int) -> Times:
         ASYNC: Way(moved, waited),
         "steps alone": Way(steps, waited),
         "steps beside a pull": Way(steps_beside, prepare),
+        "steps beside a run": Way(steps_beside_run, waited),
     }
     spans, _ = every_repeat(*(way.job(repeats) for way in ways.values()))
     waited()
@@ -134,6 +144,57 @@ def _stalls(at: str, shapes: Shapes, repeats: int) -> Times:
             one.close()
     dist.barrier()
     return Times(dict(zip(ways, spans, strict=True)) if trains else {}, {})
+
+
+STEPS = 20
+
+
+def _training() -> Callable[[], object]:
+    """A step of training: forward, backward and AdamW of a small model."""
+    layers = [torch.nn.Linear(512, 512) for _ in range(4)]
+    module, batch = torch.nn.Sequential(*layers), torch.randn(64, 512)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def step() -> None:
+        module(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def steps_over_the_link(effort: Effort, trainers: Host, servers: Host) -> Iterator[Row]:
+    """What training loses while servers of another host pull, with and without deltas."""
+    places = [trainers] * RANKS + [servers] * RANKS
+    for number, delta in enumerate((False, True)):
+        work = partial(_beside, f"{trainers.address}:{29620 + number}", model(4), effort.large, delta)
+        found = on_ranks(len(places), lambda _, work=work: work(), hosts=places, timeout=900)
+        seconds, pulled = took(found[:RANKS]), took(found[RANKS:])["beside"]
+        case = f"training steps beside {'a pull of a delta of 2 %' if delta else 'a pull'} over 1 Gbit/s"
+        note = f"the pull took {pulled:.2f} s beside the steps"
+        yield Row(case, seconds["beside"], seconds["alone"], "alone", None, note)
+
+
+def _beside(at: str, shapes: Shapes, repeats: int, delta: bool) -> Times:
+    silence()
+    job = _Jobs(at, shapes, delta=delta)
+    train = _training() if job.trains else lambda: None
+
+    def steps(_: object) -> None:
+        for _step in range(STEPS * (1 if delta else 4)):  # about as many as fit into a pull
+            train()
+
+    def beside(_: object) -> None:
+        steps(None)
+        job.pull()
+
+    for _ in range(2):
+        job.step(0.02)
+        job.pull()
+    ways = {"alone": Way(steps), "beside": Way(beside, lambda: job.step(0.02))}
+    spans, _ = every_repeat(*(way.job(repeats) for way in ways.values()))
+    job.close()
+    return Times(dict(zip(ways, spans, strict=True)), {})
 
 
 # --- pulls -----------------------------------------------------------------------------------------------------------
@@ -227,6 +288,17 @@ class _Jobs:
         if self.subscriber:
             self.subscriber.wait(timeout=60)
 
+    def step(self, fraction: float) -> int:
+        """Change so many elements, and commit. How many this rank has changed."""
+        changed = 0
+        for x in self.state.values() if self.trains else ():
+            words = x.to_local().view(torch.int16)
+            mask = torch.rand(words.shape) < fraction
+            words ^= mask.to(torch.int16)
+            changed += int(mask.count_nonzero())
+        self.commit()
+        return changed
+
     def pull(self) -> None:
         """By the servers."""
         if self.subscriber:
@@ -268,9 +340,9 @@ def servers_of_one_host(effort: Effort, trainers: Host, servers: Host) -> Iterat
     places = [trainers] + [servers] * 4
     found = on_ranks(5, lambda _: _several(at, shapes, effort.slow_peer + 1, trainers), hosts=places, timeout=600)
     crossed, whole = found[0].crossed[PULL], bytes_of(shapes)
-    case = f"bytes on the trainers' link, 4 servers of one host, {size(whole)} (in MB, not seconds)"
+    case = f"bytes on the trainers' link, 4 servers of one host, {size(whole)}"
     note = f"{size(crossed)} for a version of {size(whole)}; pulled by all four in {took(found[1:])[PULL]:.2f} s"
-    yield Row(case, crossed / 1e6, whole / 1e6, "one version", Target(1.05, most=True), note)
+    yield Row(case, crossed, whole, "one version", Target(1.05, most=True), note, unit="bytes")
 
 
 def _several(at: str, shapes: Shapes, repeats: int, trainers: Host) -> Times:
@@ -305,49 +377,76 @@ def _several(at: str, shapes: Shapes, repeats: int, trainers: Host) -> Times:
 
 # --- deltas ----------------------------------------------------------------------------------------------------------
 
-CHANGED = {0.02: 6.0, 0.05: 6.0, 0.13: 4.0, 0.55: None, 1.0: None}  # and how many times faster than dense is wanted
+FRACTIONS = {0.02: 6.0, 0.05: 6.0, 0.13: 4.0, 0.55: None, 1.0: None}  # and how many times faster than dense is wanted
+CHANGED, SENT = "changed elements", "bytes of deltas"  # on one rank
 
 
 def deltas_over_the_link(effort: Effort, trainers: Host, servers: Host) -> Iterator[Row]:
     """Versions of which some elements changed, with and without deltas."""
     shapes = model(4)
-    for number, (fraction, wanted) in enumerate(CHANGED.items()):
+    for number, (fraction, wanted) in enumerate(FRACTIONS.items()):
         ports = [29602 + 2 * number, 29603 + 2 * number]
         ats = [f"{trainers.address}:{port}" for port in ports]
         places = [trainers] * RANKS + [servers] * RANKS
         work = lambda _, ats=ats, fraction=fraction: _deltas(ats, shapes, effort.large, fraction, trainers)  # noqa: E731
         found = on_ranks(len(places), work, hosts=places, timeout=900)
         seconds = {way: together(rank.spans[way] for rank in found[RANKS:]) for way in (DELTA, DENSE)}
-        crossed, changed = found[0].crossed, fraction * bytes_of(shapes) / 2
+        crossed = found[0].crossed
+        changed, sent = (sum(rank.crossed[what] for rank in found[:RANKS]) for what in (CHANGED, SENT))
         case = f"deltas, {100 * fraction:g} % of {size(bytes_of(shapes))} changed, over 1 Gbit/s"
-        per = crossed[DELTA] / changed
-        note = f"{size(crossed[DELTA])} on the link against {size(crossed[DENSE])}: {per:.2f} bytes per changed element"
+        note = f"{size(crossed[DELTA])} on the link against {size(crossed[DENSE])}"
         target = Target(wanted) if wanted else Target(1.03, most=True)
         yield Row(case, seconds[DELTA], seconds[DENSE], DENSE, target, note)
+        yield from _bytes_of_deltas(f"bytes of deltas, {100 * fraction:g} % changed", fraction, changed, sent, shapes)
+
+
+def _bytes_of_deltas(case: str, fraction: float, changed: int, sent: int, shapes: Shapes) -> Iterator[Row]:
+    """Without headers of packets, against what is promised. Headers of blocks are a ten-thousandth."""
+    note = f"{sent / changed:.2f} bytes for each of {changed:,} changed elements"
+    if fraction <= 0.05:
+        yield Row(case, sent, 3.2 * changed, "3.2 bytes per element", Target(1, most=True), note, unit="bytes")
+    least = 2 * changed + bytes_of(shapes) / 16
+    yield Row(case, sent, least, "elements and a bit per cell", Target(1.001, most=True), note, unit="bytes")
+
+
+class _Deltas(logging.Handler):
+    """Adds up what this rank's publisher logs of the deltas that it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent, self._logger = 0, logging.getLogger("shardwise")
+        self._before = self._logger.level, logging.root.manager.disable
+        logging.disable(logging.NOTSET)
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Of each pull."""
+        if "sent a delta" in record.msg and isinstance(record.args, tuple):
+            self._sent += int(str(record.args[0]))
+
+    def end(self) -> int:
+        """The sum."""
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._before[0])
+        logging.disable(self._before[1])
+        return self._sent
 
 
 def _deltas(ats: list[str], shapes: Shapes, repeats: int, fraction: float, trainers: Host) -> Times:
     silence()
     jobs = {DELTA: _Jobs(ats[0], shapes, delta=True), DENSE: _Jobs(ats[1], shapes, delta=False)}
 
-    def step(job: _Jobs) -> None:
-        for x in job.state.values() if job.trains else ():
-            words = x.to_local().view(torch.int16)
-            if fraction < 1:
-                words ^= (torch.rand(words.shape) < fraction).to(torch.int16)
-            else:
-                words ^= 1
-        job.commit()
-
     for job in jobs.values():
         for _ in range(2):
-            step(job)
+            job.step(fraction)
             job.pull()
-    crossed = dict[str, int]()
+    crossed, told = dict[str, int](), _Deltas()
     for way, job in jobs.items():
-        step(job)
+        crossed[CHANGED] = job.step(fraction)
         crossed[way] = bytes_on_the_link(trainers, job.pull)
-    ways = {way: Way(lambda _, job=job: job.pull(), lambda job=job: step(job)) for way, job in jobs.items()}
+    crossed[SENT] = told.end()
+    ways = {way: Way(lambda _, job=job: job.pull(), lambda job=job: job.step(fraction)) for way, job in jobs.items()}
     spans, _ = every_repeat(*(way.job(repeats) for way in ways.values()))
     for job in jobs.values():
         job.close()

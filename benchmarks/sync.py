@@ -23,6 +23,7 @@ from benchmarks.publishing import (
     pulls_over_the_link,
     servers_of_one_host,
     stalls,
+    steps_over_the_link,
 )
 from benchmarks.table import size
 from shardwise.bench.clock import Interval, Task, every_repeat, interleaved, together
@@ -200,4 +201,5 @@ LINK_CASES: tuple[Callable[[Effort, Host, Host], Iterator[Row]], ...] = (
     pulls_over_the_link,
     servers_of_one_host,
     deltas_over_the_link,
+    steps_over_the_link,
 )

@@ -26,10 +26,15 @@ class Column:
     optional: bool = False
 
 
+def amount(row: Row, value: float) -> str:
+    """What a row has measured, in its unit."""
+    return size(round(value)) if row.unit == "bytes" else seconds(value)
+
+
 COLUMNS = (
     Column("case", lambda row: row.case, number=False),
-    Column("shardwise", lambda row: seconds(row.ours)),
-    Column("compared with", lambda row: "" if row.peer is None else f"{seconds(row.peer)} ({row.against})"),
+    Column("shardwise", lambda row: amount(row, row.ours)),
+    Column("compared with", lambda row: "" if row.peer is None else f"{amount(row, row.peer)} ({row.against})"),
     Column("ratio", lambda row: "" if row.ratio is None else (row.target or Target(1)).written(row.ratio)),
     Column("target", lambda row: str(row.target or "")),
     Column("reached", lambda row: {True: "yes", False: "no", None: ""}[row.reached], number=False),

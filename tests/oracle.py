@@ -148,3 +148,11 @@ def as_boxes(boxes, ndim):
 def box_of(sides):
     """A box from its (lo, hi) on every axis."""
     return Box(tuple(lo for lo, _ in sides), tuple(hi for _, hi in sides))
+
+
+def in_a_tree(combine, values):
+    """The reduction of n values: of the first 2**k (the largest power of two below n), of the others, of both."""
+    if len(values) == 1:
+        return values[0]
+    half = 1 << ((len(values) - 1).bit_length() - 1)
+    return combine(in_a_tree(combine, values[:half]), in_a_tree(combine, values[half:]))

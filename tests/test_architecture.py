@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = [
     "quoting",
     "errors",
+    "storage",
     "geometry",
     "notation",
     "layout",
@@ -112,12 +113,13 @@ def test_only_methods_that_show_a_value_may_climb_to_report():
 def test_the_core_imports_numpy_at_most():
     light = {"shardwise", "numpy", *sys.stdlib_module_names}
     heavy = [found for found in imports() if found.layer in CORE and found.name[0] not in light]
-    plotting = [
+    allowed = [
         found
         for found in heavy
-        if found.layer in ("planning", "report") and found.name[0] == "matplotlib" and found.function
+        if (found.layer in ("planning", "report") and found.name[0] == "matplotlib" and found.function)
+        or (found.layer == "storage" and found.name[0] in ("fsspec", "typing_extensions", "xxhash"))
     ]
-    assert heavy == plotting, "\n".join(found.where for found in heavy if found not in plotting)
+    assert heavy == allowed, "\n".join(found.where for found in heavy if found not in allowed)
 
 
 @pytest.mark.parametrize("module", ["shardwise", "shardwise.cli"])
@@ -139,6 +141,8 @@ USERS = {  # each use is behind a function or class of these files
     "containers/torch_private.py",
     "containers/torch_sharded.py",
     "exchange/buffers.py",
+    "testing/device.py",
+    "testing/ordered_group.py",
     "transports/torch_groups.py",
 }
 
@@ -149,3 +153,21 @@ def test_private_names_of_torch_stand_in_a_few_files():
     outside = {name for name in users if name.split("/")[0] not in PEERS}
     assert outside <= USERS, f"move these uses to containers/torch_private.py: {sorted(outside - USERS)}"
     assert outside >= USERS, f"drop these from USERS: {sorted(USERS - outside)}"
+
+
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}
+
+
+def factories_without_a_device(path):
+    """Lines that make tensors where torch.set_default_device says."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if of_torch and not {"device", None} & {keyword.arg for keyword in node.keywords}:
+                yield f"{path.relative_to(SRC)}:{node.lineno}"
+
+
+def test_new_tensors_are_on_a_device_that_is_named():
+    """After torch.set_default_device("cuda") messages of the agreement would lie where nobody looks for them."""
+    paths = [path for path in SRC.rglob("*.py") if not {"bench", "demo", "testing"} & set(path.parts)]
+    assert [line for path in paths for line in factories_without_a_device(path)] == []

@@ -73,6 +73,20 @@ def test_what_this_machine_cannot_do_is_refused(ranks, size, why):
         check_options(ranks, size)
 
 
+def test_moves_are_measured_on_a_device_too():
+    (move, *_) = bench(2, SMALL, "far")
+    assert min(move.ours, move.group, move.redistribute, move.limit) > 0
+    assert move.shared is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_the_command_says_once_that_there_is_no_gpu():
+    said = invoke("--device", "cuda")
+    assert str(said.exception).startswith("--device cuda: torch finds no GPU on this machine")
+    with pytest.raises(ValueError, match="--device tpu: cpu or cuda"):
+        check_options(2, SMALL, "tpu")
+
+
 def test_a_size_that_is_none_is_refused_by_the_command():
     assert "is not a size" in str(invoke("--size", "large").exception)
 

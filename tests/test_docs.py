@@ -74,10 +74,16 @@ def test_every_public_name_is_in_the_reference(module):
     assert not missing, "add them to a page of docs/reference/"
 
 
-def test_scripts_on_the_page_of_syncs_are_the_examples():
-    shown = re.findall(r"^```py\n(\"\"\".*?)^```$", (DOCS / "sync.md").read_text(), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("sync.md", ["push_weights", "push_beside_training", "publish_trainer", "subscribe_server"]),
+        ("resume.md", ["resume_training"]),
+    ],
+)
+def test_scripts_on_a_page_are_the_examples(page, names):
+    shown = re.findall(r"^```py\n(\"\"\".*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     examples = {path.read_text(): path.name for path in (ROOT / "examples").glob("*.py")}
-    names = ["push_weights", "push_beside_training", "publish_trainer", "subscribe_server"]
     assert [examples.get(text) for text in shown] == [f"{name}.py" for name in names], "copy them there again"
 
 

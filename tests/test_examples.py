@@ -54,12 +54,19 @@ class Job:
         """The numbers of the versions in what it printed."""
         return [int(line.split()[1].rstrip(":")) for line in self.lines if re.fullmatch(r"version \d+: \w+", line)]
 
+    def wait_for_line(self, pattern):
+        """Until it has printed a line like this."""
+        self._wait(lambda: any(re.fullmatch(pattern, line) for line in self.lines), pattern)
+
     def wait_for(self, version):
         """Until it has printed this version, or a later one."""
+        self._wait(lambda: any(found >= version for found in self.versions()), f"version {version}")
+
+    def _wait(self, condition, what):
         end = time.monotonic() + LIMIT
-        while not any(found >= version for found in self.versions()):
+        while not condition():
             assert self.process.poll() is None, self.errors
-            assert time.monotonic() < end, f"no version {version}: {self.lines}\n{self.errors}"
+            assert time.monotonic() < end, f"no {what}: {self.lines}\n{self.errors}"
             time.sleep(0.05)
 
 
@@ -123,3 +130,35 @@ def test_servers_have_whole_versions_of_a_trainer_that_is_killed_and_comes_back(
     for server in servers:
         assert {line for line in server.lines if line.startswith("version")} <= committed
         assert server.versions() == sorted(server.versions())
+
+
+def stopped_and_resumed(start, folder):
+    """A training on four ranks that is stopped by SIGTERM, and goes on with two, which are killed, and with three."""
+    trained = [start("resume_training.py", 4, folder / "run")]
+    trained[0].wait_for_line(r"saved (40|60) .*")
+    trained[0].process.terminate()
+    trained[0].process.wait(LIMIT)
+    trained.append(start("resume_training.py", 2, folder / "run"))
+    trained[1].wait_for_line(r"saved .*")
+    trained[1].kill()
+    trained.append(start("resume_training.py", 3, folder / "run"))
+    trained[2].wait_for_line(r"saved .*")
+    return trained
+
+
+def test_a_training_that_is_stopped_or_killed_resumes_on_another_number_of_ranks(tmp_path):
+    for number in range(TRIES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            with jobs(folder) as start:
+                said = [[line.split() for line in job.lines] for job in stopped_and_resumed(start, folder)]
+            break
+        except AssertionError as error:
+            if TORCH_ABORTS not in str(error):
+                raise
+    stopped, killed, last = ([(int(step), int(ranks), value) for _, step, _, ranks, _, value in one] for one in said)
+    assert (stopped[0][:2], killed[0][1], last[0][1]) == ((0, 4), 2, 3)
+    assert killed[0] == (stopped[-1][0], 2, stopped[-1][2]), "what was saved when it was told to stop"
+    assert last[0][0] - killed[-1][0] in (0, 20), "the last one saved, or one that was saved and not yet printed"
+    assert last[0][2] in [value for *_, value in killed] or last[0][0] > killed[-1][0]

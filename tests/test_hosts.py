@@ -149,6 +149,26 @@ def test_a_host_whose_link_is_down_cannot_be_reached_until_it_is_up():
 
 
 @needs_hosts
+def test_packets_of_slow_hosts_take_their_time_and_can_be_lost():
+    def reach(address):
+        start = time.monotonic()
+        with socket.socket() as connection:
+            connection.settimeout(2)
+            return connection.connect_ex((address, PORT)), time.monotonic() - start
+
+    with hosts(2, delay=0.1) as (a, b):
+        error, took = a.fork(reach, b.address).result()
+        assert os.strerror(error) == "Connection refused"
+        assert took >= 0.2
+        b.lose(1.0)
+        assert os.strerror(a.fork(reach, b.address).result()[0]) == "Resource temporarily unavailable"
+        b.lose(0.0)
+        assert os.strerror(a.fork(reach, b.address).result()[0]) == "Connection refused"
+    with hosts(1) as (host,), pytest.raises(HostError, match=r"only hosts\(\.\.\., delay=\) lose packets"):
+        host.lose(0.1)
+
+
+@needs_hosts
 def test_hosts_have_no_way_out():
     with hosts(1) as (host,):
         routes = host.run(["ip", "route"]).splitlines()

@@ -30,7 +30,7 @@ from shardwise.layout import (
     Zigzag,
     parse,
 )
-from shardwise.planning import Copies, Copy, Part, Plan, plan
+from shardwise.planning import Copies, Copy, Network, Part, Plan, plan
 
 if _typing.TYPE_CHECKING:
     from shardwise import activation as activation
@@ -43,6 +43,7 @@ if _typing.TYPE_CHECKING:
     from shardwise import state as state
     from shardwise import testing as testing
     from shardwise.activation import input_reshard, input_reshard_handle
+    from shardwise.checkpoint import Receipt, receipt
     from shardwise.publishing import Publisher, Subscriber, publish, subscribe
     from shardwise.quantized import Quantized
     from shardwise.state import (
@@ -82,6 +83,7 @@ __all__ = [
     "LayoutError",
     "Mesh",
     "ModelPlan",
+    "Network",
     "NotationError",
     "Padded",
     "Part",
@@ -91,6 +93,7 @@ __all__ = [
     "PlanError",
     "Publisher",
     "Quantized",
+    "Receipt",
     "Replicate",
     "Resharder",
     "Rotary",
@@ -113,6 +116,7 @@ __all__ = [
     "parse",
     "plan",
     "publish",
+    "receipt",
     "release_staging",
     "reshard",
     "reshard_state_dict",
@@ -122,6 +126,7 @@ __all__ = [
 
 _WITH_TORCH = {  # where the names that need torch are
     **dict.fromkeys(("input_reshard", "input_reshard_handle"), "activation"),
+    **dict.fromkeys(("Receipt", "receipt"), "checkpoint"),
     **dict.fromkeys(("Concat", "Interleaved", "Padded", "Rotary", "Stack", "Transposed"), "state"),
     **dict.fromkeys(("ModelPlan", "Resharder", "RunHandle"), "state"),
     **dict.fromkeys(("empty", "flatten_sharded_tensors", "reshard_state_dict", "share_"), "state"),

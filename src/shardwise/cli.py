@@ -231,6 +231,7 @@ def convert(
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
     verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
+    sums: Annotated[bool, typer.Option(help="Write checksums of every file beside it.")] = True,
     bar: Bar = True,
 ) -> None:
     """Write a checkpoint in another format, sharding or naming, in little memory.
@@ -258,6 +259,7 @@ def convert(
             jobs=jobs,
             max_bytes=size_in_bytes(max_bytes),
             verify=verify,
+            sums=sums,
             progress="bar" if bar else None,
         )
     if made.reused:
@@ -286,7 +288,9 @@ def _continued() -> Iterator[None]:
 @app.command()
 def verify(
     a: Path_,
-    b: Path_,
+    b: Annotated[
+        str | None, typer.Argument(help="Another checkpoint. Without it, A is checked alone.", show_default=False)
+    ] = None,
     rules: RulesFile = None,
     mesh: MeshSizes = None,
     other_rules: RulesFile = None,
@@ -303,22 +307,44 @@ def verify(
     pad: Pads = None,
     quantized: QuantizedTensors = None,
     objects: ObjectsOf = None,
+    receipt: Annotated[str | None, typer.Option(help="Compare with this receipt, in place of B.")] = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
     bar: Bar = True,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 where they differ.
 
-    With the options of convert: compare B with what A becomes by them.
+    With the options of convert: compare B, or the receipt, with what A becomes by them. Without B and a receipt: check
+    all files of A against the checksums beside them. Exit code 1 where a file is damaged.
     """
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import terminal
+    from shardwise.checkpoint import receipts, terminal
 
-    one = checkpoints.open(a, rules=_rules(rules, mesh))
-    other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
     changed = terminal.changes(rename, select, cast, joins | rearrangements)
+    if receipt is not None:
+        if b is not None or other_rules is not None or other_mesh or objects is not None:
+            raise ValueError("--receipt takes the place of B: leave out B, and the options of B and of objects")
+        opened = checkpoints.open(a, rules=_rules(rules, mesh))
+        differences = receipts.compare(
+            opened,
+            checkpoints.Receipt.from_json(Path(receipt).read_text(encoding="utf-8")),
+            **changed,
+            overflow=_overflow(allow_overflow),
+            jobs=jobs,
+            progress="bar" if bar else None,
+        )
+        _list(differences, "differences", all=all)
+        _verdict("equal, by fingerprints", any(changed.values()), opened.path, receipt, differences)
+        return
+    if b is None:
+        if any(changed.values()) or objects is not None or other_rules is not None:
+            raise ValueError("options that compare need a second checkpoint, B, or a --receipt")
+        _verify_alone(a, _rules(rules, mesh), all=all, jobs=jobs, bar=bar)
+        return
+    one = checkpoints.open(a, rules=_rules(rules, mesh))
+    other = checkpoints.open(b, rules=_rules(other_rules, other_mesh))
     differences = checkpoints.verify(
         one,
         other,
@@ -328,19 +354,40 @@ def verify(
         jobs=jobs,
         progress="bar" if bar else None,
     )
-    listed = differences if all else differences[:20]
-    for difference in listed:
-        _say(_in_shell(str(difference)))
-    if len(listed) < len(differences):
-        _say(f"... and {len(differences) - len(listed)} more differences: --all lists them")
+    _list(differences, "differences", all=all)
     for line in terminal.uncompared(one, other, select, objects):  # type: ignore[arg-type]
         _say(line)
+    _verdict("equal, bit-for-bit", any(changed.values()), one.path, other.path, differences)
+
+
+def _verdict(equal: str, changed: bool, one: str, other: str, differences: Sequence[object]) -> None:
+    """Ends with exit code 1 where they differ."""
     if differences:
         raise SystemExit(1)
-    by = ", by these options" if any(changed.values()) else ""
+    by, both = ", by these options" if changed else "", (escape(in_line(path)) for path in (one, other))
+    Console(highlight=False).print(f"{equal}{by}: {' and '.join(both)}", soft_wrap=True)
+
+
+def _verify_alone(path: str, rules: Rules | None, *, all: bool, jobs: int, bar: bool) -> None:
+    """Check a checkpoint against its own checksums."""
+    from shardwise import checkpoint as checkpoints
+
+    damaged = checkpoints.verify(path, rules=rules, jobs=jobs, progress="bar" if bar else None)
+    _list(damaged, "damaged parts", all=all)
+    if damaged:
+        raise SystemExit(1)
     Console(highlight=False).print(
-        f"equal, bit-for-bit{by}: {escape(in_line(one.path))} and {escape(in_line(other.path))}", soft_wrap=True
+        f"whole: every byte of {escape(in_line(path))} matches the checksums that were written with it", soft_wrap=True
     )
+
+
+def _list(found: Sequence[object], what: str, *, all: bool) -> None:
+    """The first differences, or all of them."""
+    listed = found if all else found[:20]
+    for one in listed:
+        _say(_in_shell(str(one)))
+    if len(listed) < len(found):
+        _say(f"... and {len(found) - len(listed)} more {what}: --all lists them")
 
 
 def _right(opened: Checkpoint, made: Checkpoint, casts: Sequence[object]) -> str:
@@ -397,6 +444,7 @@ def demo(
 def bench(
     ranks: Annotated[int, typer.Option(help="Processes of this machine.")] = 4,
     size: Annotated[str, typer.Option(help="The size of the moved tensor, such as 256MiB.")] = "64MiB",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU of this machine for each process.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
 ) -> None:
     """Time a few moves on this machine: over each transport, by torch's own ways, and as plain memory copies."""
@@ -405,10 +453,10 @@ def bench(
 
     bytes_moved, console = size_in_bytes(size), Console(highlight=False)
     if json:
-        _say(benchmark.as_json(list(benchmark.bench(ranks, bytes_moved)), ranks, bytes_moved))
+        _say(benchmark.as_json(list(benchmark.bench(ranks, bytes_moved, device)), ranks, bytes_moved, device))
         return
     with console.status(f"{size} of float32 on {ranks} processes"):
-        moves = list(benchmark.bench(ranks, bytes_moved))
+        moves = list(benchmark.bench(ranks, bytes_moved, device))
     console.print(benchmark.table(moves))
     console.print(benchmark.LEGEND.format(size=size, ranks=ranks), style="dim")
 

@@ -7,6 +7,7 @@ import time
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed as dist
+from devices import device_type, there
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,13 +22,13 @@ SIZES = (2, 3, 4)
 def line():
     """A mesh of all ranks."""
     _forget_parent()
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def grid():
     """2x2 ranks."""
     _forget_parent()
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def _forget_parent():
@@ -44,11 +45,11 @@ def resharded(module, mesh, dim=0, **options):
 def whole_numbers(*shape, seed=0, dtype=torch.float64):
     """Sums and products of them are exact, in whatever order."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=random).to(dtype)
+    return there(torch.randint(-4, 5, shape, generator=random, device="cpu")).to(dtype)
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return there(torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")).to(dtype)
 
 
 def local(x):
@@ -91,7 +92,7 @@ def fresh(inputs):
     def leaf(x):
         if not isinstance(x, torch.Tensor):
             return x
-        return x.detach().clone().requires_grad_(x.dtype.is_floating_point or x.dtype.is_complex)
+        return there(x.detach()).clone().requires_grad_(x.dtype.is_floating_point or x.dtype.is_complex)
 
     return tree_map(leaf, inputs)
 

@@ -57,6 +57,7 @@ def test_a_module_may_call_itself(ranks, count):  # noqa: F811
     ranks(count, run)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("count", [2, 3])
 def test_nested_modules_may_all_be_resharded(ranks, count):  # noqa: F811
     def run(rank):
@@ -94,6 +95,7 @@ def test_a_module_may_be_called_several_times_before_backward(ranks):  # noqa: F
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_gradients_accumulate_over_calls(ranks):  # noqa: F811
     def run(rank):
         found = []
@@ -175,6 +177,7 @@ def test_no_gradients_within_a_module_and_frozen_parameters(ranks):  # noqa: F81
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_retained_graphs_give_the_same_again(ranks):  # noqa: F811
     def run(rank):
         found = []
@@ -210,6 +213,7 @@ def test_a_retained_graph_is_gathered_once_per_backward(ranks):  # noqa: F811
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_double_backward(ranks):  # noqa: F811
     class Smooth(nn.Module):
         def __init__(self):

@@ -41,6 +41,7 @@ def test_a_checkpoint_around_recomputes_and_keeps_nothing(ranks, reentrant):  # 
     ranks(2, run)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_inside_recomputes_from_an_input_that_is_kept_in_parts(ranks, reentrant):  # noqa: F811
     class Inside(nn.Module):

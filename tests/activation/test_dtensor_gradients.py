@@ -113,6 +113,7 @@ def of_inputs(account, count, *, size, group=None):
     assert everywhere(account.bytes_kept, group) == account.bytes_saved
 
 
+@pytest.mark.devices
 @WORLDS
 def test_a_block_with_replicated_activations(ranks, count):  # noqa: F811
     def run(rank):
@@ -283,6 +284,7 @@ def test_a_block_on_either_axis_of_a_larger_mesh(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_dtensors_that_are_not_replicated_stay_whole(ranks):  # noqa: F811
     def run(rank):
         mesh = line()

@@ -21,6 +21,7 @@ def expired(storage):
     return soon(storage.expired)
 
 
+@pytest.mark.devices
 def test_an_input_is_freed_between_forward_and_backward(ranks):  # noqa: F811
     def run(rank):
         module, leaf = resharded(MLP(WholeMLP()), line()), X.clone().requires_grad_()
@@ -114,6 +115,7 @@ def test_what_is_restored_is_freed_after_backward(ranks):  # noqa: F811
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_parts_go_with_their_graph(ranks):  # noqa: F811
     def run(rank):
         module = resharded(MLP(WholeMLP()), line())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocks import MLP, WholeMLP, compared, grid, hooks_are_off, line, numbers, pull, resharded, same, step
+from devices import device_type
 from ranks import ranks  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +40,7 @@ def test_no_dim_is_no_change():
     assert "forward" not in vars(module)
 
 
+@pytest.mark.devices
 def test_it_returns_the_module_and_can_be_removed(ranks):  # noqa: F811
     def run(rank):
         module, mesh = MLP(WholeMLP()), line()
@@ -78,6 +80,7 @@ def test_twice_is_as_the_last_time(ranks):  # noqa: F811
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_what_was_saved_before_it_was_removed_is_restored(ranks):  # noqa: F811
     def run(rank):
         module, plain = MLP(WholeMLP()), step(MLP(WholeMLP()), X)
@@ -200,7 +203,7 @@ def test_a_mesh_of_one_rank_keeps_all(ranks):  # noqa: F811
 
 def test_ranks_outside_of_the_mesh_are_left_alone(ranks):  # noqa: F811
     def run(rank):
-        mesh = DeviceMesh("cpu", [0, 2])
+        mesh = DeviceMesh(device_type(), [0, 2])
         module, plain = WholeMLP(), step(WholeMLP(), X)
         resharded(module, mesh)
         return counted(module, plain)
@@ -221,7 +224,7 @@ def test_what_is_no_mesh_is_refused(ranks):  # noqa: F811
 
 def test_of_a_mesh_with_several_dims_the_first_counts_as_in_torch(ranks):  # noqa: F811
     def run(rank):
-        mesh, unnamed = grid(), DeviceMesh("cpu", [[0, 1], [2, 3]])
+        mesh, unnamed = grid(), DeviceMesh(device_type(), [[0, 1], [2, 3]])
         x = X + rank % 2  # the same on the two ranks of a column
         for one in mesh, unnamed:
             account, _ = compared(WholeMLP(), one, x)
@@ -232,7 +235,7 @@ def test_of_a_mesh_with_several_dims_the_first_counts_as_in_torch(ranks):  # noq
         torchs_input_reshard(module, mesh, 0)
         for mine, theirs in zip(expected, step(module, even), strict=True):
             torch.testing.assert_close(mine, theirs)
-        compared(WholeMLP(), DeviceMesh("cpu", [[0, 1, 2, 3]]), X + rank)  # a line of one keeps all
+        compared(WholeMLP(), DeviceMesh(device_type(), [[0, 1, 2, 3]]), X + rank)  # a line of one keeps all
         with pytest.raises(sw.ExchangeError, match=r"not the same on all ranks of the mesh.*give mesh\['tp'\]"):
             step(resharded(WholeMLP(), mesh), X + rank // 2)  # the same along the second dim: torch mixes them up
 

@@ -56,6 +56,7 @@ def test_an_input_that_is_changed_in_place_stays_whole(ranks, make):  # noqa: F8
     ranks(3, run)
 
 
+@pytest.mark.devices
 def test_one_input_that_is_changed_does_not_touch_others(ranks):  # noqa: F811
     class Mixed(nn.Module):
         def forward(self, x, *, y):
@@ -124,6 +125,7 @@ def optimize(module):
         module.weight.add_(1)
 
 
+@pytest.mark.devices
 def test_an_input_that_is_changed_after_forward_has_the_gradients_of_forward(ranks):  # noqa: F811
     class Square(nn.Module):
         def forward(self, x):

@@ -74,6 +74,7 @@ def test_one_module_whose_calls_go_back_in_another_order_is_an_error_on_all_rank
     assert "input[0] of product is not the same on all ranks" in found[0]
 
 
+@pytest.mark.devices
 def test_graphs_that_join_in_another_order_of_operations(ranks):  # noqa: F811
     def run(rank):
         found = []
@@ -180,6 +181,7 @@ def test_without_a_check_nothing_is_compared(ranks):  # noqa: F811
     assert first.shape == second.shape
 
 
+@pytest.mark.devices
 def test_a_difference_in_one_bit_is_found_by_a_full_check(ranks):  # noqa: F811
     def run(rank):
         module = resharded(Product(), line(), check=True, name="product")

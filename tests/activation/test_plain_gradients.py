@@ -30,6 +30,7 @@ import shardwise as sw
 WORLDS = pytest.mark.parametrize("count", SIZES)
 
 
+@pytest.mark.devices
 @WORLDS
 def test_a_tensor_parallel_mlp_has_the_gradients_of_the_whole_one(ranks, count):  # noqa: F811
     def run(rank):

@@ -243,6 +243,7 @@ def test_values_that_are_negated_or_conjugated_when_read(ranks):  # noqa: F811
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_inputs_that_share_memory_are_kept_once(ranks):  # noqa: F811
     class Pair(nn.Module):
         def forward(self, x, y, *, z):

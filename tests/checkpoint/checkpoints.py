@@ -15,13 +15,14 @@ from models import full, held, numbers, same, sharded
 
 from shardwise import checkpoint
 from shardwise.state.traverse import flatten_state_dict
+from shardwise.storage.sums import data_name, with_digest
 
 INDEX = "shardwise.json"
 
 
 def names_in(path):
-    """All that is in a directory."""
-    return sorted(entry.name for entry in Path(path).iterdir())
+    """All that is in a directory, but for checksums."""
+    return sorted(entry.name for entry in Path(path).iterdir() if data_name(entry.name) == entry.name)
 
 
 def shards_in(path):
@@ -86,7 +87,8 @@ def rewritten(file, change):
     if file.suffix == ".json":
         said = json.loads(file.read_text())
         change(said)
-        file.write_text(json.dumps(said))
+        text = json.dumps({name: value for name, value in said.items() if name != "digest"}).encode()
+        file.write_bytes(with_digest(text) if "sums" in said else text)
         return
     text = file.read_bytes()
     size = int.from_bytes(text[:8], "little")

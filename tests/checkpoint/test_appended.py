@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from shardwise.checkpoint.files import AppendOnlyFile, Descriptor
 from shardwise.errors import CheckpointError
+from shardwise.storage.appending import AppendOnlyFile, Descriptor
 
 DATA = bytes(range(256)) * 20_000  # several times what goes through at once
 

@@ -116,6 +116,7 @@ def test_names_with_brackets_can_be_named():
     same(into["w[0]"], torch.zeros(4))
 
 
+@pytest.mark.devices(group=False)
 @READS
 def test_all_ranks_hear_of_codes_and_of_values_that_are_lost(tmp_path, quantized, large, read):
     def run(rank):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed.checkpoint as judge
+from devices import device_type
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +37,7 @@ def parts(x):
 
 def test_chunks_are_saved_and_loaded_as_torch_does(tmp_path):
     def run(rank):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(device_type(), (3,))
         judge.save({"w": wrapped(mesh, rank)}, checkpoint_id=tmp_path / "torchs")
         for name, format in ("ours", "safetensors"), ("dcp", "dcp"):
             checkpoint.save({"w": wrapped(mesh, rank)}, tmp_path / name, format=format)
@@ -66,7 +67,7 @@ def test_a_wrapper_outside_a_dtensor_is_refused_with_the_remedy(tmp_path):
     checkpoint.save({"w": WHOLE}, tmp_path / "saved")
 
     def run(rank):
-        mesh, whole = init_device_mesh("cpu", (3,)), torch.zeros_like(WHOLE)
+        mesh, whole = init_device_mesh(device_type(), (3,)), torch.zeros_like(WHOLE)
         x = sw.ShardedTensor(WHOLE, "8x6/R@3")
         for bare in wrapped(mesh, rank).to_local(), LocalShardsWrapper([WHOLE.clone()], [(0, 0)]):
             state = {"w": bare}
@@ -176,7 +177,7 @@ def test_containers_without_a_process_group_are_filled_with_their_own_rows(tmp_p
 
 def test_tensors_on_meta_are_replaced_as_torch_does(tmp_path):
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         judge.save(
             {"w": DTensor.from_local(WHOLE[:, 3 * rank : 3 * rank + 3].clone(), mesh, [Shard(1)]), "p": WHOLE},
             checkpoint_id=tmp_path / "saved",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardwise import checkpoint, cli
-from shardwise.checkpoint.atomic_files import OutputFolder, claim_folder
+from shardwise.storage.folders import OutputFolder
+from shardwise.storage.locks import claim_folder
 
 WEIGHTS = {"layers.0.q": torch.arange(24.0).reshape(4, 6), "layers.0.k": torch.ones(2, 6), "norm": torch.zeros(6)}
 
@@ -166,7 +167,7 @@ def test_ctrl_c_says_that_the_same_command_continues_and_that_command_says_what_
 
     def interrupt(old, new):
         calls.append(new)
-        if len(calls) == 2:
+        if len(calls) == 3:  # the checksums of a file come before it
             raise KeyboardInterrupt
         replace(old, new)
 
@@ -253,3 +254,36 @@ def test_tied_tensors_that_are_written_twice_are_a_note(shell, tmp_path):
     assert (
         "note: 'head' is tied to 'embed': safetensors cannot share bytes, so it is written again (24 B in all)" in text
     )
+
+
+# --- one checkpoint and its own checksums -----------------------------------------------------------------------------
+
+
+def test_a_whole_checkpoint_is_verified_alone(shell, saved):
+    assert shell("verify", saved, "--no-bar") == (
+        0,
+        "whole: every byte of saved matches the checksums that were written with it\n",
+    )
+
+
+def test_damage_is_listed_and_ends_with_code_1(shell, saved, tmp_path):
+    (file,) = (tmp_path / saved).glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    code, text = shell("verify", saved, "--no-bar")
+    assert code == 1
+    boxes = "layers.0.q in [0:4, 0:6], layers.0.k in [0:2, 0:6], norm in [0:6]"
+    assert text == f"{file.name}, bytes 0 to {len(data)}: does not match its checksum: {boxes}\n"
+
+
+def test_what_has_no_checksums_cannot_be_verified_alone(shell, saved):
+    assert shell("convert", saved, "out.pt", "--no-sums", "--no-bar")[0] == 0
+    code, text = shell("verify", "out.pt")
+    assert code == 2
+    assert "out.pt has no checksums: nothing can be checked" in text
+
+
+def test_options_that_compare_need_a_second_checkpoint(shell, saved):
+    code, text = shell("verify", saved, "--select", "norm")
+    assert code == 2
+    assert "options that compare need a second checkpoint, B" in text

@@ -12,6 +12,8 @@ import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as judge
+from checkpoints import names_in
+from devices import device_type
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -135,7 +137,7 @@ def write_indexed(path):
 
 def dtensors():
     """The model on a mesh of 2 x 2: uneven, and with replicas."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     ways = {"rows": [Shard(0), Shard(1)], "columns": [Replicate(), Shard(1)], "deep": [Shard(0), Shard(0)]}
     whole = {"seen": torch.tensor(2**40), "none": torch.zeros(0, 3)}
     return {
@@ -199,7 +201,7 @@ def sources(tmp_path_factory):
 
 
 def read_one_file(path):
-    assert os.listdir(path) == ["model.safetensors"]
+    assert names_in(path) == ["model.safetensors"]
     return load_file(path / "model.safetensors"), None
 
 
@@ -225,7 +227,7 @@ def read_indexed(path):
 def read_sharded(path):
     """By the files alone: every part lies at the cell that its name says, and no cell is written twice."""
     said = json.loads((path / "shardwise.json").read_text())
-    assert {*said["files"], "shardwise.json"} == set(os.listdir(path))
+    assert {*said["files"], "shardwise.json"} == set(names_in(path))
     shapes = {name: one["shape"] for name, one in said["tensors"].items()}
     found, times = {}, {name: np.zeros(shape, int) for name, shape in shapes.items()}
     for file in said["files"]:
@@ -247,7 +249,7 @@ def read_dcp(path):
 
 
 def read_torch_save(path):
-    assert os.listdir(path) == ["model.pt"]
+    assert names_in(path) == ["model.pt"]
     mapped = torch.load(path / "model.pt", weights_only=True, mmap=True)
     found = torch.load(path / "model.pt", weights_only=True)
     assert_same(mapped, found)
@@ -281,7 +283,7 @@ def test_every_format_becomes_every_other(tmp_path, sources, source, target):
 
 def test_a_model_and_optimizer_of_fsdp_become_what_torch_itself_makes_of_them(tmp_path):
     def save(rank):
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh(device_type(), (4,))
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.Linear(9, 3))
         fully_shard(net, mesh=mesh)
@@ -304,7 +306,7 @@ def test_torch_loads_a_dcp_conversion_into_any_sharding(tmp_path, sources):
     converted(sources["safetensors with an index"][0], tmp_path / "out", format="dcp", rules=rules(dp=2, tp=2))
 
     def load(rank):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(device_type(), (3,))
         state = {
             name: distribute_tensor(torch.zeros_like(TENSORS[name]), mesh, [Shard(0)], src_data_rank=None)
             for name in ("model.embed", "model.rows", "model.columns", "model.deep")
@@ -320,7 +322,7 @@ def test_an_opened_checkpoint_can_be_given_and_the_ending_says_the_format(tmp_pa
     opened = checkpoint.open(sources["torch.save"][0])
     for name, format in {"a.safetensors": "safetensors", "a.pt": "torch.save", "b.bin": "torch.save"}.items():
         assert converted(opened, str(tmp_path / "deep" / name)).format == format
-    assert sorted(os.listdir(tmp_path / "deep")) == ["a.pt", "a.safetensors", "b.bin"]
+    assert names_in(tmp_path / "deep") == ["a.pt", "a.safetensors", "b.bin"]
     assert_same(load_file(tmp_path / "deep" / "a.safetensors"), TENSORS)
     assert_same(torch.load(tmp_path / "deep" / "b.bin", weights_only=True), NESTED)
 

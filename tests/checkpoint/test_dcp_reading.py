@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed.checkpoint as judge
+from devices import device_type
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -109,7 +110,7 @@ def test_every_sharding_that_torch_saves_is_read(tmp_path, way):
     shape, placements = WAYS[way]
 
     def save(rank):
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh(device_type(), shape)
         tensors = {name: sharded(tensor, mesh, placements) for name, tensor in model().items()}
         judge.save({"model": tensors, **OTHERS}, checkpoint_id=tmp_path / "c")
 
@@ -130,7 +131,7 @@ def test_models_and_optimizers_of_fsdp(tmp_path, count, flat):
     def save(rank):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-        fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
+        fully_shard(model, mesh=init_device_mesh(device_type(), (count,)))
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.randn(4, 7)).sum().backward()
         optimizer.step()
@@ -175,7 +176,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "c"
 
     def save(rank):
-        tensor = distribute_tensor(torch.arange(12.0).view(6, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        tensor = distribute_tensor(torch.arange(12.0).view(6, 2), init_device_mesh(device_type(), (2,)), [Shard(0)])
         judge.save({"w": tensor, "step": 3, "b": torch.ones(2)}, checkpoint_id=folder)
 
     on_ranks(2, save)

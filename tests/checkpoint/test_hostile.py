@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as judge
 from checkpoints import INDEX, has, names_in, rewritten
+from devices import device_type
 from fsspec.implementations.memory import MemoryFileSystem
 from models import numbers, same
 from safetensors.torch import load_file
@@ -21,10 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise import checkpoint, cli
-from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.errors import RefusedValueError
+from shardwise.storage.folders import OutputFolder
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves
@@ -139,7 +140,7 @@ def test_of_two_saves_to_one_path_at_once_the_later_to_begin_is_refused(monkeypa
     monkeypatch.setattr(writer, "finish", late)
     checkpoint.save({"w": numbers(4, start=200)}, path, format=format)
     has(path, {"w": numbers(4, start=200)})
-    assert len(checkpoint.open(path).files.names()) == 2
+    assert len(checkpoint.open(path).files.names()) == 3
 
 
 @pytest.mark.parametrize("format", WRITERS)
@@ -151,7 +152,7 @@ def test_whole_numbers_of_any_length_are_saved(format):
 
 def test_a_tensor_on_ranks_that_do_not_save_is_refused_by_name():
     def run(rank):
-        group, mesh = dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1, 2])
+        group, mesh = dist.new_group([0, 1]), DeviceMesh(device_type(), [0, 1, 2])
         state = {"w": distribute_tensor(numbers(9), mesh, [Shard(0)])}
         if rank == 2:
             return None
@@ -323,7 +324,7 @@ def test_a_path_to_a_place_of_a_list_that_cannot_be_so_long_is_refused():
 
 
 def test_a_number_in_a_path_of_dcp_that_no_list_reaches_is_the_key_of_a_dict():
-    checkpoint.save({"w": {"2000000": numbers(4)}}, "p", format="dcp")
+    checkpoint.save({"w": {"2000000": numbers(4)}}, "p", format="dcp", sums=False)
     about = pickle.loads(Path("p/.metadata").read_bytes())
     about.planner_data = {"w.2000000": ("w", 2_000_000)}
     Path("p/.metadata").write_bytes(pickle.dumps(about))
@@ -405,15 +406,16 @@ def test_files_at_the_top_of_a_remote_place_are_read_and_written(source):
     has("memory://top.safetensors", {"a": numbers(3)})
     checkpoint.convert(source, "memory://x.safetensors")
     has("memory://x.safetensors", {"b": numbers(3), "d": numbers(5)})
-    assert sorted(MemoryFileSystem.store) == ["/top.safetensors", "/x.safetensors"]
+    assert sorted(MemoryFileSystem.store) == ["/top.safetensors", "/x.safetensors", "/x.safetensors.sums.json"]
 
 
 def test_the_top_of_a_remote_place_is_a_directory_like_others():
     checkpoint.save({"a": numbers(3)}, "memory://")
     has("memory://", {"a": numbers(3)})
-    shard, index = sorted(MemoryFileSystem.store)
+    shard, sums, index = sorted(MemoryFileSystem.store)
     assert index == f"/{INDEX}"
     assert shard.startswith("/shard-00000-of-00001-")
+    assert sums == f"{shard}.sums.json"
 
 
 @pytest.mark.parametrize("file", ["", "/model.safetensors"], ids=["directory", "file"])

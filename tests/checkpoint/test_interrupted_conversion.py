@@ -13,14 +13,16 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import names_in
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
-from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.errors import CheckpointError
 from shardwise.state import Transposed
+from shardwise.storage.folders import OutputFolder
+from shardwise.storage.sums import data_name
 
 INDEX = "model.safetensors.index.json"
 ROWS = {"mesh": {"tp": 3}, "rule": [{"name": "*", "placements": {"tp": "S0"}}]}
@@ -82,11 +84,11 @@ def indexed(path):
 
 def identity(path):
     """Files that were written anew have another inode or another time."""
-    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.glob("*") if file.is_file()}
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in map(path.joinpath, names_in(path))}
 
 
 def everything(path):
-    return {file.name: file.read_bytes() for file in path.iterdir()}
+    return {file.name: file.read_bytes() for file in map(path.joinpath, names_in(path))}
 
 
 # --- killed ----------------------------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_killed_after_some_tensors_the_rest_is_written(tmp_path, after):
     checkpoint.convert(path, out, max_shard_size="3KB", durable=False)
     assert before.items() <= identity(out).items()
     assert_same(indexed(out), tensors)
-    assert sorted(os.listdir(out)) == [*(f"model-{at:05d}-of-00006.safetensors" for at in range(1, 7)), INDEX]
+    assert names_in(out) == [*(f"model-{at:05d}-of-00006.safetensors" for at in range(1, 7)), INDEX]
 
 
 @pytest.mark.parametrize("kind", ["dcp-of-three", "sharded"])
@@ -268,7 +270,7 @@ def test_files_of_others_are_never_taken_for_those_of_an_unfinished_conversion(t
     with pytest.raises(CheckpointError, match=f"{name} is not a part of this conversion: give another path"):
         checkpoint.convert(path, out, durable=False, max_shard_size=most)
     assert load_file(out / name)["w"].equal(torch.ones(4))
-    assert list(out.glob("*.safetensors*")) == [out / name]
+    assert names_in(out) == [name]
 
 
 def test_a_whole_file_in_a_directory_is_replaced_by_another_one_at_once(tmp_path):
@@ -311,7 +313,7 @@ def test_what_an_interrupted_conversion_of_other_sizes_left_goes(tmp_path):
     assert ended(started(path, out, durable=False, progress=kill, max_shard_size="3KB"))
     checkpoint.convert(path, out, durable=False, max_shard_size="5KB")
     assert_same(indexed(out), model())
-    assert sorted(os.listdir(out)) == [*(f"model-{at:05d}-of-00003.safetensors" for at in range(1, 4)), INDEX]
+    assert names_in(out) == [*(f"model-{at:05d}-of-00003.safetensors" for at in range(1, 4)), INDEX]
 
 
 # --- what is whole is used again, but only of the same ---------------------------------------------------------------
@@ -397,12 +399,12 @@ def unfinished_dcp(path, out, **options):
     """As above; returns the file with the first part and the values."""
     checkpoint.convert(path, out, durable=False, format="dcp", **options)
     (out / ".metadata").unlink()
-    return next(out.glob("__0_*"))
+    return next(out.glob("__0_*.distcp"))
 
 
 def test_other_values_of_the_same_tensors_use_nothing_that_is_stale(tmp_path):
     path, out = tmp_path / "in", tmp_path / "out"
-    checkpoint.save({"w": torch.ones(4), "step": 41, "seed": 7}, path, durable=False)
+    checkpoint.save({"w": torch.ones(4), "step": 41, "seed": 7}, path, durable=False, sums=False)
     unfinished_dcp(path, out, select=["w", "seed"])
     assert checkpoint.convert(path, out, durable=False, format="dcp").objects == {"step": 41, "seed": 7}
     index = path / "shardwise.json"
@@ -441,7 +443,11 @@ def test_a_dcp_file_that_is_not_whole_is_written_again(tmp_path, how):
 
 def left(path):
     """Every file under a name that it was to have, and there are no others."""
-    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    found = {
+        file.relative_to(path).as_posix()
+        for file in path.rglob("*")
+        if file.is_file() and data_name(file.name) == file.name
+    }
     assert not [name for name in found if name.endswith(".part")]
     return found
 
@@ -450,8 +456,8 @@ def left(path):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, kind, jobs):
     path, out, count = source(tmp_path, model()), tmp_path / "out", []
-    # every file flushes itself, and then the directory; the first one also what its new directories are in
-    allowed = {"several": 8}.get(kind, 0)
+    # every file flushes itself, its checksums and the directory; the first one also what its new directories are in
+    allowed = {"several": 11}.get(kind, 0)
 
     def full(file):
         count.append(file)
@@ -489,7 +495,7 @@ def test_an_index_that_cannot_be_written_leaves_none(tmp_path, monkeypatch):
     replace = os.replace
 
     def refuse(old, new):
-        if str(new).endswith(".json"):
+        if str(new).endswith("index.json"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replace(old, new)
 
@@ -536,11 +542,11 @@ def test_sources_that_are_not_all_there_write_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"model-00004-of-00006\.safetensors is missing"):
         checkpoint.convert(hf, tmp_path / "out")
     checkpoint.convert(source(tmp_path, model()), tmp_path / "ours", durable=False, **FORMATS["sharded"])
-    next((tmp_path / "ours").glob("shard-00002*")).unlink()
+    next((tmp_path / "ours").glob("shard-00002*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"shard-00002.* is missing"):
         checkpoint.convert(tmp_path / "ours", tmp_path / "out" / "one.safetensors")
     checkpoint.convert(source(tmp_path, model()), tmp_path / "dcp", durable=False, **FORMATS["dcp-of-three"])
-    next((tmp_path / "dcp").glob("__1_*")).unlink()
+    next((tmp_path / "dcp").glob("__1_*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"__1_.* is missing"):
         checkpoint.convert(tmp_path / "dcp", tmp_path / "out" / "one.safetensors")
     assert not (tmp_path / "out").exists() or left(tmp_path / "out") == set()

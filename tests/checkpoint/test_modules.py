@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from devices import device_type
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +107,7 @@ def test_modules_under_fsdp2(saved, start, read):
     path, expected = saved
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         model = on_meta() if start == "meta" else randomised(Model(), 1)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -125,7 +126,7 @@ def test_a_tensor_parallel_module_under_fsdp2(saved):
     path, expected = saved
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
 
         def columns(name, module, tp):
             if isinstance(module, nn.Linear) and name.startswith("layers"):

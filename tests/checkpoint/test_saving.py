@@ -26,6 +26,7 @@ from checkpoints import (
     split,
     training,
 )
+from devices import device_type
 from models import Llama, dtensor, held, numbers, same, weights
 from ranks import ranks  # noqa: F401
 from safetensors.torch import load_file
@@ -37,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import atomic_files
+from shardwise.checkpoint import segments
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it shards
@@ -72,9 +73,10 @@ def test_a_training_is_saved_with_every_cell_once(tmp_path, count):
         assert max(sizes) <= 1.35 * sum(sizes) / count, sizes
 
 
+@pytest.mark.devices(group=False)
 def test_hybrid_shards_are_written_once_and_evenly(tmp_path):
     def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicas", "shards"))
         model = fully_shard(Llama(5), mesh=mesh)
         checkpoint.save(model.state_dict(), tmp_path)
         return weights(model)
@@ -86,12 +88,13 @@ def test_hybrid_shards_are_written_once_and_evenly(tmp_path):
     assert max(sizes) <= 1.2 * total / 4, sizes
 
 
+@pytest.mark.devices(group=False)
 def test_a_large_replica_is_written_by_all_in_equal_shares(tmp_path):
     """Small ones are written whole, in turn."""
     large, small = numbers(3, 600_000), {f"small.{at}": numbers(5, start=at) for at in range(8)}
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh(device_type(), (4,))
         state = {"plain": large, "replicated": dtensor(large + 1, mesh, Replicate()), **small}
         checkpoint.save(state, tmp_path, durable=False)
 
@@ -101,6 +104,7 @@ def test_a_large_replica_is_written_by_all_in_equal_shares(tmp_path):
     assert max(sizes) - min(sizes) <= 2 * 4 * 4, sizes
 
 
+@pytest.mark.devices(group=False)
 @pytest.mark.parametrize("count", list(LAYOUTS))
 def test_our_own_shards_of_any_layout(tmp_path, count):
     def run(rank):
@@ -115,6 +119,7 @@ def test_our_own_shards_of_any_layout(tmp_path, count):
     same_tensors(pasted(tmp_path / "safetensors"), wholes)
 
 
+@pytest.mark.devices(group=False)
 def test_several_shards_of_a_rank_and_ranks_without_any(tmp_path):
     """Boxes of any size; overlapping ones; only some ranks hold anything."""
     layouts = {
@@ -159,6 +164,7 @@ def test_torchs_own_sharded_tensors(tmp_path):
     assert data_bytes(tmp_path / "safetensors") == [112, 112, 56]
 
 
+@pytest.mark.devices(group=False)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
 def test_values_and_nested_names_come_back_as_they_were(tmp_path, count, format):
@@ -208,6 +214,7 @@ def odd_tensors():
     return {**every, **shapes, **views}
 
 
+@pytest.mark.devices(group=False)
 @pytest.mark.parametrize("count", [1, 3])
 def test_odd_tensors(tmp_path, count):
     """All dtypes with all bits, also nan's; views; shapes without cells and without dims."""
@@ -223,12 +230,13 @@ def test_odd_tensors(tmp_path, count):
     same_tensors({name: value for name, value in pasted(tmp_path / "safetensors").items() if name in some}, some)
 
 
+@pytest.mark.devices(group=False)
 def test_odd_tensors_as_dtensors(tmp_path):
     """Rows of 6 over 4 ranks; local tensors that are not contiguous."""
     wholes = {name: value.detach().contiguous() for name, value in odd_tensors().items() if value.ndim}
 
     def run(rank):
-        mesh, state = init_device_mesh("cpu", (4,)), {}
+        mesh, state = init_device_mesh(device_type(), (4,)), {}
         for name, value in wholes.items():
             rows, about = [*value.chunk(4), *[value[:0]] * 4][rank], {"shape": value.shape, "stride": value.stride()}
             state[name] = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, **about)
@@ -240,6 +248,7 @@ def test_odd_tensors_as_dtensors(tmp_path):
     has(tmp_path, {**wholes, "turned": torch.cat([numbers(5, 3, start=100 * at).t() for at in range(4)])})
 
 
+@pytest.mark.devices(group=False)
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
 @pytest.mark.parametrize("size", [5, 3_000_000])
 def test_plain_tensors_that_differ_between_ranks_are_those_of_the_first_rank(tmp_path, format, size):
@@ -257,6 +266,13 @@ def test_plain_tensors_that_differ_between_ranks_are_those_of_the_first_rank(tmp
     has(tmp_path / "made", {"same": torch.ones(7), "own": torch.zeros(size), "last": torch.zeros(3)})
 
 
+def test_very_many_replicas_are_compared_and_saved(tmp_path):
+    """More than the ranks tell each other in one packet."""
+    state = {str(n): torch.full((3,), float(n)) for n in range(500)}
+    on_ranks(2, lambda _: checkpoint.save(state, tmp_path / "made"))
+    has(tmp_path / "made", state)
+
+
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path):
     def run(rank):
         with pytest.raises(sw.CheckpointError, match=r"'z\S* is torch\.complex128, which safetensors cannot") as error:
@@ -272,7 +288,7 @@ def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path):
 
 def test_what_is_refused_is_refused_alike_on_all_ranks_and_writes_nothing(tmp_path):
     def run(rank):
-        mesh, said = init_device_mesh("cpu", (2,)), {}
+        mesh, said = init_device_mesh(device_type(), (2,)), {}
         two = {"a": 1} if rank else {"a": 2}
         cases = {
             "partial": ({"p": DTensor.from_local(numbers(3), mesh, [Partial()])}, {}),
@@ -318,6 +334,7 @@ def test_values_that_only_some_ranks_have_are_not_lost(tmp_path):
     assert said[0] is not None or checkpoint.open(tmp_path / "c").objects == {"late": 5}
 
 
+@pytest.mark.devices(group=False)
 def test_a_group_of_some_ranks_saves_alone(tmp_path):
     def run(rank):
         some = dist.new_group([1, 3])
@@ -330,7 +347,7 @@ def test_a_group_of_some_ranks_saves_alone(tmp_path):
 
 
 def test_large_views_are_packed_a_little_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_files, "CHUNK", 64)
+    monkeypatch.setattr(segments, "CHUNK", 64)
     deep = numbers(4, 5, 6, 7).permute(3, 1, 0, 2)
     views = {"turned": numbers(30, 40).t(), "rows": numbers(3, 400)[:, ::2], "deep": deep}
     checkpoint.save(views, tmp_path)
@@ -427,7 +444,7 @@ def test_a_checkpoint_in_memory_by_its_url(tmp_path, format):
     for start in range(3):
         checkpoint.save({"a": {"w": numbers(4, 3, start=start)}, "step": start}, url, format=format)
         has(url, {"a.w": numbers(4, 3, start=start)}, {"step": start})
-    assert len(checkpoint.open(url).files.names()) == 2
+    assert len(checkpoint.open(url).files.names()) == 3
     into = {"a": {"w": torch.zeros(4, 3)}, "step": None}
     checkpoint.load(url, into)
     same(into["a"]["w"], numbers(4, 3, start=2))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import device_type
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -60,9 +61,10 @@ def test_one_process_saves_other_names_and_shapes(tmp_path, format):
     holds(tmp_path / "c")
 
 
+@pytest.mark.devices(group=False)
 def test_several_ranks_save_other_names_and_shapes(tmp_path):
     def run(rank):
-        mesh = DeviceMesh("cpu", [0, 1])
+        mesh = DeviceMesh(device_type(), [0, 1])
         state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in STATE.items()}
         checkpoint.save({**state, "step": 3}, tmp_path / "c", rename=RENAME, remap=RULES)
 
@@ -92,9 +94,10 @@ def test_parts_of_unlike_dtypes_are_refused(tmp_path):
         checkpoint.save(state, tmp_path / "c", remap=[Concat("qk", ["q", "k"])])
 
 
+@pytest.mark.devices(group=False)
 def test_a_state_dict_is_resharded_under_other_names():
     def run(rank):
-        mesh = DeviceMesh("cpu", [0, 1])
+        mesh = DeviceMesh(device_type(), [0, 1])
         state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in STATE.items()}
         made = sw.reshard_state_dict(
             {**state, "step": 3}, [("*", lambda shape: sw.Layout.chunk(shape, -1, 2))], rename=RENAME, remap=RULES

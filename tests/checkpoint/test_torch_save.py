@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from devices import device_type
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -245,7 +246,7 @@ def test_what_is_no_plain_tensor_is_refused(tmp_path, what):
 
 def test_sharded_tensors_are_sent_to_the_other_format(tmp_path):
     def save(rank):
-        tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh(device_type(), (1,)), [Shard(0)])
         torch.save({"a": tensor}, tmp_path / "m.pt")
 
     on_ranks(1, save)

@@ -14,9 +14,9 @@ from checkpoints import has, names_in, shards_in
 from safetensors.torch import load_file, save_file
 
 from shardwise import checkpoint
-from shardwise.checkpoint import atomic_files
-from shardwise.checkpoint.atomic_files import WriterRecord
 from shardwise.errors import CheckpointError
+from shardwise.storage import folders, locks
+from shardwise.storage.locks import WriterRecord
 from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, as it saves
@@ -163,7 +163,7 @@ def test_saves_that_start_together_leave_one_of_them_whole(tmp_path, format):
 def test_ranks_that_save_where_another_job_saves_are_all_told_before_they_write(tmp_path):
     path = tmp_path / "run"
     checkpoint.save(state(1), path, durable=False)
-    with atomic_files.claim_folder(atomic_files.OutputFolder(path), "0" * 16) as claim:
+    with locks.claim_folder(folders.OutputFolder(path), "0" * 16) as claim:
         before = names_in(path)
 
         def run(rank):
@@ -305,12 +305,12 @@ def test_another_conversion_removes_what_one_that_died_or_failed_has_left(tmp_pa
 def test_what_a_writer_left_that_may_not_be_ours_to_remove_stays(tmp_path, monkeypatch, why):
     out = tmp_path / "out"
     killed(source(tmp_path, 1), out, durable=False, **CONVERTED["sharded"])
-    left = {name for name in names_in(out) if name != atomic_files.LOCK}
+    left = {name for name in names_in(out) if name != locks.LOCK}
     with monkeypatch.context() as patched:
         if why == "another user's":
-            patched.setattr(atomic_files, "geteuid", lambda: os.geteuid() + 1)
+            patched.setattr(locks, "geteuid", lambda: os.geteuid() + 1)
         else:
-            patched.setattr("shardwise.checkpoint.atomic_files.node", lambda: "elsewhere")
+            patched.setattr("shardwise.storage.locks.node", lambda: "elsewhere")
         checkpoint.convert(source(tmp_path, 2), out, durable=False, **CONVERTED["sharded"])
     assert left <= set(names_in(out))
     assert of(out) == 2
@@ -333,7 +333,7 @@ def test_a_file_is_cleaned_up_by_the_next_conversion_to_it(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{", "[]\n{}\n", '{"host": 1}\n', "null\n" * 3, '{"a":' * 9000, "\0\xff"])
 def test_a_record_that_cannot_be_read_is_left_out(tmp_path, text):
-    (tmp_path / atomic_files.LOCK).write_text(text)
+    (tmp_path / locks.LOCK).write_text(text)
     checkpoint.save(state(1), tmp_path, durable=False)
     assert which(tmp_path) == 1
     assert len(names_in(tmp_path)) == 2
@@ -365,10 +365,10 @@ def test_a_record_removes_nothing_but_files_of_ours_that_no_index_names(tmp_path
     record = WriterRecord.mine(
         "a" * 16, "b" * 16, [current, "notes.txt", "model.safetensors", "../outside", "shardwise.json"]
     )
-    with atomic_files.claim_folder(atomic_files.OutputFolder(tmp_path), "c" * 16):
+    with locks.claim_folder(folders.OutputFolder(tmp_path), "c" * 16):
         pass
-    (tmp_path / atomic_files.LOCK).write_text(record.line())
-    with atomic_files.claim_folder(atomic_files.OutputFolder(tmp_path), "c" * 16):
+    (tmp_path / locks.LOCK).write_text(record.line())
+    with locks.claim_folder(folders.OutputFolder(tmp_path), "c" * 16):
         assert which(tmp_path) == 1
     assert (tmp_path / ".." / "outside").resolve().exists()
     assert names_in(tmp_path) == sorted([current, "notes.txt", "model.safetensors", "shardwise.json"])
@@ -415,7 +415,7 @@ def test_what_is_planted_at_a_name_that_can_be_foreseen_does_no_harm(tmp_path, k
     single = out.is_file()
     folder = out.parent if single else out
     final = {name: (folder / name).read_bytes() for name in names_in(folder)}
-    lock = f".{kind}.lock" if single else atomic_files.LOCK
+    lock = f".{kind}.lock" if single else locks.LOCK
     names = (*final, *(f"{name}.part" for name in final), *(f".{name}.part" for name in final), lock)
 
     def work():

@@ -225,7 +225,7 @@ def test_ranks_are_told_as_ranges_that_name_exactly_them(numbers, random):
 def transports(request, monkeypatch):
     """Transports of four ranks, once as they are and once as in a group that is too large for slots."""
     if request.param == "all_reduce":
-        monkeypatch.setattr("shardwise.exchange.exchange.MOST_SLOTS", 2)
+        monkeypatch.setattr("shardwise.transports.endpoint.MOST_SLOTS", 2)
     return in_memory_transports(OWNERS, timeout=PATIENCE)
 
 
@@ -319,3 +319,34 @@ def test_a_large_group_moves_the_same_values(transports):
 
     found = together(transports, work)
     torch.testing.assert_close(torch.cat(found[::-1], dim=1), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("owners", [3, 20])  # few, that write to everybody, and more
+def test_notes_come_to_the_same_sums_on_all_ranks(monkeypatch, many, owners):
+    monkeypatch.setattr(Exchange, "_many", many)
+    notes = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, (owners, 8))
+
+    def work(transport):
+        exchange = Exchange(transport, Proposal(SAME), note=notes[transport.me].tolist()).start()
+        exchange.finish()
+        return exchange.noted()
+
+    for found in together(in_memory_transports(owners, timeout=PATIENCE), work):
+        np.testing.assert_array_equal(found, notes.sum(axis=0), strict=True)
+
+
+def test_more_numbers_than_a_note_holds_are_a_mistake():
+    (alone,) = in_memory_transports(1)
+    with pytest.raises(AssertionError, match="run into a message"):
+        Exchange(alone, Proposal(SAME), note=range(9))
+
+
+@pytest.mark.parametrize("owners", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize("length", [0, 100, 2040, 2041, 5000])
+def test_everybody_gets_the_values_of_all_however_long_one_is(owners, length):
+    def work(transport):
+        return transport.all_gather((transport.me, b"x" * (length if transport.me == owners - 1 else 0)))
+
+    for found in together(in_memory_transports(owners, timeout=PATIENCE), work):
+        assert found == [(me, b"x" * (length if me == owners - 1 else 0)) for me in range(owners)]

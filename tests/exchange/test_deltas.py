@@ -6,7 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import ExchangeError
-from shardwise.exchange.deltas import BLOCK, HEADER, WORDS, Form, choose, decode, encode, most_bytes
+from shardwise.exchange.deltas import (
+    BLOCK,
+    GAPS,
+    HEADER,
+    WORDS,
+    Form,
+    _escapes,
+    _packed_gaps,
+    choose,
+    decode,
+    encode,
+    most_bytes,
+)
 
 SLACK = HEADER + 16  # values, and where they lie, end at multiples of 8 bytes
 
@@ -77,6 +89,31 @@ def test_random_changes_of_bfloat16_take_little_more_than_3_bytes_each(fraction)
 )
 def test_every_form_is_chosen_where_it_is_the_smallest(form, mask):
     assert choose(mask, 2).form is form
+
+
+@given(
+    st.lists(st.integers(0, 900), max_size=30), st.sampled_from([Form.BYTE_GAPS, Form.SHORT_GAPS]), st.integers(1, 80)
+)
+def test_gaps_that_are_too_long_for_their_number_are_told_in_several(gaps, form, scale):
+    """Also at the first cell, at the last one, and one after the other."""
+    dtype, longer = GAPS[form], np.array(gaps, np.int64) * scale
+    most = np.iinfo(dtype).max
+    expected = [number for gap in longer.tolist() for number in [most] * (gap // most) + [gap % most]]
+    assert _packed_gaps(longer, len(expected), dtype).tolist() == expected
+    assert _escapes(longer, dtype) == len(expected) - len(gaps)
+
+
+def test_where_few_cells_changed_their_mask_is_read_once():
+    """The number of runs is that of gaps: without a second look at the mask."""
+    mask = np.arange(BLOCK) % 100 == 7
+    expected = choose(mask, 2)
+
+    class Once(np.ndarray):
+        def __getitem__(self, key):
+            assert not isinstance(key, slice), "neighbours in the mask are compared"
+            return super().__getitem__(key)
+
+    assert choose(mask.view(Once), 2).form is expected.form is Form.BYTE_GAPS
 
 
 @given(masks(600), st.sampled_from([1, 2, 8]), st.data())

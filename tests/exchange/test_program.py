@@ -251,7 +251,7 @@ def test_there_is_a_first_turn_where_nothing_moves():
         assert [(round_.key, round_.bytes) for round_ in found.rounds] == [(FIRST, 0)], owner
     (round_,) = schedule((), 0, 64).rounds
     assert (round_.key, round_.bytes) == (FIRST, 0)
-    (round_,) = schedule(((Program({}, None, reducing=False), torch.int8),), 0, 64).rounds
+    (round_,) = schedule(((Program({}, None), torch.int8),), 0, 64).rounds
     assert (round_.key, round_.bytes) == (FIRST, 0)
 
 

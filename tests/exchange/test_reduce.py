@@ -1,4 +1,4 @@
-"""Reductions: in the order of the terms, wide enough, block by block."""
+"""Reductions: in a tree that the number of terms makes, wide enough, block by block."""
 
 from functools import reduce as fold
 
@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import in_a_tree
 from threads import FORMS, forms, plain, spaced, tensors_of
 
 from shardwise import ExchangeError
 from shardwise.exchange import reduce as reducing
-from shardwise.exchange.reduce import accumulator, blocks, check, reduce
+from shardwise.exchange.reduce import Rule, accumulator, blocks, check, reduce, sum_dtype
 from shardwise.notation import OPERATIONS
 from shardwise.testing.arrays import COMBINE
 
@@ -34,7 +35,7 @@ def small_blocks():
 
 def reduced(terms, op, *, form=plain, becomes=None):
     target = form(tuple(terms[0].shape), becomes or terms[0].dtype)
-    reduce(target, terms, op)
+    reduce(target, terms, Rule(op), terms[0].dtype)
     return target
 
 
@@ -50,10 +51,10 @@ def exact(op, values):
     return fold(COMBINE[op], values) if op != "avg" else sum(values) / len(values)
 
 
-def one_by_one(op, terms, wide):
-    """The terms, one after the other, in a wide dtype; rounded once."""
+def by_the_tree(op, terms, wide):
+    """The terms, two and two, in a wide dtype; rounded once."""
     apply = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
-    value = fold(apply[op], [term.to(wide) for term in terms])
+    value = in_a_tree(apply[op], [term.to(wide) for term in terms])
     return (value / len(terms) if op == "avg" else value).to(terms[0].dtype)
 
 
@@ -74,14 +75,14 @@ def test_whole_numbers_reduce_as_in_numpy_also_where_they_wrap(op, dtype):
 
 @pytest.mark.parametrize("op", FRACTIONS)
 @pytest.mark.parametrize("dtype", LONG, ids=str)
-def test_long_floats_are_reduced_one_term_after_the_other(op, dtype):
+def test_long_floats_are_reduced_in_the_tree_of_their_number(op, dtype):
     if dtype.is_complex and op in ("max", "min"):
         with pytest.raises(ExchangeError, match=f"terms of dtype {dtype} cannot be reduced by '{op}'"):
             check(op, dtype)
         return
     check(op, dtype)
     terms = fractions(dtype)
-    torch.testing.assert_close(reduced(terms, op), one_by_one(op, terms, dtype), rtol=0, atol=0)
+    torch.testing.assert_close(reduced(terms, op), by_the_tree(op, terms, dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", FRACTIONS)
@@ -89,7 +90,7 @@ def test_long_floats_are_reduced_one_term_after_the_other(op, dtype):
 def test_short_floats_are_reduced_in_float32_and_rounded_once(op, dtype):
     check(op, dtype)
     terms = [term.to(dtype) for term in fractions(torch.float32)]
-    found, wanted = reduced(terms, op), one_by_one(op, terms, torch.float32)
+    found, wanted = reduced(terms, op), by_the_tree(op, terms, torch.float32)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -99,10 +100,56 @@ def test_a_sum_of_bfloat16_keeps_what_rounding_every_term_would_lose():
     assert reduced(terms, "sum").item() == 264.0
 
 
-def test_the_order_of_terms_is_kept():
+def test_neighbours_are_added_first():
     large, small = torch.tensor([1e16], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
-    assert reduced([large, small, -large, small], "sum").item() == 1.0
+    assert reduced([large, small, -large, small], "sum").item() == 0.0
     assert reduced([large, -large, small, small], "sum").item() == 2.0
+    assert reduced([large, small, -large], "sum").item() == 0.0
+
+
+@pytest.mark.parametrize("op", FRACTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64], ids=str)
+@given(count=st.integers(2, 21), data=st.data())
+@settings(max_examples=10)
+def test_sums_of_subtrees_in_place_of_their_terms_change_no_bit(op, dtype, count, data):
+    if dtype.is_complex and op in ("max", "min"):
+        return
+    terms = [term.to(dtype) for term in fractions(torch.complex64 if dtype.is_complex else torch.float32, count)]
+    sizes = data.draw(subtrees(count))
+    edges = np.cumsum([0, *sizes]).tolist()
+    sums = [torch.empty(terms[0].shape, dtype=sum_dtype(dtype)) for _ in sizes]
+    for one, first, last in zip(sums, edges, edges[1:], strict=False):
+        reduce(one, terms[first:last], Rule(op, partial=True), dtype)
+    found = torch.empty_like(terms[0])
+    reduce(found, sums, Rule(op, sizes=sizes), dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
+    torch.testing.assert_close(found.view(bits), reduced(terms, op).view(bits), rtol=0, atol=0)
+
+
+@st.composite
+def subtrees(draw, count):
+    """Sizes of subtrees that together are the tree of so many terms."""
+    if count == 1 or draw(st.booleans()):
+        return (count,)
+    half = 1 << ((count - 1).bit_length() - 1)
+    return (*draw(subtrees(half)), *draw(subtrees(count - half)))
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("dtype", NUMPY, ids=lambda dtype: dtype.__name__)
+def test_sums_of_whole_numbers_wrap_as_their_terms_do(op, dtype):
+    raw = np.random.default_rng(3).integers(0, 256, (5, 5, 6 * np.dtype(dtype).itemsize)).astype(np.uint8)
+    terms = [torch.from_numpy(raw_ % 2 == 1 if dtype is np.bool_ else raw_.view(dtype)) for raw_ in raw]
+    try:
+        check(op, terms[0].dtype)
+    except ExchangeError:
+        return
+    sums = [torch.empty(terms[0].shape, dtype=sum_dtype(terms[0].dtype)) for _ in range(2)]
+    for one, some in zip(sums, (terms[:4], terms[4:]), strict=True):
+        reduce(one, some, Rule(op, partial=True), terms[0].dtype)
+    found = torch.empty_like(terms[0])
+    reduce(found, sums, Rule(op, sizes=(4, 1)), terms[0].dtype)
+    np.testing.assert_array_equal(found.numpy(), exact(op, [term.numpy() for term in terms]))
 
 
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)

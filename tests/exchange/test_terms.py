@@ -1,13 +1,11 @@
 """Terms that become values on arrival: the same bits in every layout."""
 
-from functools import reduce as fold
-
 import numpy as np
 import pytest
 import torch
 from exchanges import BITS, DTYPES, arrays, inlines, tensors, within
 from hypothesis import assume, given, settings
-from oracle import assert_same_buffers, buffers, numbered
+from oracle import assert_same_buffers, buffers, in_a_tree, numbered
 from threads import (
     FORMS,
     arrays_of,
@@ -59,9 +57,9 @@ def contributions(dtype, count=4, shape=SHAPE):
 
 
 def in_order(values, op, wide=None):
-    """The reduction of the terms, one after the other, rounded at the end."""
+    """The reduction of the terms in the tree of their number, rounded at the end."""
     dtype = values[0].dtype
-    value = fold(APPLY[op], [value.to(wide or dtype) for value in values])
+    value = in_a_tree(APPLY[op], [value.to(wide or dtype) for value in values])
     return (value / len(values) if op == "avg" else value).to(dtype)
 
 
@@ -140,5 +138,5 @@ def test_a_reduction_is_rounded_as_its_terms_are_whatever_it_is_cast_to():
     values = [value.bfloat16() for value in contributions(torch.float32)]
     made = plan("6x5/P@4", "6x5/R@1:9", itemsize=2)
     found = carried(made, {o: [value] for o, value in enumerate(values)}, dtype=torch.bfloat16, becomes=torch.float32)
-    expected = fold(torch.add, [v.float() for v in values]).bfloat16().float()
+    expected = in_a_tree(torch.add, [v.float() for v in values]).bfloat16().float()
     torch.testing.assert_close(found[9][0], expected, rtol=0, atol=0)

@@ -105,15 +105,6 @@ def test_lengths_and_intervals_belong_to_their_part(size, steps):
         assert axis.lengths[part] == np.diff(axis.cuts)[mine].sum()
 
 
-@given(st.integers(1, 30), cuts, st.data())
-@settings(max_examples=60)
-def test_meets_finds_all_intervals_of_the_parts_asked_for(size, steps, data):
-    axis, _ = Axis.of(cut_up(size, steps)[0])
-    asked = data.draw(st.lists(st.integers(0, len(axis.part) - 1), min_size=1, unique=True).map(sorted))
-    wanted = set(axis.part[asked].tolist())
-    assert sorted(axis.meets(ints(asked)).tolist()) == [i for i, p in enumerate(axis.part.tolist()) if p in wanted]
-
-
 @given(st.integers(1, 30), cuts, cuts, st.data())
 @settings(max_examples=60)
 def test_crossing_finds_every_pair_of_intervals_that_share_cells(size, one, other, data):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from copying import rows, staged
+from copying import itemsizes, rows, staged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,17 +77,17 @@ def test_rounds_cost_latency_and_nothing_else():
 @settings(max_examples=40)
 def test_all_totals_follow_from_the_copies(pair, hosts, limit):
     made = plan(*pair, itemsize=1, hosts=hosts, max_bytes=limit)
-    remote = [c for c in made.copies if not c.local]
+    remote, widths = [c for c in made.copies if not c.local], itemsizes(made)
     expected = np.zeros((len(made.owners), len(made.owners)), dtype=int)
     for c in remote:
-        expected[made.owners.index(c.source), made.owners.index(c.target)] += c.box.volume
+        expected[made.owners.index(c.source), made.owners.index(c.target)] += c.box.volume * widths[c.step]
     np.testing.assert_array_equal(made.matrix(), expected)
     assert list(made.sent.values()) == expected.sum(axis=1).tolist()
     assert list(made.received.values()) == expected.sum(axis=0).tolist()
     assert made.bytes_moved == expected.sum()
-    assert made.bytes_moved + made.bytes_local == sum(c.box.volume for c in made.copies)
+    assert made.bytes_moved + made.bytes_local == sum(c.box.volume * widths[c.step] for c in made.copies)
     assert made.messages == len({(c.source, c.target, c.step, c.round) for c in remote})
-    assert made.peak_bytes == max(staged(made).values(), default=0)
+    assert made.peak_bytes == max(staged(made).values(), default=0) + made.bytes_between
 
 
 def test_explain_says_what_moves_and_who_is_busy():

@@ -1,13 +1,11 @@
 """Partial layouts: terms reduced in their order, shared when that is cheaper, kept, and made from whole values."""
 
-from functools import reduce
-
 import numpy as np
 import pytest
 from copying import FULL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_same_buffers, buffers, held, numbered
+from oracle import assert_same_buffers, buffers, held, in_a_tree, numbered
 
 from shardwise import Box, Layout, Mesh, parse, plan
 from shardwise.notation import OPERATIONS
@@ -39,8 +37,8 @@ def terms(count, dtype=np.int64, seed=0):
 
 
 def result(op, values):
-    """The reduction of the terms, one after the other."""
-    value = reduce(COMBINE[op], values)
+    """The reduction of the terms in the tree of their number."""
+    value = in_a_tree(COMBINE[op], values)
     return (value / len(values)).astype(value.dtype) if op == "avg" else value
 
 

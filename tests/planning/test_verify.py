@@ -22,7 +22,11 @@ PLANS = {
     "relayed": plan("8x6/S0@2", "8x6/R@6", hosts=2),
     "reduced": plan("8x6/P@3", "8x6/S0@3"),
     "shared": plan("8x6/P@4", "8x6/R@4"),
-    "shared and relayed": plan("8x6/P@4", "8x6/R@8", hosts=2),
+    "shared and relayed": plan("8x6/P,R@2x2", "8x6/R@8", hosts=2),
+    "added up on hosts": plan("8x6/P@4", "8x6/R@8", hosts=2).legs[0],
+    "taken from hosts": plan("8x6/P@4", "8x6/R@8", hosts=2).legs[1],
+    "odd sums": plan("8x6/P@6", "8x6/R@6", hosts=3).legs[0],
+    "of odd sums": plan("8x6/P@6", "8x6/R@6", hosts=3).legs[1],
     "reduced in rounds": plan("12/P@3", "12/S0@3", itemsize=1, max_bytes=7),
     "terms": plan("8x6/P,S0@2x2", "8x6/P,S1@2x2"),
     "terms with replicas": plan("8x6/P,R@2x2", "8x6/P,S1@2x2"),
@@ -35,11 +39,12 @@ every_plan = pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
 
 
 def check(made, copies):
-    verify(made.source, made.target, copies, reducing=made.reducing)
+    edges = made.sums.edges if made.sums and made.sums.made else None
+    verify(made.source, made.target, copies, reducing=made.reducing, edges=edges)
 
 
 def assert_caught(made, copies):
-    with pytest.raises(PlanError, match=r"owner \d+ (does not get|is to send)"):
+    with pytest.raises(PlanError, match=r"owner \d+ (does not get|is to send|gets term)"):
         check(made, copies)
 
 

@@ -1,8 +1,9 @@
-"""Trainers and servers are killed, stopped and restarted at random, while all ranks of the servers look at their cells.
+"""Trainers, servers and the hub are killed, stopped and restarted at random, with and without deltas.
 
-It takes some 15 seconds. For minutes, and another course of events:
+All ranks of the servers look at their cells meanwhile. It takes some 15 seconds each time. `make chaos` takes minutes,
+of another course of events:
 
-    SHARDWISE_CHAOS_SECONDS=300 SHARDWISE_CHAOS_SEED=7 pytest tests/publishing/test_chaos.py
+    make chaos SECONDS=300 SEED=7
 """
 
 import os
@@ -10,8 +11,12 @@ import random
 import time
 from collections import Counter
 
+import pytest
 import torch
+import torch.distributed as dist
+from numbered import Sparse
 from separate_jobs import LIMIT, PATIENCE, by_columns, by_rows, jobs, replicated  # noqa: F401
+from small_deltas import of_few_cells
 
 import shardwise as sw
 from shardwise.publishing.meeting import Address, MeetingPoint
@@ -23,9 +28,25 @@ DTYPES = {"w": torch.int32, "b": torch.int64, "norm": torch.bfloat16}
 SERVERS = [(2, by_columns, None), (1, replicated, None), (2, by_rows, "b"), (2, replicated, "b"), (1, by_rows, "c")]
 
 
+class Seventh(Sparse):
+    """The last step has written cells of every column, so that every rank knows its own step."""
+
+    EVERY = 7
+
+
+def sparse(layouts):
+    """What prepares a job of which a step changes few cells. Every message may be a delta."""
+
+    def prepare(me):
+        of_few_cells(me)
+        me.weights = Seventh(me.rank, layouts)
+
+    return prepare
+
+
 def hold(me, at):
     me.meeting = MeetingPoint(Address.of(at), None)
-    assert me.meeting.hold()
+    return me.meeting.hold()
 
 
 def train(me, run, options):
@@ -34,7 +55,9 @@ def train(me, run, options):
     for version in range(1, RUN):
         me.weights.fill(run * RUN + version)
         me.publisher.commit(version)
-        if (me.folder / "enough").exists():
+        enough = torch.tensor(int((me.folder / "enough").exists()))
+        dist.all_reduce(enough)  # or one rank would stop, and the other wait for it
+        if enough:
             return version
         time.sleep(0.01)
     return None
@@ -74,31 +97,38 @@ def wanted_step(me):
 class Chaos:
     """The jobs, and what happens to them."""
 
-    def __init__(self, jobs, seed):  # noqa: F811
+    def __init__(self, jobs, seed, *, delta):  # noqa: F811
+        self.delta = delta
         self.jobs, self.random, self.runs, self.happened = jobs, random.Random(seed), 0, Counter()
         self.stopped = []  # (when it goes on, job, rank)
-        hub = jobs.start()
-        hub.call(hold, jobs.at)
+        self.new_hub()
         self.trainer = self.new_trainer()
         self.servers = [self.new_server(number) for number in range(len(SERVERS))]
+
+    def new_hub(self):
+        self.hub = self.jobs.start()
+        self.hub.call(hold, self.jobs.at)  # unless a trainer that has just started was faster
 
     def new_trainer(self):
         self.runs += 1
         self.lasts_until = time.monotonic() + 3 * PATIENCE  # the name is free after one, and it has to do something
-        trainer = self.jobs.trainer(2, by_rows(2), DTYPES, publish=False)
-        trainer.start(train, self.runs, {"keep": self.random.choice([1, 2])})
+        prepare = sparse(by_rows(2)) if self.delta else None
+        trainer = self.jobs.trainer(2, by_rows(2), DTYPES, publish=False, prepare=prepare)
+        keep = self.random.choice([2, 4] if self.delta else [1, 2])
+        trainer.start(train, self.runs, {"keep": keep, "delta": self.delta})
         return trainer
 
     def new_server(self, number):
         size, layouts, host = SERVERS[number]
-        server = self.jobs.server(size, layouts(size), DTYPES, host=host, subscribe=False)
+        prepare = sparse(layouts(size)) if self.delta else None
+        server = self.jobs.server(size, layouts(size), DTYPES, host=host, subscribe=False, prepare=prepare)
         server.start(serve, self.random.choice([{}, {}, {"verify": True}]))
         return server
 
     def something(self):
         """One thing happens."""
         what = self.random.choice(
-            [self.kill_server] * 3 + [self.stop_server] * 4 + [self.kill_trainer, self.stop_trainer]
+            [self.kill_server] * 3 + [self.stop_server] * 4 + [self.kill_trainer, self.stop_trainer, self.kill_hub]
         )
         self.happened[what.__name__] += 1
         what()
@@ -127,6 +157,11 @@ class Chaos:
         if time.monotonic() > self.lasts_until:
             self.trainer.kill()
             self.trainer = self.new_trainer()
+
+    def kill_hub(self):
+        self.hub.kill()
+        time.sleep(self.random.choice([0, 0.3]))
+        self.new_hub()
 
     def wake(self, everybody=False):
         """Let those go on whose time has come."""
@@ -160,8 +195,9 @@ class Chaos:
         return [server.results() for server in self.servers]
 
 
-def test_nobody_ever_has_a_mixture(jobs):  # noqa: F811
-    chaos, end = Chaos(jobs, SEED), time.monotonic() + SECONDS
+@pytest.mark.parametrize("delta", [False, True], ids=["dense", "deltas"])
+def test_nobody_ever_has_a_mixture(jobs, delta):  # noqa: F811
+    chaos, end = Chaos(jobs, SEED, delta=delta), time.monotonic() + SECONDS
     print(f"SHARDWISE_CHAOS_SEED={SEED}")
     while time.monotonic() < end:
         chaos.something()
@@ -173,4 +209,4 @@ def test_nobody_ever_has_a_mixture(jobs):  # noqa: F811
         for seen in server:
             pulls.update("failed" if one[0] == "failed" else "pulled" for one in seen)
         assert len({seen[-1] for seen in server if seen}) == 1
-    print(chaos.happened, pulls)
+    print(chaos.happened, pulls, "deltas", sum("sent a delta" in line for line in chaos.trainer.log()))

@@ -7,18 +7,18 @@ import pytest
 from moments import COPYING, RECEIVING, at_moment, drops, pull
 from numbered import Sparse
 from separate_jobs import jobs, until  # noqa: F401
+from small_deltas import between_all_ranks
 
 from shardwise import Layout
-from shardwise.publishing.orders import Order
 
 SHAPES = {"w": (512, 256), "b": (100_000,)}  # smaller messages are sent as they are
 
 
 def sparse(layouts, *more):
-    """What prepares a job whose weights change little. Deltas go between pretended hosts, too."""
+    """What prepares a job whose weights change little."""
 
     def prepare(me):
-        Order.delta = property(lambda order: False if order.base is None else "always")
+        between_all_ranks(me)
         me.weights = Sparse(me.rank, layouts)
         for one in more:
             one(me)

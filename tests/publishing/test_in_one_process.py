@@ -4,15 +4,18 @@ import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from separate_jobs import until
+from separate_jobs import LIMIT, free_port, until
 
 import shardwise as sw
 from shardwise.errors import RefusedValueError
+from shardwise.publishing.publisher import Publisher
+from shardwise.publishing.target import PullTarget
 from shardwise.testing import on_ranks
 
 PATIENCE = 3.0
@@ -120,9 +123,6 @@ def test_targets_that_share_some_memory_are_refused(tmp_path):
 
 
 def test_a_publisher_that_is_closed_ends_the_pulls_that_it_serves(tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("shardwise.publishing.subscriber.answer_challenge", interrupt)
     at = tmp_path / "meeting"
     publisher = sw.publish({"w": torch.ones(4)}, at, "policy", patience=60)
@@ -134,6 +134,152 @@ def test_a_publisher_that_is_closed_ends_the_pulls_that_it_serves(tmp_path, monk
     publisher.close()
     assert pulls_that_are_served() == 0
     subscriber.close()
+
+
+def test_a_publisher_that_is_closed_waits_for_connections_to_a_subscriber_that_is_gone(tmp_path, monkeypatch):
+    """A thread inside torch would abort the process as it ends."""
+    monkeypatch.setattr("shardwise.publishing.subscriber.join", interrupt)
+    at = tmp_path / "meeting"
+    publisher = sw.publish({"w": torch.ones(4)}, at, "policy", patience=4)
+    publisher.commit(1)
+    subscriber = sw.subscribe({"w": torch.zeros(4)}, at, "policy", patience=4, verify=True)
+    with pytest.raises(KeyboardInterrupt):
+        subscriber.pull()
+    until(lambda: pulls_that_are_served() == 1)
+    publisher.close()
+    assert pulls_that_are_served() == 0
+    assert publisher.versions == []
+    subscriber.close()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_weights_are_of_no_version_after_an_interrupt_while_they_are_received_in_place(tmp_path, monkeypatch):
+    at, source, target = tmp_path / "meeting", {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+    publisher = sw.publish(source, at, "policy", patience=PATIENCE)
+    options = {"patience": PATIENCE, "verify": True, "atomic": False}
+    with publisher, sw.subscribe(target, at, "policy", **options) as subscriber:
+        publisher.commit(1)
+        assert subscriber.pull() == 1
+        source["w"].fill_(2)
+        publisher.commit(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(PullTarget, "received", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.pull()
+        assert target["w"].tolist() == [2] * 4
+        with pytest.raises(sw.ExchangeError, match="the weights are of no version: a pull of version 2 was broken off"):
+            _ = subscriber.version
+        assert subscriber.pull() == subscriber.version == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(PullTarget, "received", interrupt)
+            publisher.commit(3)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.pull()
+        publisher.close()
+        with pytest.raises(sw.ExchangeError):
+            subscriber.pull()
+        assert subscriber._client.weights == "The weights may be a mixture of versions: pull again"
+
+
+def test_a_version_cannot_be_read_before_all_ranks_have_agreed(tmp_path, monkeypatch):
+    readable, agree = list[list[int]](), Publisher._agree
+
+    def look(publisher, *args):
+        finish = agree(publisher, *args)
+
+        def look_and_finish():
+            readable.append(publisher._versions.numbers)
+            finish()
+            if len(readable) == 2:
+                raise sw.ExchangeError("another rank refuses")
+
+        return look_and_finish
+
+    monkeypatch.setattr(Publisher, "_agree", look)
+    with sw.publish({"w": torch.ones(4)}, tmp_path / "meeting", "policy", patience=PATIENCE) as publisher:
+        publisher.commit(1)
+        with pytest.raises(sw.ExchangeError, match="another rank refuses"):
+            publisher.commit(2)
+        assert readable == [[], [1]]
+        assert publisher._versions.numbers == [1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (torch.eye(3).to_sparse(), "'w' of the state dict has no memory to read or write: it is torch.sparse_coo"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "'w' of the state dict is a conjugate or negative view"),
+    ],
+    ids=["sparse", "conjugate"],
+)
+@pytest.mark.parametrize("warm", [True, False])
+def test_tensors_that_cannot_be_read_are_refused_before_anything_is_published(tmp_path, wrong, why, warm):
+    with pytest.raises((sw.ExchangeError, ValueError), match=why):
+        sw.publish({"w": wrong}, tmp_path / "meeting", "policy", patience=PATIENCE, warm=warm)
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_ranks_that_give_different_secrets_are_refused(tmp_path):
+    def work(rank):
+        at, key, groups = f"127.0.0.1:{port}", "ab"[rank], [dist.new_group([0]), dist.new_group([0, 1])]
+        with pytest.raises(RefusedValueError, match="the ranks give different secrets: give the same key= on all"):
+            sw.publish({"w": torch.ones(4)}, at, "policy", key=key, patience=PATIENCE)
+        publisher = sw.publish({"w": torch.ones(4)}, at, "policy", key="a", group=groups[0]) if rank == 0 else None
+        with pytest.raises(RefusedValueError, match="the ranks give different secrets: give the same key= on all"):
+            sw.subscribe({"w": torch.ones(4)}, at, "policy", key=key, patience=PATIENCE, group=groups[1])
+        if publisher:
+            publisher.close()
+        return True
+
+    port = free_port()
+    assert on_ranks(2, work) == [True, True]
+
+
+def test_the_timeout_of_a_group_may_be_shorter_than_that_of_subscribe(tmp_path):
+    def work(rank):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        with pytest.raises(sw.ExchangeError, match=r"no publisher of 'policy' within 2\.5 s") as error:
+            sw.subscribe({"w": torch.ones(4)}, tmp_path / "meeting", "policy", group=group, timeout=2.5)
+        return str(error.value)
+
+    first, second = on_ranks(2, work)
+    assert first == second
+
+
+def test_a_function_may_pull_at_once_and_is_called_again_after_an_error(tmp_path, caplog):
+    at, called, made = tmp_path / "meeting", list[int](), threading.Event()
+
+    def on_commit(version):
+        made.wait(LIMIT)
+        called.append(subscriber.pull())
+        if version == 1:
+            raise ZeroDivisionError
+
+    with sw.publish({"w": torch.ones(4)}, at, "policy", patience=PATIENCE) as publisher:
+        publisher.commit(1)
+        options = {"patience": PATIENCE, "on_commit": on_commit}
+        with sw.subscribe({"w": torch.zeros(4)}, at, "policy", **options) as subscriber:
+            made.set()
+            until(lambda: "on_commit failed for version 1. It is called again for the next one" in caplog.text)
+            publisher.commit(2)
+            until(lambda: len(called) == 2)
+    assert called == [1, 2]
+    assert caplog.text.count("on_commit failed") == 1
+
+
+def test_numbers_and_timeouts_of_a_wait_are_checked(tmp_path):
+    at = tmp_path / "meeting"
+    with (
+        sw.publish({"w": torch.ones(4)}, at, "policy"),
+        sw.subscribe({"w": torch.zeros(4)}, at, "policy") as subscriber,
+    ):
+        with pytest.raises(TypeError, match="version '1' is of type str: give a whole number"):
+            subscriber.wait(newer_than="1", timeout=0)
+        with pytest.raises(ValueError, match="timeout='soon': give seconds, 0 or more"):
+            subscriber.wait(timeout="soon")
 
 
 def pulls_that_are_served():

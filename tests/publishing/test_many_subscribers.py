@@ -10,11 +10,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from numbered import Weights
 from separate_jobs import PATIENCE, by_columns, jobs, until  # noqa: F401
 
 import shardwise as sw
+from shardwise.publishing.meeting import Address, MeetingPoint
 
 PROCESSES, EACH = 5, 20
+COUNT = PROCESSES * EACH
 
 
 def resources(me):
@@ -79,6 +82,50 @@ def subscribers(me):
     return me.publisher._dispatcher.subscribers
 
 
+@pytest.mark.parametrize("hub", [False, True], ids=["meeting at the publisher", "meeting at a hub"])
+def test_a_hundred_subscribers_at_a_time_cost_the_trainer_little(jobs, hub):  # noqa: F811
+    if hub:
+        jobs.start().call(hold, jobs.at)
+    trainer = jobs.trainer(serving=4)
+    servers = [jobs.server(subscribe=False, host="b" if number < 2 else None) for number in range(PROCESSES)]
+    ((files, threads),) = trainer.call(resources)
+    for server in servers:
+        server.start(subscribe_often, EACH)
+    for server in servers:
+        server.results()
+    ((idle_files, idle_threads),) = trainer.call(resources)
+    assert idle_files <= files + (0 if hub else 2 * COUNT) + 30
+    assert idle_threads <= threads + 2
+    trainer.commit(1)
+    for server in servers:
+        server.start(pull_all)
+    most_files, most_threads = 0, 0
+    while any(server.busy() for server in servers):
+        ((now_files, now_threads),) = trainer.call(resources)
+        most_files, most_threads = max(most_files, now_files), max(most_threads, now_threads)
+        time.sleep(0.02)
+    assert [server.results() for server in servers] == [[[(1, 1)] * EACH]] * PROCESSES
+    assert most_files <= idle_files + 4 * EACH  # of the pulls that are served at a time
+    assert most_threads <= idle_threads + 4 * 5
+
+
+def hold(me, at):
+    me.meeting = MeetingPoint(Address.of(at), None)
+    assert me.meeting.hold()
+
+
+def subscribe_often(me, times):
+    """Many servers in one process, each with its own weights."""
+    me.many = []
+    for _ in range(times):
+        weights = Weights(0, me.weights.layouts, me.weights.dtypes)
+        me.many.append((sw.subscribe(weights.state, me.at, "policy", patience=PATIENCE, timeout=20), weights))
+
+
+def pull_all(me):
+    return [(subscriber.pull(), weights.step()) for subscriber, weights in me.many]
+
+
 def test_several_subscribers_of_one_process_do_not_mix(jobs):  # noqa: F811
     trainer, server = jobs.trainer(2), jobs.server(subscribe=False)
     trainer.commit(1)
@@ -86,8 +133,6 @@ def test_several_subscribers_of_one_process_do_not_mix(jobs):  # noqa: F811
 
 
 def subscribe_in_threads(me, count):
-    from numbered import Weights
-
     found = [None] * count
 
     def run(at):

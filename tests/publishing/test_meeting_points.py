@@ -1,6 +1,9 @@
 """Where jobs meet: files and ports, held by the publisher or by others, taken by strangers, lost and found again."""
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from moments import pull
-from separate_jobs import PATIENCE, JobError, by_columns, free_port, jobs, until  # noqa: F401
+from separate_jobs import LIMIT, PATIENCE, JobError, by_columns, free_port, jobs, until  # noqa: F401
 
 import shardwise as sw
 import shardwise.publishing.meeting as meeting
@@ -84,6 +87,26 @@ def test_a_restarted_publisher_goes_on_where_the_meeting_point_outlives_it(jobs)
     assert [server.pull(step=5), other.pull(step=5)] == [3, 3]
     assert server.pull(step=5) == 3
     assert jobs.server().pull(step=5) == 3
+
+
+def test_the_hub_command_outlives_both_sides(jobs):  # noqa: F811
+    port, key = free_port(), jobs.folder / "key"
+    jobs.at = f"127.0.0.1:{port}"
+    key.write_text("a secret\n")
+    command = [sys.executable, "-m", "shardwise", "hub", "--port", str(port), "--key-file", str(key)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout.readline() == f"meeting point {jobs.at}: interrupt to end it\n"
+            trainer, server = jobs.trainer(2, key="a secret"), jobs.server(2, key="a secret")
+            trainer.commit(1)
+            assert server.pull() == 1
+            trainer.close()
+            jobs.trainer(1, key="a secret").commit(1, step=5)
+            assert server.pull(step=5) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 0
+        finally:
+            process.kill()
 
 
 def test_a_restarted_publisher_learns_from_its_subscribers_where_the_meeting_point_was_its_own(jobs):  # noqa: F811

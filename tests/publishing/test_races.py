@@ -17,7 +17,7 @@ from shardwise.publishing.catalog import Subscription
 from shardwise.publishing.client import Client
 from shardwise.publishing.dispatcher import Dispatcher
 from shardwise.publishing.mailbox import MailboxThread
-from shardwise.publishing.meeting import MeetingLostError
+from shardwise.publishing.meeting import MeetingLostError, MeetingPoint
 from shardwise.publishing.orders import Claim, Paths
 from shardwise.publishing.target import PullTarget
 from shardwise.publishing.versions import HeldVersions
@@ -131,11 +131,20 @@ def dispatcher():
     meeting, paths = FakeMeeting(), Paths.of("policy")
     made = Dispatcher(meeting, paths, Claim("token", 1, 1, 10.0, None), INFOS, keep=1, delta=False, serving=1)
     meeting.put(paths.subscription(SUBSCRIPTION.digest), SUBSCRIPTION.to_json())
-    registration = {"kind": "subscribe", "from": "s", "reply": "r0", "rows": 1, "host": None, "maps": False}
+    registration = {
+        "kind": "subscribe",
+        "from": "s",
+        "reply": "r0",
+        "question": 0,
+        "rows": 1,
+        "host": None,
+        "maps": False,
+    }
     registration |= {"subscription": SUBSCRIPTION.digest, "values": SUBSCRIPTION.values, "seen": None, "token": ""}
     made.handle(registration)
-    assert meeting.boxes["r0"].pop() == {"kind": "accepted"}
+    assert meeting.boxes["r0"].pop() == {"kind": "accepted", "question": 0}
     made.announce(1, mapped=True)
+    until(lambda: meeting.get("shardwise/policy/versions"))  # another thread tells
     yield made, meeting
     made.close()
 
@@ -151,7 +160,9 @@ def test_a_request_whose_answer_was_lost_is_answered_later(dispatcher):
     made, meeting = dispatcher
     meeting.lost.add("r1")
     with pytest.raises(MeetingLostError):
-        made.handle({"kind": "pull", "from": "s", "reply": "r1", "version": None, "have": None, "base": None})
+        made.handle(
+            {"kind": "pull", "from": "s", "reply": "r1", "question": 1, "version": None, "have": None, "base": None}
+        )
     made.tick()
     until(lambda: meeting.boxes["r1"])
     assert meeting.boxes["r1"].pop()["kind"] == "go"
@@ -160,8 +171,8 @@ def test_a_request_whose_answer_was_lost_is_answered_later(dispatcher):
 def test_a_request_that_cannot_be_handled_is_answered(dispatcher):
     made, meeting = dispatcher
     with pytest.raises(KeyError):
-        made.handle({"kind": "pull", "from": "s", "reply": "r1"})
-    assert meeting.boxes["r1"].pop() == {"kind": "error", "why": "KeyError: 'version'"}
+        made.handle({"kind": "pull", "from": "s", "reply": "r1", "question": 1})
+    assert meeting.boxes["r1"].pop() == {"kind": "error", "why": "KeyError: 'version'", "question": 1}
 
 
 def test_a_version_that_was_withdrawn_before_it_was_told_is_not_held(dispatcher):
@@ -173,6 +184,35 @@ def test_a_version_that_was_withdrawn_before_it_was_told_is_not_held(dispatcher)
     until(lambda: not made._wake.is_set())
     assert made.held == [1]
     assert meeting.entries["shardwise/policy/versions"]["held"] == [1]
+
+
+def test_a_publisher_that_was_replaced_does_not_tell_of_versions_any_more(dispatcher):
+    """It stood still, and commits before it has seen that another one has its name."""
+    made, meeting = dispatcher
+    assert meeting.entries["shardwise/policy/versions"]["held"] == [1]
+    meeting.put("shardwise/policy/publisher", Claim("another", 2, 1, 10.0, None).to_json())
+    meeting.put("shardwise/policy/versions", {"token": "another", "incarnation": 2, "held": [7]})
+    made.announce(3, mapped=True)
+    until(lambda: any(one["held"] == [3] for one in meeting.boxes["shardwise/policy/orders/token/0"]))
+    assert meeting.entries["shardwise/policy/versions"]["held"] == [7]
+
+
+def test_answers_come_into_one_mailbox_and_those_to_earlier_questions_are_ignored(tmp_path, monkeypatch):
+    at, posted, post = tmp_path / "meeting", set[str](), MeetingPoint.post
+
+    def remember(meeting, mailbox, message):
+        posted.add(mailbox)
+        post(meeting, mailbox, message)
+
+    monkeypatch.setattr(MeetingPoint, "post", remember)
+    with sw.publish({"w": torch.ones(2)}, at, "policy") as publisher:
+        with sw.subscribe({"w": torch.zeros(2)}, at, "policy", verify=True) as subscriber:
+            reply = Paths.of("policy").reply(subscriber._client.party)
+            for version in range(4):
+                publisher.commit(version)
+                post(subscriber._meeting, reply, {"kind": "unchanged", "question": -1})
+                assert subscriber.pull() == version
+        assert [mailbox for mailbox in posted if "/reply/" in mailbox] == [reply]
 
 
 def test_a_subscriber_that_is_closed_pulls_no_more(tmp_path):

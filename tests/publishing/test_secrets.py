@@ -5,6 +5,7 @@ import os
 import pickle
 import stat
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ import separate_jobs
 import torch.distributed as dist
 from separate_jobs import JobError, free_port, jobs, until  # noqa: F401
 
+from shardwise.publishing import subscriber
 from shardwise.publishing.orders import Paths
 from shardwise.publishing.sealing import Seal
 
@@ -142,3 +144,22 @@ def refuse_to_unpickle(me):
         return real(data, **kwargs)
 
     pickle.loads = pickle.load = pickle.Unpickler = loads
+
+
+def answers_another_challenge(me):
+    """The second rank does, as one that repeats the answer to an earlier pull."""
+    real = subscriber.answer_challenge
+
+    def answer(meeting, path, row, order):
+        real(meeting, path, row, replace(order, challenge="0" * len(order.challenge)) if row else order)
+
+    subscriber.answer_challenge = answer
+
+
+@pytest.mark.parametrize("host", [None, "b"], ids=["mapped", "sent"])
+def test_a_rank_that_answers_another_challenge_is_not_let_in(jobs, host):  # noqa: F811
+    trainer, server = jobs.trainer(2), jobs.server(2, prepare=answers_another_challenge, host=host)
+    trainer.commit(1)
+    assert "answered another challenge" in str(server.fail(keeps=0))
+    assert any("rank 1 of the subscriber answered another challenge" in line for line in trainer.log())
+    assert jobs.server(2, host=host).pull() == 1

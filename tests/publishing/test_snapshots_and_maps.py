@@ -43,7 +43,7 @@ def test_every_owner_copies_its_cells_out_of_the_mapped_memory_of_all_others(pai
     found = dict[int, list[np.ndarray]]()
     for owner in target.owners():
         room = memory_of(target, owner, dtype)
-        MappedJob(plan, owner, lambda peer, _: mapped[peer], room).run()
+        MappedJob(plan, owner, room).run(lambda peer, _: mapped[peer])
         found[owner] = [one.float().numpy() for one in room.memory("w")]
     np.testing.assert_array_equal(gather(found, target), whole, strict=True)
 
@@ -53,7 +53,7 @@ def test_partial_sums_are_not_copied_out_of_mapped_memory(pair):
     both = [{"w": TensorInfo((4,), torch.float32, sw.parse(text), "cpu")} for text in pair]
     plan = ModelPlan.of(links({"w": (4,)}, {"w": (4,)}), *both)
     with pytest.raises(ValueError, match="partial sums"):
-        MappedJob(plan, 2, lambda peer, name: [], Snapshot({}))
+        MappedJob(plan, 2, Snapshot({}))
 
 
 def test_a_snapshot_lies_in_one_segment_and_others_find_its_tensors_there():

@@ -8,6 +8,7 @@ import torch._dynamo  # a process imports it with its first DTensor, which takes
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # the same
 import torch.nn.functional as F  # noqa: N812  as everybody calls it
+from devices import device_type, there
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 import shardwise as sw
 
 VOCABULARY, WIDTH, HEAD, HEADS, KEYS, HIDDEN, LAYERS = 37, 32, 4, 8, 4, 44, 2  # 37 rows divide by nothing
-TOKENS = torch.arange(20).reshape(2, 10) * 7 % VOCABULARY
+TOKENS = torch.arange(20).reshape(2, 10) * 7 % VOCABULARY  # on the CPU
 HOWS = ("plain", "fsdp", "tp", "both")
 
 
@@ -73,7 +74,7 @@ class Llama(nn.Module):
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) / 4)
+                parameter.copy_(torch.randn(parameter.shape, generator=draw, device="cpu") / 4)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -113,11 +114,12 @@ def sharded(how, seed=0, ranks=range(4)):
     """A Llama, sharded over these ranks; None on others. All ranks call."""
     ranks = list(ranks)
     if how == "both":
-        mesh = DeviceMesh("cpu", torch.tensor(ranks).reshape(2, -1), mesh_dim_names=("dp", "tp"))
+        half = len(ranks) // 2
+        mesh = DeviceMesh(device_type(), [ranks[:half], ranks[half:]], mesh_dim_names=("dp", "tp"))
         if dist.get_rank() not in ranks:
             return None
         return fsdp(tp(Llama(seed), mesh["tp"], norms=True), mesh["dp"])
-    mesh = DeviceMesh("cpu", ranks)
+    mesh = DeviceMesh(device_type(), ranks)
     if dist.get_rank() not in ranks:
         return None
     return {"plain": lambda model, _: model, "fsdp": fsdp, "tp": tp}[how](Llama(seed), mesh)
@@ -143,13 +145,13 @@ def logits(found):
     """What a plain Llama with these whole weights says."""
     model = Llama(seed=99)
     model.load_state_dict(found)
-    return model(TOKENS)
+    return model(there(TOKENS))
 
 
 @torch.no_grad()
 def said(model):
     """What a model says itself."""
-    return full(model(TOKENS))
+    return full(model(there(TOKENS)))
 
 
 def same(found, expected):
@@ -204,7 +206,7 @@ def dtensor(whole, mesh, *placements):
 
 def meshes():
     """Of all four ranks: in a row, and two by two."""
-    return init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def refused(call):

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from models import held, lies, numbers, sharded, weights
 from ranks import ranks  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +50,7 @@ def message(call):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     "options",
     [{}, {"transport": "group"}, {"verify": True}, {"max_bytes": 2000}, {"verify": True, "max_bytes": 2000}],
@@ -167,7 +169,7 @@ def test_memory_that_was_replaced_is_found(ranks):  # noqa: F811
     def run(rank):
         weight = torch.nn.Parameter(held(WHOLE, ROWS).local_tensor())
         target = held(WHOLE * 0, COLUMNS)
-        mesh = DeviceMesh("cpu", [0, 1])
+        mesh = DeviceMesh(device_type(), [0, 1])
         source = DTensor.from_local(weight, mesh, [Shard(0)])
         sync = sw.Resharder({"w": source}, {"w": target})
         for step in range(3):
@@ -179,6 +181,7 @@ def test_memory_that_was_replaced_is_found(ranks):  # noqa: F811
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_casts_and_remaps(ranks):  # noqa: F811
     def run(rank):
         given = {f"w{at}": held(WHOLE + at, ROWS) for at in range(2)}
@@ -238,6 +241,7 @@ def spoil(source, target, what):
     return repair
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("what", ["source", "target"])
 @pytest.mark.parametrize("options", [{}, {"verify": True}], ids=str)
 def test_an_error_of_one_rank_is_raised_by_the_wait_of_all(ranks, what, options):  # noqa: F811
@@ -407,6 +411,8 @@ def test_a_rank_that_dies_is_an_error_of_the_others(ranks, transport):  # noqa: 
         taken = time.monotonic() - start
         again, _ = message(lambda: sync.run(async_op=True).wait())
         assert "make a new Resharder" in again
+        sync = handle = None  # its thread ends with it
+        gc.collect()
         end = time.monotonic() + 5
         while any(thread.name == "shardwise run" for thread in threading.enumerate()) and time.monotonic() < end:
             time.sleep(0.01)
@@ -529,7 +535,13 @@ def test_an_interpreter_that_ends_during_runs(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     processes = [subprocess.Popen([*command, str(rank), place], env=env, **pipes) for rank in range(2)]
-    said = [one.communicate(timeout=40) for one in processes]
+    try:
+        said = [
+            one.communicate(timeout=120) for one in processes
+        ]  # a busy machine takes 30 seconds to import torch twice
+    finally:
+        for one in processes:
+            one.kill()
     assert [one.returncode for one in processes] == [0, 0], said
     assert [out.strip() for out, _ in said] == ["end", "end"]
     assert said[0][1].count("an asynchronous run failed, and nobody waited for it") == 2

@@ -1,5 +1,6 @@
 """Casts between ranks: codes only by name, no value lost unless that is allowed, the same error on every rank."""
 
+import pytest
 import torch
 from models import answer, held, numbers, same
 from ranks import ranks  # noqa: F401
@@ -35,6 +36,7 @@ CODES = {
 }
 
 
+@pytest.mark.devices
 def test_a_sync_casts_codes_by_name_alone(ranks):  # noqa: F811
     def run(rank):
         found, into = {}, {"w": columns(BF16)}
@@ -107,6 +109,7 @@ def test_a_state_dict_casts_plain_floats_and_what_is_named(ranks):  # noqa: F811
     refused([one["lost"] for one in told], "of 'a'", "1e+06", "Nothing was written")
 
 
+@pytest.mark.devices
 def test_a_reshard_names_its_tensor_and_loses_nothing(ranks):  # noqa: F811
     def run(rank):
         found, small = {}, numbers(8, 6)
@@ -132,6 +135,7 @@ def test_a_reshard_names_its_tensor_and_loses_nothing(ranks):  # noqa: F811
         refused([one[kind] for one in told], "of the tensor", "70000", "Nothing was written", "overflow='allow'")
 
 
+@pytest.mark.devices
 def test_sums_that_are_lost_are_known_once_they_are_reduced(ranks):  # noqa: F811
     def run(rank):
         found, terms = {}, torch.full((8, 6), 1e4)

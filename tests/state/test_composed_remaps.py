@@ -255,6 +255,7 @@ def placed(name, value, turn):
     return (LAYOUTS[(len(name) + turn) % 3] if shape and 0 not in shape else LAYOUTS[0])(shape)
 
 
+@pytest.mark.devices
 def test_resharder_composes_between_shardings():
     drawn = []
 

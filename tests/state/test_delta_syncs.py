@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from models import held, lies, numbers
 from ranks import ranks  # noqa: F401
 from test_random_models import examples, value
@@ -94,10 +95,12 @@ def big(dtype=torch.bfloat16, owners=4, group=None):
     return whole, {"w": parts[0]}, {"w": parts[1]}, layouts[1]
 
 
+@pytest.mark.devices
 def test_few_bytes_travel_where_few_elements_change(ranks):  # noqa: F811
     def run(rank):
         whole, given, room, layout = big()
         sync = sw.Resharder(given, room, delta="always")
+        assert sync.delta_bytes == given["w"].shards[0].nbytes  # before the first run
         found = []
         for fraction in (0.05, 0.02, 0, 1, 0.05):
             sync.run()
@@ -105,7 +108,7 @@ def test_few_bytes_travel_where_few_elements_change(ranks):  # noqa: F811
             found.append(sent_bytes(sync))
             whole = stepped(whole, 7, fraction)
             refill(given["w"], whole)
-        assert sync.delta_bytes == given["w"].shards[0].nbytes
+        assert sync.delta_bytes == sync._deltas.base.bytes == given["w"].shards[0].nbytes
         return found
 
     for sent in ranks(4, run):
@@ -116,6 +119,7 @@ def test_few_bytes_travel_where_few_elements_change(ranks):  # noqa: F811
         assert [one[0] / dense < most for one, most in zip(sent[1:3], (0.09, 0.045), strict=True)] == [True, True]
 
 
+@pytest.mark.devices
 def test_values_are_compared_as_they_travel(ranks):  # noqa: F811
     """A float32 that changes below the precision of bfloat16 is not sent; signs of zeros and bits of NaNs are."""
 
@@ -126,6 +130,8 @@ def test_values_are_compared_as_they_travel(ranks):  # noqa: F811
         given = {"w": held(whole, layouts[0])}
         room = {"w": held(torch.zeros(shape, dtype=torch.bfloat16), layouts[1])}
         sync = sw.Resharder(given, room, cast=True, delta="always")
+        assert sync.delta_bytes == 32 * 4096 * 2  # as bfloat16
+        assert "this rank keeps 256.00 KiB for deltas" in sync.explain()
         sync.run()
         sizes = []
         steps = (lambda w: w * (1 + 1e-6)), (lambda w: torch.where(w < 9, -0.0, w)), (lambda w: w.where(w > 90, 0.0))
@@ -135,13 +141,14 @@ def test_values_are_compared_as_they_travel(ranks):  # noqa: F811
             sync.run()
             lies(room["w"], whole.to(torch.bfloat16), layouts[1])
             sizes.append(sent_bytes(sync)[0])
-        assert sync.delta_bytes == 32 * 4096 * 2  # as bfloat16
+        assert sync.delta_bytes == sync._deltas.base.bytes
         return sizes
 
     for small, some, _ in ranks(2, run):
         assert small < 300 < some < 0.2 * 32 * 2048 * 2
 
 
+@pytest.mark.devices
 def test_fused_transposed_and_verified_targets_get_the_same_bits(ranks, tiny):  # noqa: F811
     remap = [Concat("qkv", ["q", "k", "v"], dim=0), Transposed("t")]
 
@@ -165,6 +172,7 @@ def test_fused_transposed_and_verified_targets_get_the_same_bits(ranks, tiny):  
                 lies(room["qkv"], torch.cat([whole[name] for name in "qkv"]), there["qkv"])
                 lies(room["t"], whole["t"].T.contiguous(), there["t"])
                 lies(room["s"], whole["s"], there["s"])
+                assert sync.delta_bytes == sync._deltas.base.bytes
                 assert sync._deltas.compares == bool(step)
                 whole = {name: stepped(one, step, 0.2) for name, one in whole.items()}
                 for name, one in whole.items():
@@ -173,11 +181,12 @@ def test_fused_transposed_and_verified_targets_get_the_same_bits(ranks, tiny):  
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_parameters_that_an_optimizer_changes(ranks):  # noqa: F811
     """DTensors, from float32 in rows to bfloat16 in columns; a target that is whole on every rank, too."""
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         rows = torch.nn.Parameter(distribute_tensor(numbers(512, 512), mesh, [Shard(0)]))
         columns = distribute_tensor(torch.zeros(512, 512, dtype=torch.bfloat16), mesh, [Shard(1)])
         given, room = {"a": rows, "b": rows}, {"a": columns, "b": torch.zeros(512, 512)}
@@ -198,7 +207,7 @@ def test_parameters_that_an_optimizer_changes(ranks):  # noqa: F811
                 columns.detach().to_local().add_(1)
             rows.grad = distribute_tensor((torch.arange(512 * 512).view(512, 512) % 30 == 0).float(), mesh, [Shard(0)])
             optimizer.step()
-        assert sync.delta_bytes == 256 * 512 * (2 + 4)
+        assert sync.delta_bytes == sync._deltas.base.bytes == 256 * 512 * (2 + 4)
         assert sent[1][0] < 0.1 * sent[1][1]
         return compared
 
@@ -224,6 +233,7 @@ def test_a_target_that_somebody_wrote_to_is_sent_whole(ranks, verify):  # noqa: 
     assert ranks(4, run) == [[False, True, False, False, True]] * 4
 
 
+@pytest.mark.devices
 def test_the_run_after_one_that_failed_is_sent_whole(ranks):  # noqa: F811
     def run(rank):
         whole, given, room, layout = big(torch.float32)
@@ -256,6 +266,7 @@ def test_auto_stops_for_some_runs_where_all_changes(ranks):  # noqa: F811
             sync.run()
             lies(room["w"], whole, layout)
             compared.append((sync._deltas.compares, bool(sync.delta_bytes)))
+            assert sync.delta_bytes == sync._deltas.base.bytes
             whole = stepped(whole, step, 1 if step < 3 else 0.01)
             refill(given["w"], whole)
         return compared
@@ -300,6 +311,7 @@ def test_ranks_of_one_host_need_no_deltas(ranks):  # noqa: F811
             sync.run()
             lies(room["w"], whole, layout)
         assert (sync.delta_bytes, sent_bytes(sync)) == (0, (0, 0))
+        assert "for deltas" not in sync.explain()
 
     ranks(4, run)
 

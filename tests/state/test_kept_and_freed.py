@@ -3,6 +3,7 @@
 import time
 import weakref
 
+import pytest
 import torch
 from models import dtensor, held, lies, meshes, numbers, same
 from ranks import ranks  # noqa: F401
@@ -38,6 +39,7 @@ def test_none_is_a_value_like_others_where_all_ranks_have_it(ranks):  # noqa: F8
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_a_rank_that_has_an_empty_container_of_a_tensor_takes_part(ranks):  # noqa: F811
     def run(rank):
         two = sw.Layout.chunk((8, 6), 0, [0, 1])

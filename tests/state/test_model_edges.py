@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from devices import device_type
 from models import dtensor, held, lies, numbers, same, same_refusals, usable
 from nested import TORCH, by_boxes, terms
 from ranks import ranks  # noqa: F401
@@ -78,7 +79,7 @@ def refusals(ranks, cases, count=2):  # noqa: F811
 
 def test_memory_that_a_kept_tensor_shares_is_not_given_back(ranks):  # noqa: F811
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         for options in {}, {"max_bytes": 100}, {"verify": True}:
             plain, rows = [WHOLE.clone() for _ in range(3)], [dtensor(WHOLE.clone(), mesh, Shard(0)) for _ in range(2)]
             tied = [
@@ -141,6 +142,7 @@ def test_an_order_that_is_none_is_refused_and_nothing_is_written_around_the_targ
     same_refusals(ranks(2, run), **{str(order): words for order, words in ORDERS.items()})
 
 
+@pytest.mark.devices
 def test_the_source_is_the_target_with_its_dims_in_that_order(ranks):  # noqa: F811
     def run(rank):
         whole = numbers(5, 3, 4)
@@ -155,6 +157,7 @@ def test_the_source_is_the_target_with_its_dims_in_that_order(ranks):  # noqa: F
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.devices
 def test_verified_moves_of_little_or_nothing(ranks):  # noqa: F811
     def run(rank):
         into = {"w": held(WHOLE * 0 - 1, COLUMNS), "bias": None}
@@ -176,9 +179,10 @@ def test_verified_moves_of_little_or_nothing(ranks):  # noqa: F811
     ranks(2, run)
 
 
+@pytest.mark.devices
 def test_terms_are_verified_by_what_they_come_to(ranks):  # noqa: F811
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         given, into = {"w": held(WHOLE, ROWS), "t": terms(WHOLE * 2, mesh)}, room("wt")
         sw.Resharder(given, into, verify=True, max_bytes=100).run()
         moved = sw.reshard_state_dict(given, MOVED, verify=True, max_bytes=100)
@@ -233,6 +237,7 @@ def test_memory_that_would_be_written_twice_or_read_after_it_was_written(ranks):
     refusals(ranks, SHARED)
 
 
+@pytest.mark.devices
 def test_tensors_change_places_only_by_way_of_others(ranks):  # noqa: F811
     def run(rank):
         both, swap = source("ab"), {"a": "b", "b": "a"}
@@ -670,7 +675,7 @@ OPTIONS = {
     "to names": (partial(state_dict, to=["a"]), f"{NO_PAIR} 'a'"),
     "to triples": (partial(state_dict, to=[("*", COLUMNS, 1)]), f"{NO_PAIR} ('*', '8x6/S1@2', 1)"),
     "to a mesh": (
-        lambda rank: state_dict(rank, (init_device_mesh("cpu", (2,)), ["S0"])),
+        lambda rank: state_dict(rank, (init_device_mesh(device_type(), (2,)), ["S0"])),
         f"{NO_PAIR} DeviceMesh",
     ),
     "to what fails": (partial(state_dict, to=failing), "the target of 'q': KeyError: 'what'"),
@@ -726,7 +731,7 @@ def test_options_that_differ_if_only_in_words(ranks):  # noqa: F811
 
 def test_patterns_of_one_character_and_placements_for_all_axes(ranks):  # noqa: F811
     def run(rank):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp", "tp"))
         given = source(["l.0.q", "l.0.k", "l.0.o", "l.10.q", "norm", "last"])
         rules = [("l.?.[qkv]", COLUMNS), ("norm", Replicate()), ("last", sw.Replicate()), ("*", "R")]
         found = sw.reshard_state_dict(given, rules, mesh=mesh)
@@ -841,6 +846,7 @@ def test_shards_of_shards_with_different_dtypes(ranks):  # noqa: F811
     refusals(ranks, {"dtypes": (lambda rank: sw.flatten_sharded_tensors(nested(rank)), words)})
 
 
+@pytest.mark.devices
 def test_runs_in_and_outside_of_inference_mode(ranks):  # noqa: F811
     def run(rank):
         for one in False, True:

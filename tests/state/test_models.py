@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from models import HOWS, TOKENS, Llama, all_same, fsdp, full, held, logits, said, same, sharded, state, tp, weights
 from ranks import ranks  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +91,7 @@ def test_memory_that_was_replaced_is_found(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_there_and_back_is_the_identity(ranks):  # noqa: F811
     def run(rank):
         first, other = sharded("both", seed=1), sharded("tp", seed=2)
@@ -129,6 +131,7 @@ def test_trainers_and_servers_on_different_ranks(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_trainers_on_all_ranks_and_servers_on_some(ranks):  # noqa: F811
     def run(rank):
         source, target, twin = sharded("both", 1), sharded("tp", 2, [1, 2]), sharded("tp", 1, [1, 2])
@@ -147,7 +150,7 @@ def test_models_on_meshes_of_their_own_are_replicas_of_each_other(ranks):  # noq
     """Two servers, each on two ranks; and norms that FSDP shards along with TP, which has left them alone."""
 
     def run(rank):
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        mesh = DeviceMesh(device_type(), [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         source = sharded("fsdp", 1)
         servers = tp(Llama(2), mesh["tp"])
         sw.Resharder(source.state_dict(), servers.state_dict()).run()
@@ -208,6 +211,7 @@ def test_tensors_made_in_inference_mode_are_written_there(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_a_sub_group_syncs_alone(ranks):  # noqa: F811
     def run(rank):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

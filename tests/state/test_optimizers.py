@@ -102,6 +102,7 @@ def test_states_go_to_models_of_another_sharding(ranks, source_how, target_how):
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_states_of_a_plain_optimizer_by_number(ranks):  # noqa: F811
     """torch.optim's own state dict: int keys, and plain tensors that all ranks have."""
 

@@ -110,6 +110,7 @@ def test_a_longer_target_is_filled_with_zeros_or_left_as_it_is(tmp_path):
         torch.testing.assert_close(into["embed"], torch.cat([cells(11, 4), torch.full((5, 4), expected)]))
 
 
+@pytest.mark.devices
 def test_a_verified_sync_keeps_padding():
     def run(rank):
         source = sw.ShardedTensor([cells(3, 2)] * (rank == 0), sw.Layout.chunk((3, 2), 0, [0]))
@@ -183,6 +184,7 @@ def test_readers_that_share_files_fill_padding_too(tmp_path):
 # --- alternating parts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.devices
 def test_qkv_of_every_head_becomes_q_k_and_v_of_a_server():
     heads, size, width = 4, 3, 5
     q, k, v = (cells(heads, size, width, start=1000 * n) for n in range(3))

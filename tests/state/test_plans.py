@@ -40,6 +40,21 @@ def test_a_plan_says_in_words_and_figures_what_will_be_done(ranks):  # noqa: F81
     assert found == [found[0]] * 4
 
 
+def test_a_plan_says_what_crosses_between_hosts(tmp_path, ranks):  # noqa: F811
+    def run(rank):
+        source, target = held(WHOLE, "8x6/S0@4"), held(WHOLE * 0, "8x6/R@4")
+        near, far = (sw.Resharder({"a": source}, {"a": target}, hosts=hosts).plan for hosts in (None, 2))
+        page = far.html(tmp_path / f"{rank}.html").read_text()
+        return near.bytes_across, near.explain(), far.bytes_across, far.explain(), page
+
+    nothing, near, across, far, page = ranks(4, run)[0]
+    assert nothing == 0
+    assert "hosts" not in near
+    assert across == 2 * WHOLE.nbytes // 2  # each host lacks a half
+    assert "192 B of them between 2 hosts" in far
+    assert "between 2 hosts" in page
+
+
 def test_a_plan_is_drawn(ranks):  # noqa: F811
     def run(rank):
         given, room = sides()

@@ -53,6 +53,7 @@ def value(shape, dtype, at):
     return numbers(*shape, start=7 * at).remainder(97).to(dtype)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("owners", [2, 4])
 def test_any_model_into_any_other(ranks, owners):  # noqa: F811
     cases = examples(16, owners)

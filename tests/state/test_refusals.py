@@ -266,6 +266,7 @@ def test_memory_of_another_shape_since_the_last_run(ranks, side):  # noqa: F811
     same_refusals(found, **{name: ["rank 1", f"'k' of the {side}", "(3, 6)"] for name in found[0]})
 
 
+@pytest.mark.devices
 def test_one_wrong_bit_leaves_the_target_as_it_was(ranks):  # noqa: F811
     def run(rank):
         unpack = ViewCache.unpack

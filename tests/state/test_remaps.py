@@ -65,6 +65,7 @@ QKV = {"a.q": numbers(8, 6), "a.k": numbers(4, 6, start=100), "a.v": numbers(4, 
 EXPERTS = {f"e.{i}.up": numbers(6, 4, start=100 * i) for i in range(5)}
 
 
+@pytest.mark.devices
 def test_several_tensors_become_one_and_back(ranks):  # noqa: F811
     def run(rank):
         rows = Concat("*.qkv", ["*.q", "*.k", "*.v"])
@@ -77,6 +78,7 @@ def test_several_tensors_become_one_and_back(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_experts_become_one_tensor_and_back(ranks):  # noqa: F811
     def run(rank):
         for dim in 0, 1, -1:
@@ -86,6 +88,7 @@ def test_experts_become_one_tensor_and_back(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_parts_without_cells(ranks):  # noqa: F811
     def run(rank):
         parts = {"a.q": numbers(4, 6), "a.k": numbers(0, 6), "a.v": numbers(4, 6, start=50)}
@@ -103,6 +106,7 @@ def test_parts_without_cells(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_dims_stored_in_another_order(ranks):  # noqa: F811
     def run(rank):
         flat, deep = numbers(6, 4), numbers(3, 4, 5)
@@ -117,6 +121,7 @@ def test_dims_stored_in_another_order(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_all_of_it_at_once_under_other_names_and_dtypes(ranks):  # noqa: F811
     def run(rank):
         source = {**{f"model.{name}": value for name, value in {**QKV, **EXPERTS}.items()}, "model.w": numbers(6, 4)}
@@ -208,6 +213,7 @@ def test_a_rule_that_is_no_pair_of_a_pattern_and_a_name_is_refused(rule):
         renamed("a", [rule])
 
 
+@pytest.mark.devices
 def test_tied_weights(ranks):  # noqa: F811
     embed = numbers(6, 4)
 
@@ -254,6 +260,7 @@ def test_nested_state_dicts_and_values_that_are_no_tensors(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_terms_are_added_up_on_the_way(ranks):  # noqa: F811
     def run(rank):
         row, _ = meshes()
@@ -268,6 +275,7 @@ def test_terms_are_added_up_on_the_way(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_terms_are_added_up_into_a_part_of_a_tensor(ranks):  # noqa: F811
     def run(rank):
         row, _ = meshes()

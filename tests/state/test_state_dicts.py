@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from models import Llama, all_same, dtensor, full, held, lies, meshes, numbers, same, sharded, state, weights
 from nested import TORCH
 from ranks import ranks  # noqa: F401
@@ -125,6 +126,7 @@ def test_placements_on_a_mesh_by_rules(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_placements_by_the_names_of_the_axes(ranks):  # noqa: F811
     def run(rank):
         _, square = meshes()
@@ -182,6 +184,7 @@ def test_a_model_to_look_like(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_floating_point_tensors_are_cast(ranks):  # noqa: F811
     def run(rank):
         given = {
@@ -200,7 +203,7 @@ def test_floating_point_tensors_are_cast(ranks):  # noqa: F811
 
 def test_ranks_without_a_state_dict_get_one(ranks):  # noqa: F811
     def run(rank):
-        mesh, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        mesh, other = DeviceMesh(device_type(), [0, 1]), DeviceMesh(device_type(), [2, 3])
         given = None
         if rank < 2:
             given = {
@@ -220,10 +223,11 @@ def test_ranks_without_a_state_dict_get_one(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_trainers_give_their_state_to_servers(ranks):  # noqa: F811
     def run(rank):
-        trainers, mesh = sharded("fsdp", 1, [0, 1]), DeviceMesh("cpu", [2, 3])
+        trainers, mesh = sharded("fsdp", 1, [0, 1]), DeviceMesh(device_type(), [2, 3])
         rules = [("*norm.weight", "R"), ("*.o.weight", "S1"), ("*", "S0")]
         found = sw.reshard_state_dict(state(trainers), rules, mesh=mesh, free=True, max_bytes=4000)
         expected = weights(Llama(1))
@@ -236,6 +240,7 @@ def test_trainers_give_their_state_to_servers(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_in_a_sub_group(ranks):  # noqa: F811
     def run(rank):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -255,6 +260,7 @@ def test_in_a_sub_group(ranks):  # noqa: F811
     ranks(4, run)
 
 
+@pytest.mark.devices
 def test_terms_are_added_up(ranks):  # noqa: F811
     def run(rank):
         row, _ = meshes()

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed as dist
+from devices import there
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -15,10 +16,15 @@ from shardwise.testing import gather, scatter
 PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial())
 
 
-@lru_cache
 def numbers(shape):
     """Whole numbers, all different, in float64: sums and averages of them are exact in any order."""
-    return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
+    return there(_numbers(shape))
+
+
+@lru_cache
+def _numbers(shape):
+    """On the CPU: what the parent of a rank keeps must not depend on the device."""
+    return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64, device="cpu").reshape(shape)
 
 
 @lru_cache(maxsize=1024)
@@ -34,7 +40,7 @@ def layout_on(mesh, placements, shape):
 def local_of(whole, layout):
     """This rank's only buffer of the whole in that layout. To be read only."""
     (found,) = scatter(whole.numpy(), layout, seed=7)[dist.get_rank()]
-    return torch.from_numpy(found)
+    return there(torch.from_numpy(found))
 
 
 def dtensor(whole, mesh, placements):

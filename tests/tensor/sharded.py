@@ -11,7 +11,9 @@ def held(values, layout, rank, group=None):
     if rank not in layout:
         return None
     shards = sw.testing.scatter(values, layout)[rank]
-    return sw.ShardedTensor([torch.from_numpy(shard.copy()) for shard in shards], layout, group)
+    return sw.ShardedTensor(
+        [torch.from_numpy(shard.copy()).to(torch.get_default_device()) for shard in shards], layout, group
+    )
 
 
 def expect(found, values, layout, rank):

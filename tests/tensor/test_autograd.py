@@ -1,11 +1,11 @@
 """Gradients through reshard on real ranks: those of torch's redistribute where it can, and else those of the value."""
 
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from devices import device_type, there
 from dtensors import PLACEMENTS, assert_lies, dtensor, numbers, torch_can
 from ranks import ranks  # noqa: F401  pytest looks fixtures up by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +22,6 @@ def whole_of(placements):
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
-@lru_cache
 def weights(shape):
     """What the loss weighs every cell with."""
     return numbers(shape).flip(0) * 3
@@ -56,7 +55,7 @@ def check_pairs(ranks, mesh_shape, shape, pairs, backward=weigh):  # noqa: F811
     """All these moves, forth and back; how many torch could judge."""
 
     def run(rank):
-        mesh, judged = init_device_mesh("cpu", mesh_shape), 0
+        mesh, judged = init_device_mesh(device_type(), mesh_shape), 0
         for source, target in pairs:
             ours, theirs = gradients(mesh, shape, source, target, backward)
             assert_lies(ours, weights(shape), mesh, whole_of(source))
@@ -71,6 +70,7 @@ def check_pairs(ranks, mesh_shape, shape, pairs, backward=weigh):  # noqa: F811
     assert ranks(n, run) == [sum(torch_can(a, b) for a, b in pairs)] * n
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("n", [2, 3])
 def test_gradients_on_one_axis_are_those_of_redistribute(ranks, n):  # noqa: F811
     check_pairs(ranks, (n,), (5, 7), [((a,), (b,)) for a, b in product(PLACEMENTS, repeat=2)])
@@ -82,6 +82,7 @@ def test_gradients_on_two_axes_are_those_of_redistribute(ranks):  # noqa: F811
     check_pairs(ranks, (2, 2), (5, 7), [pair for pair in pairs if torch_can(*pair)] + ours_alone[::4], start)
 
 
+@pytest.mark.devices
 def test_gradients_through_strided_shards_and_averages_are_those_of_the_value(ranks):  # noqa: F811
     strided = (_StridedShard(0, split_factor=2), Shard(0))
     others = [(Shard(1), Replicate()), (Partial("avg"), Shard(0)), (Replicate(), Partial("avg"))]
@@ -105,7 +106,7 @@ WAYS = [
 
 def meshes():
     """Meshes of a world of six."""
-    return {name: DeviceMesh("cpu", torch.tensor(places)) for name, places in PLACES.items()}
+    return {name: DeviceMesh(device_type(), places) for name, places in PLACES.items()}
 
 
 def leaf(whole, mesh, placements):
@@ -114,6 +115,7 @@ def leaf(whole, mesh, placements):
     return x if x is None else x.requires_grad_()
 
 
+@pytest.mark.devices
 def test_gradients_come_back_from_other_meshes(ranks):  # noqa: F811
     def run(rank):
         known, shape, passed = meshes(), (7, 5), []
@@ -132,6 +134,7 @@ def test_gradients_come_back_from_other_meshes(ranks):  # noqa: F811
     assert ranks(6, run) == [10, 6, 4, 8, 8, 8]
 
 
+@pytest.mark.devices
 def test_a_pipeline_of_two_meshes_runs_backward_through_both(ranks):  # noqa: F811
     def run(rank):
         known, shape = meshes(), (7, 5)
@@ -154,7 +157,7 @@ def test_a_pipeline_of_two_meshes_runs_backward_through_both(ranks):  # noqa: F8
 
 def test_a_handle_refuses_backward_where_there_is_something_else_to_call_it_on(ranks):  # noqa: F811
     def run(rank):
-        mesh, found = init_device_mesh("cpu", (2,)), []
+        mesh, found = init_device_mesh(device_type(), (2,)), []
         for x in leaf(numbers((4, 4)), mesh, [Shard(0)]), dtensor(numbers((4, 4)), mesh, [Shard(0)]):
             with pytest.raises(sw.ExchangeError, match="nothing to take part in") as caught:
                 sw.reshard(x, (mesh, "S1"), async_op=True).backward()
@@ -181,7 +184,7 @@ LAYOUTS = [
 
 def sharded(whole, layout, rank):
     """Our container; on ranks that own nothing one without shards."""
-    return ShardedTensor([torch.from_numpy(b) for b in scatter(whole.numpy(), layout).get(rank, [])], layout)
+    return ShardedTensor([there(torch.from_numpy(b)) for b in scatter(whole.numpy(), layout).get(rank, [])], layout)
 
 
 def loss_of(y, weight):
@@ -197,6 +200,7 @@ def assert_shards(found, whole, layout, rank):
         np.testing.assert_array_equal(ours.numpy(), theirs, strict=True)
 
 
+@pytest.mark.devices
 def test_gradients_of_every_layout_come_back_to_where_the_shards_are(ranks):  # noqa: F811
     pairs = list(product(LAYOUTS, repeat=2))
 
@@ -218,11 +222,12 @@ def test_gradients_of_every_layout_come_back_to_where_the_shards_are(ranks):  # 
     assert ranks(3, run) == [64] * 3
 
 
+@pytest.mark.devices
 def test_gradients_pass_between_dtensors_and_our_container(ranks):  # noqa: F811
     layout = LAYOUTS[2]
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (3,))
+        mesh = init_device_mesh(device_type(), (3,))
         for placements in [(p,) for p in PLACEMENTS]:
             x = leaf(numbers(SHAPE), mesh, placements)
             y = sw.reshard(x, layout)
@@ -236,6 +241,7 @@ def test_gradients_pass_between_dtensors_and_our_container(ranks):  # noqa: F811
     assert ranks(3, run) == [True] * 3
 
 
+@pytest.mark.devices
 def test_gradients_of_several_moves_of_one_tensor_add_up(ranks):  # noqa: F811
     def run(rank):
         x = sharded(numbers(SHAPE), LAYOUTS[0], rank).requires_grad_()
@@ -252,11 +258,12 @@ def test_gradients_of_several_moves_of_one_tensor_add_up(ranks):  # noqa: F811
 # --- gradients of gradients -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.devices
 def test_dtensors_can_be_differentiated_twice(ranks):  # noqa: F811
     ways = [((Shard(0), Shard(1)), (Shard(1), Replicate())), ((Shard(0), Shard(0)), (Replicate(), Shard(1)))]
 
     def run(rank):
-        mesh, whole = init_device_mesh("cpu", (2, 2)), numbers((5, 3))
+        mesh, whole = init_device_mesh(device_type(), (2, 2)), numbers((5, 3))
         for source, target in ways:
             found = []
             for move in [lambda x, to: sw.reshard(x, (mesh, to)), lambda x, to: x.redistribute(mesh, to)]:
@@ -273,9 +280,10 @@ def test_dtensors_can_be_differentiated_twice(ranks):  # noqa: F811
     assert ranks(4, run) == [True] * 4
 
 
+@pytest.mark.devices
 def test_terms_can_be_differentiated_twice(ranks):  # noqa: F811
     def run(rank):
-        mesh, whole = init_device_mesh("cpu", (2,)), numbers((5, 3))
+        mesh, whole = init_device_mesh(device_type(), (2,)), numbers((5, 3))
         x = leaf(whole, mesh, [Partial()])
         y = sw.reshard(x, (mesh, "S0"))
         (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
@@ -287,6 +295,7 @@ def test_terms_can_be_differentiated_twice(ranks):  # noqa: F811
     assert ranks(2, run) == [True] * 2
 
 
+@pytest.mark.devices
 def test_our_container_can_be_differentiated_twice(ranks):  # noqa: F811
     ways = [(LAYOUTS[0], LAYOUTS[2]), (LAYOUTS[2], LAYOUTS[5]), (LAYOUTS[4], LAYOUTS[0])]
 
@@ -308,10 +317,11 @@ def test_our_container_can_be_differentiated_twice(ranks):  # noqa: F811
 # --- dtypes, and where there is no graph ------------------------------------------------------------------------------
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(("dtype", "cast"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float64)])
 def test_the_gradient_of_a_cast_has_the_dtype_of_the_source(ranks, dtype, cast):  # noqa: F811
     def run(rank):
-        mesh, ones = init_device_mesh("cpu", (2, 2)), torch.ones(5, 7, dtype=dtype)
+        mesh, ones = init_device_mesh(device_type(), (2, 2)), torch.ones(5, 7, dtype=dtype)
         for source, target in product([(Shard(0), Shard(1)), (Partial(), Shard(0))], [(Shard(1), Shard(1))]):
             x = leaf(ones, mesh, source)
             y = sw.reshard(x, (mesh, target), dtype=cast)
@@ -327,9 +337,10 @@ def test_the_gradient_of_a_cast_has_the_dtype_of_the_source(ranks, dtype, cast):
     assert ranks(4, run) == [(dtype, dtype)] * 4
 
 
+@pytest.mark.devices
 def test_without_gradients_there_is_no_graph(ranks):  # noqa: F811
     def run(rank):
-        mesh, found = init_device_mesh("cpu", (2,)), []
+        mesh, found = init_device_mesh(device_type(), (2,)), []
         x, z = leaf(numbers((5, 3)), mesh, [Shard(0)]), sharded(numbers((4, 2)), Layout.chunk((4, 2), 0, 2), rank)
         with torch.no_grad():
             found += [sw.reshard(x, (mesh, "S1")), sw.reshard(z.requires_grad_(), "4x2/S1@2").local_tensor()]
@@ -343,9 +354,10 @@ def test_without_gradients_there_is_no_graph(ranks):  # noqa: F811
     assert ranks(2, run) == [[(False, None)] * 5] * 2
 
 
+@pytest.mark.devices
 def test_ranks_that_disagree_on_the_gradient_all_raise(ranks):  # noqa: F811
     def run(rank):
-        mesh, found = init_device_mesh("cpu", (3,)), []
+        mesh, found = init_device_mesh(device_type(), (3,)), []
         x = dtensor(numbers((5, 3)), mesh, [Shard(0)]).requires_grad_(rank != 1)
         z = sharded(numbers(SHAPE), LAYOUTS[2], rank).requires_grad_(rank == 2)
         moves = [lambda: sw.reshard(x, (mesh, "S1")), lambda: sw.reshard(z, LAYOUTS[4])]

@@ -80,6 +80,7 @@ def test_cuda_asks_for_a_gpu():
             one().cuda()
 
 
+@pytest.mark.devices
 def test_it_is_pickled_with_its_layout(ranks):  # noqa: F811
     def run(rank):
         x = sw.ShardedTensor(torch.arange(6.0).reshape(1, 6) + 6 * rank, "2x6/S0@2")

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from devices import device_type
 from hypothesis import HealthCheck, given, settings
 from ranks import ranks  # noqa: F401
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict, _offload_state_dict_to_cpu
@@ -102,7 +103,7 @@ def four_by_six(rank):
 
 def test_plain_tensors_dtensors_and_containers_read_each_other(ranks, tmp_path):  # noqa: F811
     def run(rank):
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh(device_type(), (4,))
         whole = torch.from_numpy(values((7, 6)))
         spec = sharded_tensor.ChunkShardingSpec(1, [f"rank:{r}/cpu" for r in (2, 0, 1)])
         state = {

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from dtensors import PLACEMENTS, assert_lies, dtensor, layout_on, local_of, numbers, torch_can
 from ranks import ranks  # noqa: F401  pytest looks fixtures up by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,7 +44,7 @@ def check_moves(ranks, mesh_shape, cases, *, ask_every=1):  # noqa: F811
     """All these moves (shape, source, target) in one run of the ranks. torch is slow: it may be asked less often."""
 
     def run(rank):
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = init_device_mesh(device_type(), mesh_shape)
         for number, (shape, source, target) in enumerate(cases):
             check_move(numbers(shape), mesh, source, target, ask_torch=number % ask_every == 0)
         return len(cases)
@@ -52,6 +53,7 @@ def check_moves(ranks, mesh_shape, cases, *, ask_every=1):  # noqa: F811
     assert ranks(n, run) == [len(cases)] * n
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_pair_of_placements_on_one_axis_gives_what_torch_gives(ranks, n):  # noqa: F811
     shapes = [(5, 7), (7, 3, 4), (1, 2), (0, 3), (4, 0)]  # uneven, fewer rows than ranks, and no cells at all
@@ -70,12 +72,14 @@ def test_a_sample_of_placements_on_axes_of_different_sizes_gives_what_torch_give
     check_moves(ranks, (2, 3), [((7, 3, 4), draw.choice(both), draw.choice(both)) for _ in range(60)], ask_every=3)
 
 
+@pytest.mark.devices
 def test_small_and_empty_tensors_move_on_two_axes(ranks):  # noqa: F811
     both, draw = list(product(PLACEMENTS, repeat=2)), Random(1)
     shapes = [(1, 1), (3, 2), (0, 3), (4, 0), (1, 0, 5)]
     check_moves(ranks, (2, 3), [(draw.choice(shapes), draw.choice(both), draw.choice(both)) for _ in range(40)])
 
 
+@pytest.mark.devices
 def test_nested_and_strided_shards_move_to_all_others_and_back(ranks):  # noqa: F811
     plain = [(Replicate(), Replicate()), (Shard(1), Shard(0)), (Partial(), Shard(0))]
     pairs = [*product(NESTED, plain), *product(plain, NESTED), *product(NESTED, repeat=2)]
@@ -110,7 +114,7 @@ MESHES = {  # of a world of six: disjoint, overlapping, inside each other, and n
 
 def meshes():
     """All of these, made by every rank in one order."""
-    return {name: DeviceMesh("cpu", torch.tensor(places)) for name, (places, _) in MESHES.items()}
+    return {name: DeviceMesh(device_type(), torch.tensor(places)) for name, (places, _) in MESHES.items()}
 
 
 def calls(source, target):
@@ -118,6 +122,7 @@ def calls(source, target):
     return source.get_coordinate() is not None or source != target
 
 
+@pytest.mark.devices
 def test_tensors_move_between_meshes_of_other_ranks_and_sizes(ranks):  # noqa: F811
     draw = Random(5)
     cases = [(a, b, draw.choice(MESHES[a][1]), draw.choice(MESHES[b][1])) for a, b in product(MESHES, repeat=2)]
@@ -159,6 +164,7 @@ def test_what_the_source_is_may_change_from_call_to_call(ranks):  # noqa: F811
     assert ranks(6, run) == [16] * 6
 
 
+@pytest.mark.devices
 def test_several_moves_between_meshes_may_be_under_way(ranks):  # noqa: F811
     ways = [("0-3", "4-5", (Shard(1),)), ("4-5", "2-5", (Shard(0), Shard(1))), ("2-5", "0-3", (Partial(),))]
 
@@ -196,8 +202,8 @@ def test_placements_are_words_ours_or_torchs(ranks):  # noqa: F811
 
     def run(rank):
         whole, count = numbers((7, 5)), 0
-        line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        line = init_device_mesh(device_type(), (4,), mesh_dim_names=("tp",))
+        square = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
         for mesh, table in (line, [((p,), asked) for p, asked in one]), (square, two):
             for placements, asked in table:
                 for words in asked:
@@ -211,7 +217,7 @@ def test_placements_are_words_ours_or_torchs(ranks):  # noqa: F811
 
 def test_the_order_in_which_axes_split_a_dim_is_kept(ranks):  # noqa: F811
     def run(rank):
-        mesh, whole = init_device_mesh("cpu", (2, 2)), numbers((8, 3))
+        mesh, whole = init_device_mesh(device_type(), (2, 2)), numbers((8, 3))
         order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)  # the second axis first
         meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
         spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order)
@@ -226,10 +232,11 @@ def test_the_order_in_which_axes_split_a_dim_is_kept(ranks):  # noqa: F811
     assert ranks(4, run) == [True] * 4
 
 
+@pytest.mark.devices
 def test_another_dtensor_says_what_the_result_looks_like(ranks):  # noqa: F811
     def run(rank):
         whole, count = numbers((7, 5)), 0
-        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        line, square = init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
         for mesh, placements in (line, [Shard(1)]), (square, NESTED[1]), (square, [Partial(), Shard(0)]):
             model = dtensor(torch.zeros_like(whole), mesh, placements)
             assert_lies(sw.reshard(dtensor(whole, line, [Shard(0)]), model), whole, mesh, placements)
@@ -245,7 +252,7 @@ def test_another_dtensor_says_what_the_result_looks_like(ranks):  # noqa: F811
 
 def test_a_slice_of_a_mesh_moves_its_own_tensors_while_other_slices_move_theirs(ranks):  # noqa: F811
     def run(rank):
-        world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        world = init_device_mesh(device_type(), (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         count = 0
         for name in ("tp", "pp"):
             whole = numbers((5, 3)) + 100 * (rank - world[name].get_local_rank() * world[name].mesh.diff().item())
@@ -262,7 +269,7 @@ def test_slices_of_two_axes_move_at_once_and_one_after_the_other_though_their_ra
     pairs = [((Shard(0), Shard(1)), (Shard(1), Shard(1))), ((Partial(), Shard(0)), (Replicate(), Replicate()))]
 
     def run(rank):
-        world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        world = init_device_mesh(device_type(), (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         count = 0
         for names in [("dp", "tp"), ("pp", "tp"), ("pp", "dp"), ("dp", "tp")]:
             mesh = world[names]
@@ -277,7 +284,7 @@ def test_slices_of_two_axes_move_at_once_and_one_after_the_other_though_their_ra
 
 def test_only_the_ranks_of_a_mesh_call_while_the_others_do_something_else(ranks):  # noqa: F811
     def run(rank):
-        square, line = DeviceMesh("cpu", [[1, 2], [4, 5]]), DeviceMesh("cpu", [2, 1, 5])
+        square, line = DeviceMesh(device_type(), [[1, 2], [4, 5]]), DeviceMesh(device_type(), [2, 1, 5])
         whole, found, group = numbers((7, 5)), [], dist.new_group([1, 2, 4, 5])
         if square.get_coordinate() is not None:
             x = dtensor(whole, square, [Shard(0), Shard(0)])
@@ -294,7 +301,7 @@ def test_only_the_ranks_of_a_mesh_call_while_the_others_do_something_else(ranks)
 
 def test_the_layout_of_a_dtensor_is_where_its_cells_are(ranks):  # noqa: F811
     def run(rank):
-        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
+        mesh = DeviceMesh(device_type(), [[0, 2], [1, 3]])
         made = [(dtensor(numbers((7, 5)), mesh, p), p) for p in [*NESTED, *product(PLACEMENTS, repeat=2)]]
         assert all(sw.layout_of(x) == layout_on(mesh, p, (7, 5)) for x, p in made)
         return len(made)
@@ -302,9 +309,10 @@ def test_the_layout_of_a_dtensor_is_where_its_cells_are(ranks):  # noqa: F811
     assert ranks(4, run) == [22] * 4
 
 
+@pytest.mark.devices
 def test_views_parameters_and_other_dtypes_move_too(ranks):  # noqa: F811
     def run(rank):
-        mesh, whole = init_device_mesh("cpu", (4,)), numbers((7, 5))
+        mesh, whole = init_device_mesh(device_type(), (4,)), numbers((7, 5))
         x = dtensor(whole, mesh, [Shard(0)])
         assert_lies(sw.reshard(x.t(), (mesh, "S0")), whole.t().contiguous(), mesh, [Shard(0)])
         assert_lies(sw.reshard(torch.nn.Parameter(x), (mesh, "R")).detach(), whole, mesh, [Replicate()])
@@ -324,7 +332,7 @@ def test_the_result_is_an_ordinary_dtensor(ranks):  # noqa: F811
     """torch computes with it, redistributes it, and gathers it."""
 
     def run(rank):
-        mesh, whole = init_device_mesh("cpu", (2, 2)), numbers((7, 5))
+        mesh, whole = init_device_mesh(device_type(), (2, 2)), numbers((7, 5))
         found = sw.reshard(dtensor(whole, mesh, [Partial(), Shard(0)]), (mesh, [Shard(1), Shard(0)]))
         assert isinstance(found, DTensor)
         doubled = (found + dtensor(whole, mesh, [Shard(1), Shard(0)])).full_tensor()

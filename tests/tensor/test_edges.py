@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from ranks import ranks  # noqa: F401
 from sharded import expect, held
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,9 +23,10 @@ def big(rank, value):
     return sw.ShardedTensor(torch.full((SIDE // 2, SIDE), float(value)), ROWS)
 
 
+@pytest.mark.devices
 def test_two_transports_on_one_group_never_take_each_others_messages(ranks):  # noqa: F811
     def run(rank):
-        mesh = DeviceMesh("cpu", [[0, 1]])  # some ranks of the default group, beside all of them
+        mesh = DeviceMesh(device_type(), [[0, 1]])  # some ranks of the default group, beside all of them
         for step in range(15):
             inner = None
             if rank < 2:
@@ -44,7 +46,7 @@ def test_two_transports_on_one_group_never_take_each_others_messages(ranks):  # 
 
 def test_what_was_abandoned_on_one_transport_is_never_received_on_another(ranks):  # noqa: F811
     def run(rank):
-        mesh = DeviceMesh("cpu", [[0, 1]])
+        mesh = DeviceMesh(device_type(), [[0, 1]])
 
         def on_mesh(value, target):
             local = torch.full((SIDE // 2, SIDE), float(value))
@@ -64,6 +66,7 @@ def test_what_was_abandoned_on_one_transport_is_never_received_on_another(ranks)
     assert ranks(3, run) == [[[3.0], [4.0], [5.0]]] * 2 + [[None] * 3]
 
 
+@pytest.mark.devices
 def test_refusals_in_flight_and_beside_do_not_cross(ranks):  # noqa: F811
     def run(rank):
         for _ in range(10):
@@ -94,6 +97,7 @@ def test_handles_that_verify_may_be_waited_for_in_any_order_between_other_calls(
     assert all(ranks(2, run))
 
 
+@pytest.mark.devices
 def test_gradients_are_verified_too(ranks):  # noqa: F811
     def run(rank):
         from shardwise.job import job
@@ -107,6 +111,7 @@ def test_gradients_are_verified_too(ranks):  # noqa: F811
     assert ranks(2, run) == [2, 2]
 
 
+@pytest.mark.devices
 def test_inference_mode_and_no_grad_hold_where_the_work_is_done(ranks):  # noqa: F811
     def run(rank):
         with torch.inference_mode():
@@ -127,7 +132,7 @@ def test_a_new_process_group_gets_new_meshes(ranks, tmp_path):  # noqa: F811
             if turn:
                 store = dist.FileStore(os.path.join(tmp_path, str(turn)), 2)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-            mesh = init_device_mesh("cpu", (2,))
+            mesh = init_device_mesh(device_type(), (2,))
             x = DTensor.from_local(torch.full((1, 4), float(rank)), mesh, [Shard(0)], run_check=False)
             y = sw.reshard(x, (mesh, [Shard(1)]))
             assert y.device_mesh is mesh
@@ -142,6 +147,7 @@ def test_a_new_process_group_gets_new_meshes(ranks, tmp_path):  # noqa: F811
     assert all(ranks(2, run))
 
 
+@pytest.mark.devices
 def test_reductions_and_casts_together_give_all_replicas_the_same_bits(ranks):  # noqa: F811
     def run(rank):
         terms = [torch.randn(64, 64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(4)]
@@ -158,6 +164,7 @@ def test_reductions_and_casts_together_give_all_replicas_the_same_bits(ranks):  
     assert all(ranks(4, run))
 
 
+@pytest.mark.devices
 def test_casts_are_verified_on_ranks_that_hold_one_side_only(ranks):  # noqa: F811
     def run(rank):
         values = np.linspace(0, 1, 12).reshape(3, 4)
@@ -169,6 +176,7 @@ def test_casts_are_verified_on_ranks_that_hold_one_side_only(ranks):  # noqa: F8
     assert all(ranks(4, run))
 
 
+@pytest.mark.devices
 def test_a_limit_counts_what_travels_after_the_cast(ranks):  # noqa: F811
     source, target, limit = sw.parse("4x4/S0@2"), sw.parse("4x4/S1@2"), 10
     assert sw.plan(source, target, itemsize=2, max_bytes=limit).peak_bytes <= limit
@@ -184,9 +192,10 @@ def test_a_limit_counts_what_travels_after_the_cast(ranks):  # noqa: F811
     assert all(ranks(2, run))
 
 
+@pytest.mark.devices
 def test_parameters_are_written_as_out(ranks):  # noqa: F811
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         x = DTensor.from_local(torch.full((1, 4), float(rank)), mesh, [Shard(0)], run_check=False)
         weight = torch.nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(1)], run_check=False))
         plain = torch.nn.Parameter(torch.zeros(2, 2))
@@ -246,6 +255,7 @@ def test_copies_stay_in_their_group(ranks):  # noqa: F811
     assert all(ranks(2, run))
 
 
+@pytest.mark.devices
 def test_a_rank_without_the_tensor_asks_for_its_fingerprint_too(ranks):  # noqa: F811
     def run(rank):
         values = np.arange(12.0).reshape(3, 4)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from devices import device_type
 from ranks import ranks  # noqa: F401
 from sharded import expect, held
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ def received(before, after):
     return sum(len(holders - {had}) for had, holders in zip(before, want, strict=True))
 
 
+@pytest.mark.devices
 def test_experts_are_placed_anew_with_the_fewest_bytes(ranks):  # noqa: F811
     source, target = (sw.Layout.experts(VALUES.shape, 0, owners) for owners in (BEFORE, AFTER))
     made = sw.plan(source, target, itemsize=4)
@@ -52,6 +54,7 @@ def test_a_resharder_places_experts_again_and_again(ranks):  # noqa: F811
     assert ranks(4, sync) == [True] * 4
 
 
+@pytest.mark.devices
 def test_ulysses_is_a_reshard_there_and_back(ranks):  # noqa: F811
     values = np.arange(10 * 4 * 3, dtype=np.float32).reshape(10, 4, 3)  # an uneven sequence
     outside, inside = sw.Layout.ulysses(values.shape, sequence=0, heads=1, owners=4)
@@ -69,7 +72,7 @@ def test_dtensors_refuse_placements_that_torch_does_not_have(ranks):  # noqa: F8
     words = ["heads0=2", "fused0=4,4", "zigzag0", "cyclic0=2", "experts0=0,1", sw.Heads(0, 2)]
 
     def ask(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         whole = distribute_tensor(torch.arange(8.0), mesh, [Replicate()])
         for word in words:
             with pytest.raises(sw.ShardwiseError, match=f"DTensor has no placement {word}.*Layout.on_mesh"):

@@ -1,6 +1,7 @@
 """Who takes part: sub-groups, ranks that hold nothing of one side, disjoint sides, several in flight."""
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks  # noqa: F401
@@ -16,6 +17,7 @@ def layout(text):
     return sw.parse(f"6x7/{text}")
 
 
+@pytest.mark.devices
 def test_sides_may_be_on_different_overlapping_or_disjoint_ranks(ranks):  # noqa: F811
     moves = [("S0@4", "S1@2:4,5"), ("S0@2:1,4", "S1@3:4,1,0"), ("R@1:5", "S0@5"), ("P@3:0,2,4", "S1@2:1,3")]
 
@@ -29,6 +31,7 @@ def test_sides_may_be_on_different_overlapping_or_disjoint_ranks(ranks):  # noqa
     assert all(ranks(6, run))
 
 
+@pytest.mark.devices
 def test_ranks_that_hold_nothing_are_told_and_others_agree_at_once(ranks):  # noqa: F811
     def run(rank):
         finished, finish = [], Exchange.finish
@@ -43,6 +46,7 @@ def test_ranks_that_hold_nothing_are_told_and_others_agree_at_once(ranks):  # no
     assert all(ranks(4, run))
 
 
+@pytest.mark.devices
 def test_sub_groups_with_ranks_of_any_number(ranks):  # noqa: F811
     def run(rank):
         groups = {(1, 3, 4): None, (5, 0): None}
@@ -76,6 +80,7 @@ def test_a_rank_outside_the_group_is_refused(ranks):  # noqa: F811
     assert ranks(3, run) == [True] * 3
 
 
+@pytest.mark.devices
 def test_gather_brings_the_whole_to_one_or_to_all(ranks):  # noqa: F811
     def run(rank):
         for text in ("S0@4", "R@4", "P@4", "cyclic1=2@4:3,1,2,0"):
@@ -93,6 +98,7 @@ def test_gather_brings_the_whole_to_one_or_to_all(ranks):  # noqa: F811
     assert all(ranks(4, run))
 
 
+@pytest.mark.devices
 def test_several_in_flight_keep_their_order(ranks):  # noqa: F811
     shape = (256, 300)
     rows, columns = sw.Layout.chunk(shape, 0, owners=4), sw.Layout.chunk(shape, 1, owners=4)
@@ -112,6 +118,7 @@ def test_several_in_flight_keep_their_order(ranks):  # noqa: F811
     assert ranks(4, run) == [[4.0, 4.0, 4.0]] * 4
 
 
+@pytest.mark.devices
 def test_an_error_of_one_in_flight_is_raised_by_its_own_wait(ranks):  # noqa: F811
     def run(rank):
         good = sw.reshard(held(VALUES, layout("S0@3"), rank), layout("S1@3"), async_op=True)
@@ -146,5 +153,5 @@ def test_out_is_written_and_staging_is_kept(ranks):  # noqa: F811
         assert sw.release_staging() == 0
         return kept
 
-    # a quarter is sent; what comes is read where the sender packed it
-    assert ranks(2, run) == [512 * 512] * 2
+    # a quarter is sent, and packed in two halves in turn; what comes is read where the sender packed it
+    assert ranks(2, run) == [2 * 512 * 512] * 2

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from devices import device_type
 from dtensors import layout_on, numbers
 from ranks import ranks  # noqa: F401  pytest looks fixtures up by name
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +33,7 @@ def assert_equal(found, wanted):
 
 def check_mesh(places, shape, placements, line):
     """True where torch returns what it scattered, and then so do we, there and back; else it is refused both ways."""
-    mesh, whole = DeviceMesh("cpu", places), numbers(shape)
+    mesh, whole = DeviceMesh(device_type(), places), numbers(shape)
     theirs = distribute_tensor(whole, mesh, placements)
     if not everywhere(torch.equal(theirs.full_tensor(), whole)):
         with pytest.raises(sw.ShardwiseError, match="use a mesh whose ranks rise"):
@@ -52,7 +53,7 @@ def check_meshes(ranks, cases):  # noqa: F811
     """How many of the cases torch itself can hold."""
 
     def run(rank):
-        line = DeviceMesh("cpu", list(range(dist.get_world_size())))
+        line = DeviceMesh(device_type(), list(range(dist.get_world_size())))
         return sum(check_mesh(*case, line) for case in cases)
 
     return ranks(int(np.size(cases[0][0])), run)
@@ -105,9 +106,10 @@ def from_local(whole, mesh, placements):
 
 def each_consistent():
     """The name, mesh and placements of every case."""
-    return [(DeviceMesh("cpu", places), p) for places, some in CONSISTENT.values() for p in some]
+    return [(DeviceMesh(device_type(), places), p) for places, some in CONSISTENT.values() for p in some]
 
 
+@pytest.mark.devices
 def test_what_from_local_holds_moves_between_all_such_meshes(ranks):  # noqa: F811
     def run(rank):
         whole, cases = numbers((16, 12)), each_consistent()
@@ -145,7 +147,7 @@ def test_checkpoints_hold_what_full_tensor_reads(ranks, tmp_path):  # noqa: F811
 
 def test_slices_and_flattened_meshes_are_read_as_torch_gathers_them(ranks):  # noqa: F811
     def run(rank):
-        world = DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
+        world = DeviceMesh(device_type(), [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
         whole = numbers((4, 8))
         for mesh in (world["dp"], world["tp"], world._flatten("all")):
             for placement, other in product((Shard(0), Shard(1)), repeat=2):
@@ -162,7 +164,7 @@ def test_slices_and_flattened_meshes_are_read_as_torch_gathers_them(ranks):  # n
 def test_a_group_that_keeps_the_given_order_is_read_in_that_order_beside_an_equal_mesh_that_does_not(ranks):  # noqa: F811
     def run(rank):
         order, whole = [3, 1, 0, 2], numbers((4, 8))
-        plain = DeviceMesh("cpu", order)
+        plain = DeviceMesh(device_type(), order)
         kept = DeviceMesh.from_group(dist.new_group(order, sort_ranks=False), "cpu")
         found = []
         for mesh in (plain, kept, plain):
@@ -197,9 +199,9 @@ def test_what_is_refused_is_refused_on_every_rank_and_leaves_the_group_usable(ra
     ]
 
     def run(rank):
-        line, count = DeviceMesh("cpu", [0, 1, 2, 3]), 0
+        line, count = DeviceMesh(device_type(), [0, 1, 2, 3]), 0
         for places, shape, placements, words in cases:
-            mesh, whole = DeviceMesh("cpu", places), numbers(shape)
+            mesh, whole = DeviceMesh(device_type(), places), numbers(shape)
             x = DTensor.from_local(whole.clone(), mesh, placements, run_check=False, shape=shape, stride=whole.stride())
             if rank not in mesh.mesh:
                 x = None

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # a process imports it with its first DTensor, which takes seconds: once here, not on every rank
 import torch.distributed as dist
+from devices import device_type
 from ranks import ranks  # noqa: F401  pytest looks fixtures up by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -43,10 +44,11 @@ def through(move, make, op, target, shape, rank, mesh):
     return y, t.grad
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_terms_from_local_tensors_move_with_gradients_as_torch_moves_them(ranks, shape):  # noqa: F811
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh(device_type(), (2,))
         cases = list(product(OPS, LOCALS.values(), [Replicate(), Shard(0), Shard(1)]))
         for case in [*cases, *((op, LOCALS["no leaf"], Partial(op)) for op in ("sum", "avg"))]:
             (op, make, target) = case
@@ -59,9 +61,10 @@ def test_terms_from_local_tensors_move_with_gradients_as_torch_moves_them(ranks,
     assert ranks(2, run) == [45] * 2
 
 
+@pytest.mark.devices
 def test_every_way_to_move_takes_terms_that_autograd_follows(ranks):  # noqa: F811
     def run(rank):
-        mesh, line = init_device_mesh("cpu", (2,)), sw.parse("12x3/P@2")
+        mesh, line = init_device_mesh(device_type(), (2,)), sw.parse("12x3/P@2")
         wanted = sum(leaf((12, 3), r) for r in range(2)).detach()
         for make in LOCALS.values():
             x = DTensor.from_local(make(leaf((12, 3), rank)), mesh, [Partial()], run_check=False)
@@ -84,6 +87,7 @@ def test_every_way_to_move_takes_terms_that_autograd_follows(ranks):  # noqa: F8
     assert ranks(2, run) == [True] * 2
 
 
+@pytest.mark.devices
 def test_a_gradient_of_terms_stays_terms_where_torch_leaves_it_so(ranks):  # noqa: F811
     words = (Shard(0), Replicate(), Partial())
     same_terms = [(a, b, g) for a, b, g in product(product(words, repeat=2), repeat=3) if _torch_can(a, b, g)]
@@ -94,7 +98,7 @@ def test_a_gradient_of_terms_stays_terms_where_torch_leaves_it_so(ranks):  # noq
         return found
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(device_type(), (2, 2))
         for case in same_terms[::3]:
             ours, theirs = (gradient(move, mesh, *case) for move in (sw.reshard, lambda x, to: x.redistribute(*to)))
             assert ours.placements == theirs.placements, case
@@ -106,7 +110,7 @@ def test_a_gradient_of_terms_stays_terms_where_torch_leaves_it_so(ranks):  # noq
 
 def test_a_gradient_of_terms_becomes_whole_where_other_ranks_take_part(ranks):  # noqa: F811
     def run(rank):
-        mesh, found = DeviceMesh("cpu", [0, 1]), None
+        mesh, found = DeviceMesh(device_type(), [0, 1]), None
         x = _dtensor(mesh, [Partial()], 1).detach().requires_grad_() if rank < 2 else None
         handle = sw.reshard(x, (mesh, "P"), group=dist.group.WORLD, async_op=True)
         y = handle.wait()
@@ -140,7 +144,7 @@ def _dtensor(mesh, placements, seed):
 
 def test_reductions_that_cannot_be_are_refused_before_anything_moves(ranks):  # noqa: F811
     def run(rank):
-        mesh, square = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [[0, 1], [2, 3]])
+        mesh, square = init_device_mesh(device_type(), (4,)), DeviceMesh(device_type(), [[0, 1], [2, 3]])
         whole, three = torch.tensor([1, 2, 4]), torch.ones(3, dtype=torch.float64)
         refused = [
             (whole, mesh, [Partial("avg")], "torch.int64 cannot be reduced by 'avg': .*Cast the terms"),
@@ -164,7 +168,7 @@ def test_reductions_that_cannot_be_are_refused_before_anything_moves(ranks):  # 
 
 def test_an_axis_of_one_rank_reduces_nothing_whatever_its_reduction(ranks):  # noqa: F811
     def run(rank):
-        mesh, local = DeviceMesh("cpu", [[0], [1]]), torch.ones(4) * (rank + 1)
+        mesh, local = DeviceMesh(device_type(), [[0], [1]]), torch.ones(4) * (rank + 1)
         x = DTensor.from_local(local, mesh, [Partial("avg"), Partial("sum")], run_check=False)
         assert_equal(sw.reshard(x, (mesh, "R,R")).to_local(), x.full_tensor())
         return dist.get_rank()

@@ -42,7 +42,7 @@ MOMENTS = {  # when a rank is killed, and in which way messages go; what it does
     "while it copies": ("shared", lambda then: setattr(peer_reads, "copy_all", then)),
     "before it says so": ("staged", lambda then: setattr(sharing.SharedMemoryRound, "finish", then)),
     "between having said so": (
-        "staged",
+        "shared",
         lambda then: setattr(sharing.SharedMemoryTransport, "_send", _second(sharing.READ, then)),
     ),
     "in the agreement": (
@@ -89,7 +89,10 @@ def survive(way, rank, arm):
     return kind, text, took, again, [torch.equal(found.local_tensor(), expected) for found in done]
 
 
-def check_survivors(reports):
+UNREAD = {"before it reads", "before it says so"}  # who has packed its messages does not wait for their reader
+
+
+def check_survivors(reports, moment=None):
     broken = 0
     for kind, text, took, again, whole in reports:
         assert took < SOON
@@ -97,13 +100,14 @@ def check_survivors(reports):
         assert again[0] == "ExchangeError"
         if kind is None:  # it had all that it wanted from the dead, and was not asked for more
             assert whole == [True]
+            assert any(word in again[1] for word in ("rank 2 has ended", "an exchange broke on rank")), again[1]
             continue
         broken += 1
         assert kind == "ExchangeError"
         assert "when the transport broke" in text
         assert any(word in text for word in ("rank 2 has ended", "an exchange broke on rank", "memory of rank 2")), text
         assert "destroy the process group and make a new one" in again[1]
-    assert broken
+    assert broken or moment in UNREAD
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -111,7 +115,7 @@ def test_survivors_of_a_killed_rank_hear_of_it_at_once(ranks, moment):  # noqa: 
     way, arm = MOMENTS[moment]
     reports = ranks(4, lambda rank: survive(way, rank, lambda: arm(kill)), patience=PATIENCE, dying={2})
     assert reports.pop(2) is None
-    check_survivors(reports)
+    check_survivors(reports, moment)
 
 
 @pytest.mark.parametrize("moment", ["in pack", "before it reads", "before it says so", "in the agreement"])
@@ -121,7 +125,7 @@ def test_an_interrupt_on_one_rank_is_told_to_the_others(ranks, moment):  # noqa:
     kind, _, _, again, _ = reports.pop(2)
     assert (kind, again[0]) == ("KeyboardInterrupt", "ExchangeError")
     assert "broke on rank 2 (KeyboardInterrupt" in again[1]
-    check_survivors(reports)
+    check_survivors(reports, moment)
 
 
 @pytest.mark.parametrize("end", [kill, lambda: os._exit(0)], ids=["killed", "left"])

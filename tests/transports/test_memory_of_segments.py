@@ -84,6 +84,24 @@ def test_what_is_released_is_free_at_once_whoever_still_has_it_mapped(ranks):  #
         assert left == 0
 
 
+@pytest.mark.parametrize("move", ["rows to columns", "one to rows"])
+def test_rounds_of_calls_that_follow_one_another_share_what_was_promised(ranks, move):  # noqa: F811
+    source, target = MOVES[move]
+    source, target = (sw.parse(str(one).replace("960x1024", "96x128")) for one in (source, target))
+    values = VALUES[:96, :128]
+
+    def run(rank):
+        use("staged")
+        promised = sw.plan(source, target, itemsize=8).peak_bytes
+        transport = group_transport(None)
+        for turn in range(50):
+            expect(sw.reshard(part(values + turn, source, rank), target), values + turn, target, rank)
+            assert transport.shared_staging.bytes + transport.staging.bytes <= promised
+        return len(transport.shared_staging._rounds)
+
+    assert max(ranks(3, run)) <= 2
+
+
 def test_staging_that_grows_does_not_leave_what_it_was_behind(ranks):  # noqa: F811
     def run(rank):
         use("staged")

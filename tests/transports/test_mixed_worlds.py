@@ -11,7 +11,7 @@ from wired import both, expect, part, raised, use
 
 import shardwise as sw
 from shardwise.job.session import group_transport
-from shardwise.transports.local_peers import LocalPeers
+from shardwise.transports.local_peers import LocalPeers, introduced
 from shardwise.transports.segments import ThisProcess
 from shardwise.transports.unix_packets import PacketSocket, PeerEndedError
 
@@ -85,7 +85,8 @@ def test_one_that_goes_while_it_is_met_is_no_neighbour(monkeypatch):
         raise PeerEndedError(address)
 
     monkeypatch.setattr(PacketSocket, "connect", gone)
-    near = LocalPeers.find(0, [0, 1], lambda value: [value, value])
+    with introduced() as mine:
+        near = LocalPeers.find(0, [0, 1], [mine, mine], lambda value, _: [value, value])
     assert (near.addresses, near.all) == ({}, False)
 
 

@@ -13,7 +13,7 @@ from ranks import ranks  # noqa: F401
 from wired import COLUMNS, ROWS, VALUES, expect, open_files, part, raised, use, works
 
 import shardwise as sw
-from shardwise.transports import segments
+from shardwise.transports import segments, torch_groups
 from shardwise.transports.segments import SharedMemoryError
 
 
@@ -101,8 +101,10 @@ def test_memory_that_comes_back_is_used_again(ranks):  # noqa: F811
     assert all(ranks(2, run))
 
 
+@pytest.mark.parametrize("swap", [False, torch_groups.CAN_SWAP])
 @pytest.mark.parametrize("call", [lambda: sw.empty("9/S0@1", shared=True), lambda: sw.share_(torch.zeros(9))])
-def test_tensors_that_cannot_be_shared_are_refused(monkeypatch, call):
+def test_tensors_that_cannot_be_shared_are_refused(monkeypatch, call, swap):
+    monkeypatch.setattr(torch_groups, "CAN_SWAP", swap)
     monkeypatch.setattr(os, "memfd_create", denied)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([4096, 4096, 9, 0, 0, 9, 9, 9, 0, 255]))
     with pytest.raises(SharedMemoryError, match=r"the system refuses shared memory|36 bytes do not fit into /dev/shm"):
@@ -131,7 +133,8 @@ def test_a_receiver_with_too_many_files_open_says_so(ranks):  # noqa: F811
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             taken = [os.dup(0) for _ in range(most - open_files() + 1)]
             assert taken is not None
-        return raised(lambda: works(rank))
+        report = raised(lambda: works(rank))
+        return raised(lambda: works(rank)) if report[0] is None and rank == 0 else report  # it may have got everything
 
     reports = ranks(2, run, patience=6, dying={9})
     assert all(kind == "ExchangeError" for kind, _, _ in reports), reports
@@ -151,8 +154,9 @@ def small_shm(size):
     )
 
 
-def test_a_small_dev_shm_is_enough_for_all_but_share(ranks):  # noqa: F811
+def test_a_small_dev_shm_is_enough_for_all_but_share_of_an_older_torch(ranks):  # noqa: F811
     def run(rank):
+        torch_groups.CAN_SWAP = False
         if not small_shm(2**18):
             return "not allowed"
         use("staged")

@@ -19,7 +19,7 @@ import shardwise as sw
 import shardwise.exchange.exchange as running
 from shardwise.exchange import ViewCache
 from shardwise.job.session import group_transport
-from shardwise.transports.endpoint import wait_for
+from shardwise.transports.collectives import wait_for
 from shardwise.transports.segments import this_process
 from shardwise.transports.unix_packets import PacketSocket
 
@@ -135,6 +135,8 @@ def test_descriptors_that_cannot_be_received_are_told_to_all(ranks, tmp_path, fi
         sw.fingerprint(x)  # what was handed out before is closed by then
         allow = allow_files(files) if rank == 1 else None
         kind, text, took = raised(lambda: sw.reshard(x, COLUMNS))
+        if kind is None and rank != 1:  # it had received everything, and hears of it in the next call
+            kind, text, took = raised(lambda: sw.reshard(x, COLUMNS))
         if allow is not None:
             allow()
         until(tmp_path, rank, 4)
@@ -181,7 +183,7 @@ def test_connections_that_say_nothing_are_not_kept_for_ever(monkeypatch):
             strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             strangers[-1].connect("\0" + post.address)
             post._poll_once(lambda: False, 0.1)
-        assert len(post._incoming) <= 3
+        assert len(post._sockets) <= 3
     finally:
         post.close()
         for stranger in strangers:

@@ -16,6 +16,7 @@ from shardwise.transports.unix_packets import (
     FAILED,
     HEADER,
     HELLO,
+    IN_FILE,
     LARGE,
     PacketKey,
     PacketSocket,
@@ -27,9 +28,11 @@ from shardwise.transports.unix_packets import (
 GARBAGE = {
     "nothing": b"",
     "too short": b"abc",
-    "no hello": HEADER.pack(7, 7, 3, 0) + b"payload",
-    "a file that is not there": HEADER.pack(7, 7, 3, 1),
-    "a name that is none": HEADER.pack(0, 0, HELLO, 0) + b"\xff\xfe",
+    "no hello": HEADER.pack(7, 7, 3, 7) + b"payload",
+    "a file that is not there": HEADER.pack(7, 7, 3, IN_FILE),
+    "a file in the middle": HEADER.pack(7, 7, 3, IN_FILE) + HEADER.pack(7, 7, 3, 0),
+    "less than it says": HEADER.pack(7, 7, 3, 9) + b"payload",
+    "a name that is none": HEADER.pack(0, 0, HELLO, 2) + b"\xff\xfe",
     "too long": b"z" * 100_000,
 }
 
@@ -79,6 +82,18 @@ def test_payloads_of_every_size_come_whole(posts, size):
     a.send(b.address, key(a), memoryview(text))
     (packet,) = taken(b, key(a))
     assert packet.payload == text
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 9), (LARGE, LARGE), (9, LARGE + 1), (LARGE + 1, 9)])
+def test_two_packets_may_travel_as_one(posts, sizes):
+    a, b = posts
+    before, (one, two) = open_files(), map(os.urandom, sizes)
+    a.send(b.address, key(a, 1), two, [0], first=(key(a), memoryview(one)))
+    first, second = taken(b, key(a), key(a, 1))
+    assert (first.payload, second.payload) == (one, two)
+    assert (len(first.files), len(second.files)) == (0, 1)
+    close_files(second.files)
     assert open_files() == before
 
 
@@ -269,7 +284,7 @@ def test_a_process_of_another_user_is_neither_let_in_nor_written_to(posts):
             sock.settimeout(5)
             closed = sock.recv(1)
             with suppress(BrokenPipeError):
-                sock.send(HEADER.pack(0, 0, HELLO, 0) + a.address.encode())
+                sock.send(HEADER.pack(0, 0, HELLO, len(a.address)) + a.address.encode())
             return closed
 
     waiting = threading.Thread(target=lambda: raised(lambda: taken(b, key(a), seconds=2)))

@@ -21,6 +21,7 @@ from shardwise.exchange.transport import PeerBuffer, PostedMessages
 from shardwise.transports import GroupTransport
 
 ALIGN = 64  # bytes: where parts begin
+CPU = torch.device("cpu")
 PATIENCE = 3.0  # seconds until a waiting rank helps those that may wait for something else
 
 Site = tuple[str, int]  # a module, and which of the tensors that it saves
@@ -197,7 +198,7 @@ class ShardedActivation:
         whole = torch.empty(self.bytes, dtype=torch.uint8, device=transport.message_device(self.device))
         part = whole[self._mine].copy_(self._part)
         spans = {owner: span for owner, span in self.store.spans(self.bytes) if owner != transport.me}
-        header = torch.tensor([self.digest, self.bytes])
+        header = torch.tensor([self.digest, self.bytes], device=transport.message_device(CPU))
         headers = {owner: torch.empty_like(header) for owner in spans}
         header_swap = transport.post_messages(
             [(owner, other.view(torch.uint8)) for owner, other in headers.items()],

@@ -42,6 +42,20 @@ class Way(NamedTuple):
         return Task(self.run, self.prepare, repeats, calls, meet)
 
 
+def synchronized(way: Way, kind: str) -> Way:
+    """The same on an accelerator: it is done when the device is."""
+    if kind == "cpu":
+        return way
+    synchronize = torch.get_device_module(kind).synchronize
+
+    def run(given: Any) -> object:
+        result = way.run(given)
+        synchronize()
+        return result
+
+    return Way(run, way.prepare)
+
+
 class Ways(NamedTuple):
     """All ways to make a move, by name, on one rank; `limit` is None where a move does more than copy.
 
@@ -120,7 +134,9 @@ def _ways(shape: Shape, here: Layout, there: Layout, kind: Lying, to: Lying, var
 
 
 def _torch_sharded(local: torch.Tensor, shape: Shape) -> Way:
-    names: list[str | RemoteDevice] = [f"rank:{n}/cpu" for n in range(dist.get_world_size())]
+    kind = torch.get_default_device().type
+    places = {"cpu": "cpu", "cuda": "cuda:{n}"}.get(kind, f"{kind}:0")
+    names: list[str | RemoteDevice] = [f"rank:{n}/{places.format(n=n)}" for n in range(dist.get_world_size())]
     by_rows, by_columns = (ChunkShardingSpec(dim=dim, placements=names) for dim in (0, 1))
     return Way(
         lambda given: given.reshard(by_columns),
@@ -166,9 +182,9 @@ def numbers(layout: Layout) -> torch.Tensor:
 
 
 def mesh_of(ndim: int) -> DeviceMesh:
-    """All ranks in a row, or in two rows."""
-    ranks = torch.arange(dist.get_world_size())
-    return DeviceMesh("cpu", ranks if ndim == 1 else ranks.reshape(2, -1))
+    """All ranks in a row, or in two rows, of the default kind of device."""
+    ranks = torch.arange(dist.get_world_size(), device="cpu")
+    return DeviceMesh(torch.get_default_device().type, ranks if ndim == 1 else ranks.reshape(2, -1))
 
 
 def _ours(mesh: DeviceMesh) -> Mesh:

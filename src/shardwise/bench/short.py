@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -22,11 +23,13 @@ from shardwise.bench.moves import (
     SHARDED_TENSOR,
     SHARED,
     Shape,
+    Variant,
     Ways,
     check,
     redistributed,
     rows_to_columns,
     silence,
+    synchronized,
 )
 from shardwise.exchange.buffers import available
 from shardwise.planning import size as in_words
@@ -36,6 +39,7 @@ VARIANTS = (OUT, SHARED, GROUP) if sys.platform == "linux" else (OUT, GROUP)  # 
 SECONDS = 3.0  # for a move, about
 FEWEST, MOST = 3, 50  # repeats
 ITEMSIZE = 4
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "far": "gloo-and-ordered"}
 Make = Callable[[Shape], Ways]
 
 
@@ -72,17 +76,25 @@ class MoveTimes:
         return asdict(self) | {"ratio": self.ratio, "of_the_limit": self.of_the_limit}
 
 
-def bench(ranks: int = 4, size: int = 2**26) -> Iterator[MoveTimes]:
-    """Measure one move after the other, of a square float32 tensor of about `size` bytes."""
-    check_options(ranks, size)
+def bench(ranks: int = 4, size: int = 2**26, device: str = "cpu") -> Iterator[MoveTimes]:
+    """Measure one move after the other, of a square float32 tensor of about `size` bytes.
+
+    `device`: "cpu", or "cuda" with a GPU of this machine for each rank. ("far" is the test device: not for figures.)
+    """
+    check_options(ranks, size, device)
     shape = _shape(ranks, size)
     import_module("torch._dynamo")  # as the first DTensor does: once, and not on every rank
-    for name, make in _moves(ranks):
-        yield _times(name, on_ranks(ranks, partial(_measure, make, shape), timeout=600))
+    for name, make in _moves(ranks, VARIANTS if device == "cpu" else (OUT, GROUP)):
+        work = partial(_measure, make, shape, device)
+        yield _times(name, on_ranks(ranks, work, timeout=600, backend=BACKENDS[device]))
 
 
-def check_options(ranks: int, size: int) -> None:
+def check_options(ranks: int, size: int, device: str = "cpu") -> None:
     """Refuse options that this machine cannot satisfy."""
+    if device not in BACKENDS:
+        raise ValueError(f"--device {device}: cpu or cuda")
+    if device == "cuda":
+        _check_gpus(ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(8, 2 * cores)
     if not 2 <= ranks <= most:
@@ -95,6 +107,17 @@ def check_options(ranks: int, size: int) -> None:
             f"--size {in_words(size)} on {ranks} ranks takes about {in_words(needed)} of memory, most of it for "
             f"redistribute, which gathers whole tensors; there are {in_words(free)}: ask for less, or for fewer ranks"
         )
+
+
+def _check_gpus(ranks: int) -> None:
+    gpus = torch.cuda.device_count()  # which does not start CUDA: a forked process could not use it then
+    if not gpus:
+        raise ValueError(
+            "--device cuda: torch finds no GPU on this machine; check nvidia-smi, and that torch was installed with "
+            "CUDA (torch.version.cuda is not None), or leave --device out"
+        )
+    if not 2 <= ranks <= gpus:
+        raise ValueError(f"--ranks {ranks}: nccl needs a GPU for each of at least 2 ranks, and this machine has {gpus}")
 
 
 def memory_needed(ranks: int, size: int) -> int:
@@ -115,15 +138,11 @@ def _shape(ranks: int, size: int) -> Shape:
     return side, side
 
 
-def _moves(ranks: int) -> Iterator[tuple[str, Make]]:
-    yield "rows -> columns", partial(rows_to_columns, variants=VARIANTS)
-    yield "S0 -> R", _dtensors("S0", "R")
+def _moves(ranks: int, variants: Sequence[Variant]) -> Iterator[tuple[str, Make]]:
+    yield "rows -> columns", partial(rows_to_columns, variants=variants)
+    yield "S0 -> R", partial(redistributed, ["S0"], ["R"], variants=variants)
     if ranks > 2 and ranks % 2 == 0:
-        yield "[S0, S1] -> [S1, S0]", _dtensors("S0,S1", "S1,S0")
-
-
-def _dtensors(source: str, target: str) -> Make:
-    return partial(redistributed, source.split(","), target.split(","), variants=VARIANTS)
+        yield "[S0, S1] -> [S1, S0]", partial(redistributed, ["S0", "S1"], ["S1", "S0"], variants=variants)
 
 
 class RankTimes(NamedTuple):
@@ -134,12 +153,18 @@ class RankTimes(NamedTuple):
     lower_bound: int
 
 
-def _measure(make: Make, shape: Shape, _rank: int) -> RankTimes:
+def _measure(make: Make, shape: Shape, device: str, _rank: int) -> RankTimes:
     silence()
+    with torch.device(device) if device != "cpu" else nullcontext():
+        return _measured(make, shape, device)
+
+
+def _measured(make: Make, shape: Shape, device: str) -> RankTimes:
     sides = make(shape)
     check(sides)
     assert sides.limit is not None, "these are all copies"
-    ways = sides.peers | sides.ours | {"limit": sides.limit}
+    every = sides.peers | sides.ours | {"limit": sides.limit}
+    ways = {name: synchronized(way, device) for name, way in every.items()}
     once, _ = every_repeat(*(side.job(1) for side in ways.values()))
     repeats = _repeats(sum(end - start for ((start, end),) in once))
     spans, _ = every_repeat(*(side.job(repeats) for side in ways.values()))

@@ -57,11 +57,10 @@ def table(moves: Sequence[MoveTimes]) -> Table:
     return made
 
 
-def as_json(moves: Sequence[MoveTimes], ranks: int, size: int) -> str:
+def as_json(moves: Sequence[MoveTimes], ranks: int, size: int, device: str = "cpu") -> str:
     """Everything, for tools."""
-    return json.dumps(
-        {"machine": machine(), "ranks": ranks, "size": size, "moves": [move.to_json() for move in moves]}, indent=2
-    )
+    setup = {"machine": machine(), "device": device, "ranks": ranks, "size": size}
+    return json.dumps(setup | {"moves": [move.to_json() for move in moves]}, indent=2)
 
 
 def machine() -> dict[str, str | int]:

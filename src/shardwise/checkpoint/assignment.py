@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, repeat
 from math import prod
 
-from shardwise.checkpoint.entry import Entry
+from shardwise.checkpoint.entry import Entry, HashableBoxes
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, cut, ints, row_major
 from shardwise.layout import Grid, Layout, places_of
@@ -98,10 +98,16 @@ def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str,
     layouts = dict[str, Layout]()
     for entry, size in sizes.items():
         edges = list(accumulate(size, initial=before))
-        readers = [
-            owners[start * len(owners) // total : (stop - 1) * len(owners) // total + 1]
+        readers = tuple(
+            tuple(owners[start * len(owners) // total : (stop - 1) * len(owners) // total + 1])
             for start, stop in pairwise(edges)
-        ]
-        layouts[entry.name] = Layout.boxes(entry.shape, _slices(entry.boxes, readers), overlap="replicas")
+        )
+        layouts[entry.name] = _read_by(entry.shape, entry.stored, readers)
         before = edges[-1]
     return layouts
+
+
+@lru_cache(maxsize=1024)
+def _read_by(shape: tuple[int, ...], stored: HashableBoxes, readers: tuple[tuple[int, ...], ...]) -> Layout:
+    """Cached: most tensors are read whole by one rank, and many are stored in the same boxes."""
+    return Layout.boxes(shape, _slices(stored.boxes, readers), overlap="replicas")

@@ -1,15 +1,17 @@
-"""Comparisons: the contents of two checkpoints (verify)."""
+"""Comparisons: the contents of two checkpoints, or one with its own checksums (verify)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import torch
 
+from shardwise.checkpoint.damage import Damage, verify_sums
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import WORDS, PathLike
+from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.opaque import Objects, check_objects, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
@@ -33,6 +35,7 @@ from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.quantized.moves import Rule
 from shardwise.quoting import brief, in_line
 from shardwise.state.traverse import OBJ_PATH, Key, Place
+from shardwise.storage.paths import PathLike
 
 SUGGESTIONS = 8  # missing names for which a similar one is searched
 PATH_STEPS = {Key: "dict, int", Place: "tuple", int: "list", str: "dict, str"}  # the container that a key leads into
@@ -50,6 +53,13 @@ class Difference:
         return f"{in_line(self.name)}: {self.what}" + (f" in {self.box}" if self.box is not None else "")
 
 
+@overload
+def verify(
+    a: PathLike | Checkpoint, *, rules: RulesSource | None = None, jobs: int = 1, progress: Progress = None
+) -> list[Damage]: ...
+
+
+@overload
 def verify(
     a: PathLike | Checkpoint,
     b: PathLike | Checkpoint,
@@ -64,8 +74,28 @@ def verify(
     other_rules: RulesSource | None = None,
     jobs: int = 1,
     progress: Progress = None,
-) -> list[Difference]:
+) -> list[Difference]: ...
+
+
+def verify(
+    a: PathLike | Checkpoint,
+    b: PathLike | Checkpoint | None = None,
+    *,
+    rename: Rename = None,
+    remap: Iterable[Rule] = (),
+    select: Select = None,
+    cast: Cast = None,
+    overflow: Overflow = "refuse",
+    objects: Objects | None = None,
+    rules: RulesSource | None = None,
+    other_rules: RulesSource | None = None,
+    jobs: int = 1,
+    progress: Progress = None,
+) -> list[Difference] | list[Damage]:
     """List the differences between two checkpoints: names, shapes, dtypes and values, bit-for-bit. Empty if equal.
+
+    Of one checkpoint: the damage of all its files, by the checksums that `save` and `convert` write. Empty if every
+    byte is as it was written. A checkpoint without checksums is refused.
 
     `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
     `select`, `cast` and `overflow` as in `convert`: compares b with what `convert` would make of a; with `select` b may
@@ -75,6 +105,9 @@ def verify(
     check_objects(objects)
     check_progress(progress)
     check_jobs(jobs)
+    if b is None:
+        _check_alone(rename=rename, remap=remap, select=select, cast=cast, objects=objects, other_rules=other_rules)
+        return verify_sums(a, rules=rules, jobs=jobs, progress=progress)
     one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
     other = b if isinstance(b, Checkpoint) else open(b, rules=other_rules)
     streams = streams_of(one, rename=rename, remap=remap, select=select, cast=cast)
@@ -88,6 +121,13 @@ def verify(
     differences += compare_streams(pairs, jobs=jobs, progress=progress)
     differences += _structure(one, other, [*pairs, *filter(selector(one, select), one.objects)])
     return differences + _values(one, other, select, objects)
+
+
+def _check_alone(**options: object) -> None:
+    """Refuse options that compare, where there is nothing to compare with."""
+    given = [name for name, value in options.items() if value is not None and value != ()]
+    if given:
+        raise ValueError(f"{given[0]}= compares two checkpoints, but only one was given: give the other one, too")
 
 
 def _structure(one: Checkpoint, other: Checkpoint, names: Iterable[str]) -> list[Difference]:

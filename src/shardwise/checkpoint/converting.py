@@ -14,11 +14,9 @@ from pathlib import PurePath
 from typing import IO
 
 from shardwise.checkpoint.assignment import assign_writers
-from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, token_of
 from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import PathLike, same_location
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
@@ -50,6 +48,9 @@ from shardwise.layout import Layout
 from shardwise.planning import size
 from shardwise.quantized.moves import Rule
 from shardwise.quoting import brief
+from shardwise.storage.folders import OutputFolder, token_of
+from shardwise.storage.locks import WriteClaim, claim_folder
+from shardwise.storage.paths import PathLike, same_location
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 WRITERS: dict[str, type[Writer]] = {
@@ -82,6 +83,7 @@ def convert(
     jobs: int = 1,
     verify: bool = True,
     durable: bool = True,
+    sums: bool = True,
     progress: Progress = None,
     objects: Objects | None = None,
 ) -> Checkpoint:
@@ -100,7 +102,8 @@ def convert(
     objects of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by
     default those without tensors are left out, and others refused. An interrupted conversion resumes: complete
     files are not written again, and `reused` of the result lists them. Concurrent saves and conversions to `out`
-    are refused. `verify`: read it back and compare every cell.
+    are refused. `verify`: read it back and compare every cell. `sums`: write checksums of every file beside it, which
+    `load` and `verify` check.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
@@ -111,7 +114,7 @@ def convert(
     if sharding is not None:
         sharding.check(streams, whole=select is None)
     chunk = _chunk(max_bytes, jobs)
-    format, folder, name = _place(out, format, durable)
+    format, folder, name = _place(out, format, durable=durable, sums=sums)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
     ties, values = _ties(streams, sharding), _values_to_write(opened, select, objects, format)
     if format == "safetensors":  # which has neither
@@ -227,7 +230,7 @@ def _chunk(max_bytes: int, jobs: int) -> int:
     return min(CHUNK, max_bytes // jobs // 2)  # comparing takes two of them
 
 
-def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, OutputFolder, str | None]:
+def _place(out: PathLike, format: str | None, *, durable: bool, sums: bool) -> tuple[str, OutputFolder, str | None]:
     """The format, the directory, and the file name if the output is one file."""
     path, endings = (
         str(out),
@@ -241,8 +244,8 @@ def _place(out: PathLike, format: str | None, durable: bool) -> tuple[str, Outpu
     folder, _, name = rest.rpartition("/")
     if endings.get(ending) == chosen_format and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
-        return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable), name
-    return chosen_format, OutputFolder(path, durable=durable), None
+        return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable, sums=sums), name
+    return chosen_format, OutputFolder(path, durable=durable, sums=sums), None
 
 
 def _layouts(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import ByteRange, Files, OutputFile
+from shardwise.checkpoint.checking import current_check
+from shardwise.checkpoint.files import ByteRange, Files
 from shardwise.checkpoint.local_files import RECHECK_SECONDS
+from shardwise.checkpoint.window_reads import WindowReader
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import copy_all
@@ -25,6 +28,7 @@ from shardwise.geometry import Box, Boxes, Ints, Places, Strides, Window, exact_
 from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor
 from shardwise.layout import Layout, places_of
+from shardwise.storage.appending import OutputFile
 
 V = TypeVar("V")
 UNCOPIED = re.compile(r"torch\.(u?int[1-7]|qu?int\d+(x\d+)?)")  # dtypes of torch that it has no copies of
@@ -126,6 +130,11 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
+    def near(self) -> bool:
+        """True where its bytes are read straight into memory."""
+        return self.files.near
+
+    @property
     def shards(self) -> int:
         """How many boxes it is stored in."""
         return self.boxes.count
@@ -151,7 +160,7 @@ class Entry:
 
     def check(self, boxes: Boxes | None) -> None:
         """Refuse dtypes that cannot be copied, and cells of boxes that no file has. Exact, also where boxes overlap."""
-        self._check_dtype()
+        self.check_dtype()
         if boxes is None:
             return
         with self._provable():
@@ -169,19 +178,26 @@ class Entry:
 
     def views(self, windows: Sequence[Window]) -> list[torch.Tensor]:
         """The elements of windows of files, as tensors: of the mapped file, or of what was fetched."""
-        self._check_dtype()
+        self.check_dtype()
         return self.files.elements([(self.paths[window.tensor], window) for window in windows], self.dtype)
 
-    def _check_dtype(self) -> None:
+    def check_dtype(self) -> None:
+        """Refuse a dtype that torch cannot copy."""
         if _uncopied(self.dtype):
             raise CheckpointError(
                 f"{self.files.root}: {self.name!r} is {self.dtype}, which torch cannot copy: floats, complex, bool and "
                 f"integers of whole bytes are read. Remedy: leave it out, or save its int_repr() and its scales"
             )
 
+    def show(self, windows: Sequence[Window], views: Sequence[torch.Tensor]) -> None:
+        """Tell the check of the load what was read, if there is one."""
+        check = current_check()
+        if check is not None:
+            check.see(self.files, [(self.paths[window.tensor], window) for window in windows], views)
+
     def copy(self, window: Window, file: OutputFile) -> None:
         """Append the bytes between the first and the last element of a window to a file."""
-        self._check_dtype()
+        self.check_dtype()
         self.files.copy(self._span(window), file)
 
     def _span(self, window: Window) -> ByteRange:
@@ -271,7 +287,7 @@ class FileCopies(NamedTuple):
 
     def into(self, tensors: Sequence[torch.Tensor], look: Look | None = None) -> Reading:
         """Into this memory."""
-        return Reading(self.entry, self.sources, [view_of(window, tensors) for window in self.targets], look)
+        return Reading(self.entry, self.sources, self.targets, tensors, look)
 
 
 class Match(NamedTuple):
@@ -323,18 +339,36 @@ def _match(stored: HashableBoxes, memory: Local | Packed, source_view: Subtensor
     return Match(ints(rows), ints(row), here.boxes, here.windows(), targets.windows(), wanted, source_view)
 
 
-class Reading(NamedTuple):
-    """Elements in files of an entry, and where they belong. `look` sees them as they are in the files."""
+@dataclass(frozen=True)
+class Reading:
+    """Elements in files of an entry, and where they belong in memory. `look` sees them as they are in the files."""
 
     entry: Entry
     sources: Sequence[Window]
-    tensors: Sequence[torch.Tensor]
+    targets: Sequence[Window]
+    memory: Sequence[torch.Tensor]
     look: Look | None = None
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """What it writes."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(window.volume * self.memory[window.tensor].element_size() for window in self.targets)
+
+    def read(self, reader: WindowReader) -> Reading:
+        """Read straight into memory; returns what is to be copied from views."""
+        if not self.entry.near or any(tensor.device.type != "cpu" for tensor in self.memory):
+            return self
+        entry = self.entry
+        entry.check_dtype()
+        left = [
+            (source, target)
+            for source, target in zip(self.sources, self.targets, strict=True)
+            if not reader.read(entry.paths[source.tensor], source, entry.dtype, target, self.memory, self.look)
+        ]
+        return self._some([source for source, _ in left], [target for _, target in left])
+
+    def _some(self, sources: Sequence[Window], targets: Sequence[Window]) -> Reading:
+        return Reading(self.entry, sources, targets, self.memory, self.look)
 
     def parts(self) -> Iterator[Reading]:
         """In so many windows at a time as may be mapped."""
@@ -343,13 +377,16 @@ class Reading(NamedTuple):
             return
         for at in range(0, len(self.sources), TOGETHER):
             some = slice(at, at + TOGETHER)
-            yield self._replace(sources=self.sources[some], tensors=self.tensors[some])
+            yield self._some(self.sources[some], self.targets[some])
 
 
 def read_into(readings: Iterable[Reading], done: Callable[[int], None] | None = None) -> None:
     """Copy all of them, small ones together. `done` hears of the bytes that are there, and whose files were whole."""
+    reader: WindowReader | None = None
     for batch, size in _batches(readings):
-        _read_batch(batch)
+        if reader is None or reader.files is not batch[0].entry.files:
+            reader = WindowReader(batch[0].entry.files)
+        _read_batch(batch, reader)
         if done is not None:
             done(size)
 
@@ -369,20 +406,30 @@ def _batches(readings: Iterable[Reading]) -> Iterator[tuple[list[Reading], int]]
         yield batch, size
 
 
-def _read_batch(batch: Sequence[Reading]) -> None:
-    """What is mapped and cut off is not read, since that would end the process; what changed meanwhile is refused."""
+def _read_batch(batch: Sequence[Reading], reader: WindowReader) -> None:
+    """Files that changed meanwhile are refused."""
     files = batch[0].entry.files
-    names = {entry.paths[window.tensor] for entry, sources, *_ in batch for window in sources}
-    files.check_unchanged(names, within=RECHECK_SECONDS)
-    there, here = list[torch.Tensor](), list[torch.Tensor]()
-    for entry, sources, tensors, look in batch:
-        views = entry.views(sources)
-        if look is not None:
-            look(views)
-        here += views
-        there += tensors
-    copy_all(there, here)
+    names = {reading.entry.paths[window.tensor] for reading in batch for window in reading.sources}
+    rest = [left for reading in batch if (left := reading.read(reader)).sources]
+    if rest:
+        files.check_unchanged(names, within=RECHECK_SECONDS)  # to read what was cut off would end the process
+        _copy(rest)
     files.check_unchanged(names)
+
+
+def _copy(readings: Sequence[Reading]) -> None:
+    """From views of mapped files, or of what was fetched, all of them together."""
+    there, here = list[torch.Tensor](), list[torch.Tensor]()
+    for reading in readings:
+        views = reading.entry.views(reading.sources)
+        if reading.look is not None:
+            reading.look(views)
+        here += views
+        there += [view_of(window, reading.memory) for window in reading.targets]
+    copy_all(there, here)
+    left = iter(here)
+    for reading in readings:
+        reading.entry.show(reading.sources, list(islice(left, len(reading.sources))))
 
 
 class LazyMapping(Mapping[str, V]):
@@ -430,6 +477,7 @@ class Checkpoint(LazyMapping[Entry]):
         self.path = files.root  # where it is; the file, where it is one
         self.paths = paths or {}  # of names in nested state dicts, where they are known
         self.metadata = metadata or {}
+        self.sums = False  # True where its index says that all files have checksums beside them
         self.reused: tuple[str, ...] = ()  # by `convert`: the files of an earlier try that were whole
         self.lost: tuple[Lost, ...] = ()  # by `convert`: values beyond the range of their new dtype, cast as allowed
         self._objects = objects

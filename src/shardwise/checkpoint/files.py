@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
 from itertools import product
 from math import inf
 from operator import mul
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +17,15 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Window
-from shardwise.quoting import brief, in_line
+from shardwise.quoting import in_line
+from shardwise.storage.appending import OutputFile
+from shardwise.storage.paths import join_path, readable
 
 if TYPE_CHECKING:
-    from io import FileIO as RawFile
-
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
-    from typing_extensions import Buffer
 
-PathLike = str | os.PathLike[str]
-OutputFile = IO[bytes]
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-PIPE = 2**20  # bytes that are copied from file to file at a time
-UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)  # splice does not work here
 COPY_BYTES = 2**22  # bytes that are fetched at a time when they are only passed on
 SMALL_GAP, LARGE_GAP = 2**12, 2**18  # unneeded bytes between two ranges: fetched, if that is cheaper than a request
 
@@ -65,76 +55,11 @@ class FileLabel(NamedTuple):
         return in_line(join_path(self.root, self.name)) + bytes
 
 
-class Descriptor:
-    """An open file descriptor. It is closed when the last reference goes."""
-
-    def __init__(self, number: int, name: object = "a pipe") -> None:
-        self.number, self.name = number, name
-
-    def __del__(self) -> None:
-        os.close(self.number)
-
-
-class AppendOnlyFile:
-    """A file that is written from start to end. It takes bytes of other files inside the kernel."""
-
-    def __init__(self, raw: RawFile) -> None:
-        self._raw = raw
-
-    def write(self, data: Buffer) -> int:
-        """Write all of it: the system may take less at a time."""
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while len(left):
-            left = left[self._raw.write(left) :]
-        return size
-
-    def copy_from(self, source: Descriptor, start: int, count: int) -> None:
-        """Append bytes of another file through a kernel pipe if possible: they never enter the memory of this process.
-
-        That is about a third faster than copy_file_range, unless the disk does the copy.
-        """
-        while count:
-            out, into = self._pipe
-            try:
-                done = os.splice(source.number, into.number, min(count, PIPE), offset_src=start)
-            except (OSError, AttributeError) as error:
-                _check_unsupported(error, source.name)
-                with readable(source.name):
-                    data = os.pread(source.number, min(count, PIPE), start)
-                done = self.write(data)
-            else:
-                self._drain(out, done)
-            if not done:
-                raise CheckpointError(f"{source.name} was truncated while it was copied")
-            start, count = start + done, count - done
-
-    def _drain(self, out: Descriptor, left: int) -> None:
-        while left:
-            try:
-                left -= os.splice(out.number, self._raw.fileno(), left)
-            except (OSError, AttributeError) as error:
-                _check_unsupported(error)
-                left -= self.write(os.read(out.number, left))
-
-    @cached_property
-    def _pipe(self) -> tuple[Descriptor, Descriptor]:
-        out, into = os.pipe()
-        with suppress(OSError, AttributeError):  # otherwise it has the default size
-            fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PIPE)
-        return Descriptor(out), Descriptor(into)
-
-
-def _check_unsupported(error: OSError | AttributeError, source: object = None) -> None:
-    """Return if the system does not support splice for these files: then the bytes are copied by this process."""
-    if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
-        raise error if source is None else unreadable(source, error) from error
-
-
 class Files(ABC):
     """The files of a checkpoint, by names relative to `root`, with / as separator."""
 
     root: str
+    near = False  # True where a read costs little more than its bytes
 
     @abstractmethod
     def names(self, *, recursive: bool = False) -> list[str]:
@@ -166,6 +91,14 @@ class Files(ABC):
             some[0] if len(some) == 1 else torch.stack(some).reshape(window.shape)
             for (_, window), some in zip(windows, tensors, strict=True)
         ]
+
+    def read_into(self, name: str, start: int, memory: Bytes) -> None:
+        """Fill memory with the bytes from `start` on."""
+        memory[:] = self.fetch([ByteRange(name, start, start + len(memory))])[0]
+
+    def cached(self, bytes: ByteRange) -> bool:
+        """True where the bytes are in the memory of this machine already, as far as that can be told."""
+        return False
 
     def check_unchanged(  # noqa: B027  # not every file system can tell
         self, names: Iterable[str], *, within: float = 0
@@ -297,66 +230,6 @@ def _part(joined: Sequence[ByteRange], whole: Sequence[Bytes], wanted: ByteRange
         return np.empty(0, np.uint8)
     at = bisect_right(joined, (wanted.file, wanted.start, inf)) - 1
     return whole[at][wanted.start - joined[at].start : wanted.stop - joined[at].start]
-
-
-def file_system(path: PathLike) -> tuple[AbstractFileSystem | None, str]:
-    """The fsspec driver of a path or URL, None for local files; and the path that the driver knows."""
-    text: str | bytes = os.fspath(path)
-    if not isinstance(text, str) or not text:
-        raise CheckpointError(f"{text!r} is not a path or URL")
-    if "://" not in text:
-        return None, text
-    import fsspec
-
-    try:
-        system, place = fsspec.core.url_to_fs(text)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{text}: {error}") from error
-    protocols = system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)
-    return (None if "local" in protocols else system), place
-
-
-def same_location(a: str, b: str) -> bool:
-    """True if two paths or URLs lead to one file."""
-    (one, here), (other, there) = file_system(a), file_system(b)
-    if one is None and other is None:
-        return os.path.realpath(here) == os.path.realpath(there)
-    return bool(one == other) and here.rstrip("/") == there.rstrip("/")
-
-
-def inside(name: object, where: object) -> str:
-    """A file name from an index; refused if it leads out of the checkpoint."""
-    text = name if isinstance(name, str) else ""
-    parts = [part for part in text.split("/") if part not in {"", "."}]
-    odd = "\\" in text or not text.isprintable()
-    if not parts or text.startswith("/") or ".." in parts or odd:
-        raise CheckpointError(f"{where} names the file {brief(name)}, which is not inside the checkpoint")
-    return "/".join(parts)
-
-
-@contextmanager
-def readable(what: object) -> Iterator[None]:
-    """Turn errors of the system into CheckpointErrors that name the file."""
-    try:
-        yield
-    except OSError as error:
-        raise unreadable(what, error) from error
-
-
-def unreadable(what: object, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be read."""
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(f"{what} is missing")
-    return CheckpointError(f"{what} cannot be read: {error.strerror or error}")
-
-
-def join_path(folder: str, name: str) -> str:
-    """A file of a directory or URL.
-
-    >>> join_path("a", "b"), join_path("/", "b"), join_path("memory://", "b")
-    ('a/b', '/b', 'memory://b')
-    """
-    return f"{folder}{name}" if folder.endswith("/") else f"{folder}/{name}"
 
 
 def elements(data: Bytes, start: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shardwise.checkpoint.assignment import assign_readers
+from shardwise.checkpoint.checking import BlockCheck, DamagedBlock
 from shardwise.checkpoint.entry import Entry, FileCopies, HashableBoxes, Local, Packed, Reading, read_into
 from shardwise.checkpoint.streams import Stream
 from shardwise.containers.delivered import DeliveredTensor
@@ -18,7 +19,7 @@ from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Lost
 from shardwise.job.agree import Callers, agree_on
 from shardwise.job.job import Job
-from shardwise.job.plan import ModelPlan, TensorInfo
+from shardwise.job.plan import HostsOfGroup, ModelPlan, TensorInfo
 from shardwise.job.progress import Count, Progress, reporter
 from shardwise.job.remap import Link
 from shardwise.job.side import LiveSide
@@ -32,6 +33,7 @@ class FillOptions(NamedTuple):
     max_bytes: int | None
     progress: Progress
     count_losses: bool  # of casts
+    check: BlockCheck
 
 
 class Prepared(NamedTuple):
@@ -51,9 +53,27 @@ class Prepared(NamedTuple):
         """Of all tensors."""
         return [link for stream in self.streams.values() for link, _ in stream.sources]
 
+    def only(self, names: Iterable[str]) -> Prepared:
+        """Some of the tensors."""
+        return self._replace(streams={name: self.streams[name] for name in names})
+
+    def size(self, names: Iterable[str]) -> int:
+        """The bytes of all cells of these tensors."""
+        return sum(self.streams[name].size for name in names)
+
     def entries(self) -> dict[str, Entry]:
         """The sources, by name."""
         return {link.source: entry for stream in self.streams.values() for link, entry in stream.sources}
+
+
+class Fill(Protocol):
+    """Fills tensors in one way: `prepare` finds what this rank does. Returns what it returned, and losses of casts."""
+
+    def __call__(
+        self, callers: Callers, flat: Mapping[str, object], prepare: Callable[[], Prepared], options: FillOptions
+    ) -> tuple[Prepared, Losses]:
+        """All callers return when all are done."""
+        ...
 
 
 def _check(target: LiveSide, infos: Mapping[str, TensorInfo], me: int) -> None:
@@ -69,17 +89,18 @@ def fill_each(
     """Every rank fills its part. Returns when all have: what was prepared, and the losses of casts."""
     prepared, by_rank = callers.tell(lambda: _fill_part(callers, flat, prepare(), options))
     losses = Losses()
-    for lost in chain.from_iterable(by_rank.values()):
+    for lost in chain.from_iterable(lost for lost, _ in by_rank.values()):
         losses.keep_worst(lost)  # ranks may have read the same values
+    options.check.damaged.update(chain.from_iterable(damaged for _, damaged in by_rank.values()))
     return prepared, losses
 
 
 def _fill_part(
     callers: Callers, flat: Mapping[str, object], prepared: Prepared, options: FillOptions
-) -> tuple[Prepared, list[Lost]]:
+) -> tuple[Prepared, tuple[list[Lost], list[DamagedBlock]]]:
     """Fill this rank's part. All positions are found before the first read, so that errors come early.
 
-    Losses of casts are counted in the same pass.
+    Losses of casts are counted and blocks are checked in the same pass.
     """
     losses, target = prepared.losses, LiveSide({**flat, **prepared.buffers}, prepared.targets)
     counted = losses if options.count_losses else None
@@ -95,13 +116,22 @@ def _fill_part(
     delivered = {name for name, tensor in prepared.targets.items() if tensor.delivered}
     todo = readings(name for name in prepared.streams if name not in delivered)
     total = sum(reading.bytes for reading in todo) + sum(prepared.streams[name].size for name in delivered)
-    with reporter(options.progress, total, "load", here=callers.first) as tell:
+    _check_whole(callers, prepared, options.check)
+    with reporter(options.progress, total, "load", here=callers.first) as tell, options.check.watching():
         count = Count(tell, total)
         read_into(todo, count.add)
         for names in target.deliveries():  # one after the other: each needs memory
             read_into(readings(names), count.add)
             target.filled(names)
-    return prepared, losses.per_tensor()
+    return prepared, (losses.per_tensor(), options.check.finish())
+
+
+def _check_whole(callers: Callers, prepared: Prepared, check: BlockCheck) -> None:
+    """With check="all", this rank's share of all files that any rank reads from."""
+    if check.check == "all":
+        entries = [entry for entry in prepared.entries().values() if entry.files is check.files]
+        names = sorted({name for entry in entries for name in entry.used()})
+        check.check_whole(names, callers.owners.index(callers.me), len(callers.owners))
 
 
 def _reading(
@@ -117,10 +147,12 @@ def _reading(
 def fill_once(
     callers: Callers, flat: Mapping[str, object], prepare: Callable[[], Prepared], options: FillOptions
 ) -> tuple[Prepared, Losses]:
-    """Fill the targets of all ranks: a job whose source is the mapped files, of which every rank reads an equal share.
+    """Fill the targets of all ranks: a job whose source is the files, of which every rank reads an equal share.
 
     Returns when all are filled: what was prepared, and the losses of casts.
     """
+    transport = callers.transport
+    assert transport is not None, "one rank alone fills its own part"
 
     def make() -> tuple[ModelPlan, Prepared]:
         prepared = prepare()
@@ -129,30 +161,34 @@ def fill_once(
         stored = [entry for name, entry in entries.items() if name not in zeros]
         layouts = {**assign_readers(stored, callers.owners), **zeros}
         sources = {name: TensorInfo(entry.shape, entry.dtype, layouts[name], "cpu") for name, entry in entries.items()}
-        return ModelPlan.of(links, sources, prepared.targets, max_bytes=options.max_bytes), prepared
+        hosts = HostsOfGroup.of("auto", transport.hosts)
+        return ModelPlan.of(links, sources, prepared.targets, max_bytes=options.max_bytes, hosts=hosts), prepared
 
-    transport = callers.transport
-    assert transport is not None, "one rank alone fills its own part"
     plan, prepared = agree_on(transport, "load", make)
     job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
-    source = FileSide(prepared.entries(), plan, callers.me)
+    source = FileSide(prepared.entries(), plan, callers.me, options.check)
     target = LiveSide({**flat, **prepared.buffers}, plan.targets)
     with reporter(options.progress, job.total, "load", here=callers.first) as tell:
         check = partial(_check, target, plan.targets, callers.me)
         job.run(source, target, check=check, fresh=False, progress=tell)
-    # no rank returns while another still reads: the caller may delete the files
-    _, by_rank = callers.tell(lambda: (None, [*job.losses.per_tensor(), *prepared.losses.per_tensor()]))
+
+    def say() -> tuple[None, tuple[list[Lost], list[DamagedBlock]]]:
+        _check_whole(callers, prepared, options.check)
+        return None, ([*job.losses.per_tensor(), *prepared.losses.per_tensor()], options.check.finish())
+
+    _, by_rank = callers.tell(say)  # no rank returns while another still reads: the caller may delete the files
     losses = Losses()
-    for lost in chain.from_iterable(by_rank.values()):
+    for lost in chain.from_iterable(lost for lost, _ in by_rank.values()):
         losses.add(lost)  # each value was read by one rank
+    options.check.damaged.update(chain.from_iterable(damaged for _, damaged in by_rank.values()))
     return prepared, losses
 
 
 class FileSide:
     """This rank's share of the files, as memory-mapped tensors. A source of several targets is mapped once."""
 
-    def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int) -> None:
-        self._entries, self._plan, self._me = entries, plan, me
+    def __init__(self, entries: Mapping[str, Entry], plan: ModelPlan, me: int, check: BlockCheck) -> None:
+        self._entries, self._plan, self._me, self._check = entries, plan, me, check
         self._mapped = dict[str, Tensors]()
 
     def memory(self, name: str) -> Tensors:
@@ -165,7 +201,11 @@ class FileSide:
         if self._me not in layout:
             return []
         boxes = [piece.box for piece in sorted(layout.pieces(self._me), key=lambda piece: piece.buffer)]
-        return entry.views(FileCopies.of(entry, Packed(HashableBoxes.of(*boxes))).sources)
+        windows = FileCopies.of(entry, Packed(HashableBoxes.of(*boxes))).sources
+        with self._check.watching():  # here, because another thread may run this
+            views = entry.views(windows)
+            entry.show(windows, views)
+        return views
 
     def stamp(self) -> object:
         """Files are read once."""

@@ -6,20 +6,23 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.checking import BlockCheck, Check, LoadReport, check_option
+from shardwise.checkpoint.choosing import Read, way
 from shardwise.checkpoint.coded_targets import Loading, loading
 from shardwise.checkpoint.comparing import compare_streams
+from shardwise.checkpoint.damage import refuse_damaged
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import PathLike
-from shardwise.checkpoint.filling import FillOptions, Prepared, fill_each, fill_once
+from shardwise.checkpoint.filling import Fill, FillOptions, Prepared
 from shardwise.checkpoint.modules import ModuleTarget
 from shardwise.checkpoint.opaque import Opaque, opaque_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.quantized import quantized_in, with_values
+from shardwise.checkpoint.random_state import RandomState, read_random_states, restore_random_states
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.streams import Sources, Stream, by_target, check_casts, duplicates
 from shardwise.checkpoint.values import refuse_modules
@@ -39,9 +42,9 @@ from shardwise.job.side import combine_descriptions
 from shardwise.quantized.moves import Rule, check_used, split_rules, value_shapes
 from shardwise.quantized.recognition import Quantized, recognize
 from shardwise.state.traverse import FLATTEN_MAPPING, OBJ_PATH, dotted, flatten_state_dict, set_element, spelled
+from shardwise.storage.paths import PathLike
 
 T = TypeVar("T")
-Read = Literal["each", "once"]
 
 
 def load(
@@ -58,7 +61,8 @@ def load(
     rules: RulesSource | None = None,
     max_bytes: int | None = None,
     progress: Progress = None,
-) -> None:
+    check: Check = True,
+) -> LoadReport:
     """Fill the tensors of a state dict or module from a checkpoint, in place, under any sharding; replace other values.
 
     `into` may be a module: its parameters and persistent buffers are filled, those on the meta device are made. Other
@@ -75,24 +79,33 @@ def load(
     out of range for its target; "allow" casts it. `strict=False`: keep the values that the checkpoint lacks. Tied
     tensors, which share all of their memory, are filled if the checkpoint has one of them; if it has several that
     differ, they are refused. `read="each"`: every rank reads what it needs; "once": each byte is read by one rank
-    and sent to all that need it, which is better for remote files (the default with `group=`). All ranks of the
-    group call. None returns before all have read, so the files may be deleted then. Without a group, each rank
-    loads on its own.
+    and sent to all that need it. By default, with `group=`: "each" for local files where all ranks are on one host,
+    "once" for remote files; otherwise what is faster for the first tensors. All ranks of the group call. None returns
+    before all have read, so the files may be deleted then. Without a group, each rank loads on its own.
+
+    `check`: files that shardwise wrote have checksums for every MiB. True checks each MiB that lies wholly in what this
+    rank reads, "all" also the rest of those files, False none. A damaged one is a CheckpointError on all ranks, which
+    names file, bytes, tensors and boxes; as after any error while reading, some tensors of `into` may be written then,
+    also with damaged values. Returns how much this rank has read and checked, and the files without checksums.
     """
-    options = LoadOptions(rename, remap, cast, overflow, strict, read, max_bytes, progress)
+    options = LoadOptions(rename, remap, cast, overflow, strict, read, max_bytes, progress, check)
     callers = Callers("load", group, alone=group is None and read != "once")
-    once = not callers.alone and read != "each"
-    target, infos, ties = _describe(callers, partial(_target, path, into, rules, options), options, path, once=once)
+    make = partial(_target, callers, path, into, rules, options)
+    target, infos, ties, fill = _describe(callers, make, options, path)
     prepare = partial(_prepare, callers, target, infos, ties, options)
+    blocks = BlockCheck(target.checkpoint.files, check, required=target.checkpoint.sums)
     with torch.no_grad():
-        prepared, losses = (fill_once if once else fill_each)(callers, target.flat, prepare, options.filling())
+        prepared, losses = fill(callers, target.flat, prepare, options.filling(blocks))
     with callers.refusals():
+        refuse_damaged(target.checkpoint, sorted(blocks.damaged))
         if losses.per_tensor():
             raise RefusedCastError(refusal(losses.per_tensor(), "All tensors of the target were written"))
     for name, value in {**prepared.others, **_filled(target.replacements, prepared.linked)}.items():
         set_element(target.state_dict, target.paths[name], value)
     if target.module is not None:
         target.module.finish()
+    restore_random_states(target.random)
+    return blocks.report()
 
 
 @dataclass(frozen=True)
@@ -107,17 +120,19 @@ class LoadOptions:
     read: Read | None
     max_bytes: int | None
     progress: Progress
+    blocks: Check
 
     def check(self) -> None:
         """Refuse invalid ones."""
+        check_option(self.blocks)
         check_progress(self.progress)
         check_overflow(self.overflow)
         if self.read not in (None, "each", "once"):
             raise ValueError(f"read= must be 'each' or 'once', not {self.read!r}")
 
-    def filling(self) -> FillOptions:
+    def filling(self, blocks: BlockCheck) -> FillOptions:
         """Those that are about moving bytes."""
-        return FillOptions(self.max_bytes, self.progress, count_losses=self.overflow == "refuse")
+        return FillOptions(self.max_bytes, self.progress, self.overflow == "refuse", blocks)
 
 
 class LoadTarget(NamedTuple):
@@ -135,9 +150,11 @@ class LoadTarget(NamedTuple):
     rename: Rename
     remap: Iterable[Remap]
     quantized: Sequence[Quantized]
+    random: Sequence[Mapping[str, object]]  # states of this rank's random generators, which are set in the end
 
 
 def _target(
+    callers: Callers,
     path: PathLike | Checkpoint,
     into: dict[Any, Any] | torch.nn.Module,
     rules: RulesSource | None,
@@ -154,10 +171,12 @@ def _target(
     leaves, nested = flatten_state_dict(into)
     refuse_modules(leaves)
     names = _names_there(nested, checkpoint)
-    flat = {names.get(name, name): leaf for name, leaf in leaves.items()}
+    every = {names.get(name, name): leaf for name, leaf in leaves.items()}
+    random = read_random_states(every, checkpoint, callers, strict=options.strict)
+    flat = {name: leaf for name, leaf in every.items() if not isinstance(leaf, RandomState)}
     paths = {names.get(name, name): path for name, path in nested.items()}
     fresh = _replacements(flat)
-    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap, quantized)
+    return LoadTarget(checkpoint, into, module, flat | fresh, paths, fresh, rename, remap, quantized, random)
 
 
 def _names_there(paths: Mapping[str, OBJ_PATH], there: Checkpoint) -> dict[str, str]:
@@ -188,24 +207,25 @@ def _describe(
     make: Callable[[], LoadTarget],
     options: LoadOptions,
     path: PathLike | Checkpoint,
-    *,
-    once: bool,
-) -> tuple[LoadTarget, dict[str, TensorInfo], dict[str, str]]:
-    """This rank's target; the infos of all tensors, and the tied names."""
+) -> tuple[LoadTarget, dict[str, TensorInfo], dict[str, str], Fill]:
+    """This rank's target; the infos of all tensors, the tied names, and how to fill."""
+    once = not callers.alone and options.read != "each"  # or it may be
 
-    def say() -> tuple[LoadTarget, tuple[Descriptions, Ties]]:
+    def say() -> tuple[LoadTarget, tuple[Descriptions, Ties, bool]]:
         target = make()
-        return target, (describe_all(target.flat, callers.transport), ties_of(target.flat, callers.transport))
+        known = describe_all(target.flat, callers.transport), ties_of(target.flat, callers.transport)
+        return target, (*known, target.checkpoint.files.near)
 
     # a rank that reads for all must read the same files as the others
-    same = {"read": "once" if once else "each", "path": str(getattr(path, "path", path)) if once else ""}
-    same |= {"cast": str(options.cast), "overflow": str(options.overflow)}
+    same = {"read": str(options.read), "path": str(getattr(path, "path", path)) if once else ""}
+    same |= {"cast": str(options.cast), "overflow": str(options.overflow), "check": str(options.blocks)}
     target, by_rank = callers.tell(say, same)
     with callers.refusals():
-        infos = combine_descriptions({rank: known for rank, (known, _) in by_rank.items()}, "state dict")
+        infos = combine_descriptions({rank: known for rank, (known, *_) in by_rank.items()}, "state dict")
         if once:
             check_owners(callers.owners, {f"{name!r} of the state dict,": one.layout for name, one in infos.items()})
-    return target, infos, tied({rank: ties for rank, (_, ties) in by_rank.items()})
+    fill = way(callers, options.read, [near for *_, near in by_rank.values()])
+    return target, infos, tied({rank: ties for rank, (_, ties, _) in by_rank.items()}), fill
 
 
 def _prepare(

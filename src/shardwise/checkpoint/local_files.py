@@ -1,4 +1,4 @@
-"""Local files, memory-mapped; and whichever files are at a path or URL."""
+"""Local files, read or memory-mapped; and whichever files are at a path or URL."""
 
 from __future__ import annotations
 
@@ -6,39 +6,31 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import inf
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.files import (
-    WORDS,
-    AppendOnlyFile,
-    ByteRange,
-    Bytes,
-    Descriptor,
-    Files,
-    OutputFile,
-    PathLike,
-    RemoteFiles,
-    elements,
-    file_system,
-    readable,
-    unreadable,
-)
+from shardwise.checkpoint.files import WORDS, ByteRange, Bytes, Files, RemoteFiles, elements
 from shardwise.errors import CheckpointError
 from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Window
+from shardwise.storage.appending import PIPE, AppendOnlyFile, Descriptor, OutputFile
+from shardwise.storage.paths import PathLike, file_system, readable, unreadable
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
 RECHECK_SECONDS = 0.01  # a file that was checked within this time is not checked again
-MAX_MAPPED, MAX_OPEN = 384, 64  # files that stay mapped or open: each takes a descriptor
+MAX_MAPPED, MAX_OPEN = 256, 256  # files that stay mapped or open: each takes a descriptor
+NOWAIT = getattr(os, "RWF_NOWAIT", None)  # of Linux
+MOST_WARMED = 2**29  # bytes of one window that are read ahead of its page faults
+SAMPLE = 2**22  # bytes of a file, of which the first tells whether they are cached
 
 
 class FileStatus(NamedTuple):
@@ -71,7 +63,9 @@ class MappedFile(NamedTuple):
 
 
 class LocalFiles(Files):
-    """Local files. They are mapped when first used; nothing is read before it is needed."""
+    """Local files. They are read into memory, or mapped where elements are to be seen without a copy."""
+
+    near = True
 
     def __init__(self, root: Path) -> None:
         self.root, self._path = str(root), root
@@ -102,20 +96,59 @@ class LocalFiles(Files):
         return f"{self.size(name)} {self._status[name].modified}"
 
     def fetch(self, ranges: Sequence[ByteRange]) -> list[Bytes]:
-        """Parts of the mapped files."""
-        self.check_unchanged({one.file for one in ranges}, within=RECHECK_SECONDS)
-        parts = [self._map(one.file).data[one.start : one.stop] for one in ranges]
+        """Each in memory of its own."""
+        for one in ranges:
+            self.check(one)
+        parts = [np.empty(one.stop - one.start, np.uint8) for one in ranges]
         for one, part in zip(ranges, parts, strict=True):
-            if len(part) != one.stop - one.start or one.start < 0:
-                self.check(one)
+            self.read_into(one.file, one.start, part)
+        self.check_unchanged({one.file for one in ranges}, within=RECHECK_SECONDS)
         return parts
 
+    def read_into(self, name: str, start: int, memory: Bytes) -> None:
+        """By as few calls of the system as it takes. The caller checks afterwards that the file is unchanged."""
+        file, done = self._opened(name), 0
+        while done < len(memory):
+            try:
+                count = os.preadv(file.number, [memory[done:].data], start + done)
+            except OSError as error:
+                self.check(ByteRange(name, start, start + len(memory)))
+                raise unreadable(file.name, error) from error
+            if not count:
+                self._refuse_short(file, ByteRange(name, start, start + len(memory)))
+            done += count
+
+    def cached(self, bytes: ByteRange) -> bool:
+        """By samples: a byte that is not in the page cache cannot be read without waiting."""
+        file = self._opened(bytes.file).number
+        samples = chain(range(bytes.start, bytes.stop, SAMPLE), (bytes.stop - 1,))
+        try:
+            return NOWAIT is not None and all(os.preadv(file, [bytearray(1)], at, NOWAIT) for at in samples)
+        except (OSError, OverflowError):  # also of file systems that cannot tell
+            return False
+
+    def _refuse_short(self, file: Descriptor, wanted: ByteRange) -> NoReturn:
+        """The file ends before these bytes do: it is damaged, or was cut off after it was opened."""
+        self.check(wanted)
+        self._check_same(wanted.file, os.fstat(file.number))
+        raise CheckpointError(f"{self.range_label(wanted)} cannot be read: the file ends before")
+
     def elements(self, windows: Sequence[tuple[str, Window]], dtype: torch.dtype) -> Tensors:
-        """As views of the mapped files."""
+        """As views of the mapped files. What is not in the page cache is read before: page faults read little each."""
+        for file, window in windows:
+            self._warm(ByteRange.of(file, window, dtype.itemsize))
         stops = [window.offset + window.reach * dtype.itemsize for _, window in windows]
         return [
             self._element_view(file, window, stop, dtype) for (file, window), stop in zip(windows, stops, strict=True)
         ]
+
+    def _warm(self, bytes: ByteRange) -> None:
+        """Have bytes in the page cache: no more than it may be expected to hold."""
+        if not 0 < bytes.stop - bytes.start <= MOST_WARMED or self.cached(bytes):
+            return
+        room = np.empty(PIPE, np.uint8)
+        for start in range(bytes.start, min(bytes.stop, self.size(bytes.file)), PIPE):
+            self.read_into(bytes.file, start, room[: min(bytes.stop, self.size(bytes.file)) - start])
 
     def _element_view(self, file: str, window: Window, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """The elements up to byte `stop`."""
@@ -135,27 +168,31 @@ class LocalFiles(Files):
     def copy(self, source: ByteRange, file: OutputFile) -> None:
         """Inside the kernel where possible: the bytes never enter the memory of this process."""
         self.check(source)
-        if not isinstance(file, AppendOnlyFile):
-            return super().copy(source, file)
         opened = self._opened(source.file)
         try:
-            file.copy_from(opened, source.start, source.stop - source.start)
+            if isinstance(file, AppendOnlyFile):
+                file.copy_from(opened, source.start, source.stop - source.start)
+            else:
+                self._copy(source, file)
         finally:  # a file that changed meanwhile is the reason for any other error
             self._check_same(source.file, os.fstat(opened.number))
+
+    def _copy(self, source: ByteRange, file: OutputFile) -> None:
+        buffer = np.empty(min(PIPE, source.stop - source.start), np.uint8)
+        for start in range(source.start, source.stop, PIPE):
+            part = buffer[: source.stop - start]
+            self.read_into(source.file, start, part)
+            file.write(part.data)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Without mapping the file: a checkpoint may have very many headers."""
         file = self._opened(name)
         wanted = ByteRange(name, start, self._status[name].size if stop is None else stop)
         self.check(wanted)
-        try:
-            data = os.pread(file.number, wanted.stop - start, start)
-        except OSError as error:
-            raise unreadable(file.name, error) from error
-        if len(data) < wanted.stop - start:
-            raise CheckpointError(f"{file.name}: got {len(data)} bytes of {wanted.stop - start} from byte {start} on")
+        data = np.empty(wanted.stop - start, np.uint8)
+        self.read_into(name, start, data)
         self._check_same(name, os.fstat(file.number))
-        return data
+        return data.tobytes()
 
     def mark_opened(self) -> None:
         """Files that are opened later must not be newer than the index, even if a file server's clock is ahead."""

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.checkpoint.atomic_files import LOCK, PARTIAL, token_of
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.files import Files, PathLike
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError
+from shardwise.storage.folders import token_of
+from shardwise.storage.locks import LOCK, PARTIAL
+from shardwise.storage.paths import PathLike
+from shardwise.storage.sums import data_name
 
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 KNOWN = (
@@ -61,7 +64,7 @@ def _open_directory(files: Files) -> Checkpoint:
     for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # first, as listing a large directory is slow
         if files.has(index):
             return _open_file(files, index)
-    there = files.names()
+    there = [name for name in files.names() if name == data_name(name)]  # without checksums
     here = [name for name in there if name != LOCK and not PARTIAL.fullmatch(name)]
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
     if len(indexes) == 1:

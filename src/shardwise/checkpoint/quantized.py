@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
-from shardwise.checkpoint.files import Files, OutputFile
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.model_config import CONFIG, read_config
 from shardwise.checkpoint.zeros import ZERO_FILES
 from shardwise.errors import CheckpointError
@@ -19,6 +19,7 @@ from shardwise.quantized.arithmetic import Scaling, check_finite, dequantize_box
 from shardwise.quantized.formats import Shape
 from shardwise.quantized.recognition import KnownTensors, Quantized, QuantizedTensor, recognize
 from shardwise.quantized.tensors import check_can_quantize, scales_dtype
+from shardwise.storage.appending import OutputFile
 
 PART = 2**20  # cells that are quantized at a time
 NO_FILES: tuple[Files, list[str]] = ZERO_FILES, ZERO_FILES.names()  # of values that are all padding, or no values
@@ -46,6 +47,11 @@ class ComputedEntry(Entry):
         for one in self.origins:
             one.check(Boxes.of([Box.whole(one.shape)], len(one.shape)))
 
+    @property
+    def near(self) -> bool:
+        """Never: it has no bytes."""
+        return False
+
     def used(self) -> list[str]:
         """The files of all entries that it is computed from."""
         return list(self.paths)
@@ -65,6 +71,9 @@ class ComputedEntry(Entry):
             last[dim] += (size - 1) * step
         cells = self._compute(Box(first, tuple(last)))
         return cells.as_strided(window.shape, [cells.stride(dim) * step for dim, step in dims])
+
+    def show(self, windows: Sequence[Window], views: Sequence[torch.Tensor]) -> None:
+        """The entries that it is computed from have shown what was read."""
 
     def copy(self, window: Window, file: OutputFile) -> None:
         """There are no bytes to copy: cells are packed."""
@@ -126,6 +135,7 @@ def with_values(checkpoint: Checkpoint, rules: Sequence[Quantized]) -> Checkpoin
         objects=lambda: checkpoint.objects,
         metadata=checkpoint.metadata,
     )
+    made.sums = checkpoint.sums
     made.path = checkpoint.path  # of a single file it is more than the root of `files`
     return made
 

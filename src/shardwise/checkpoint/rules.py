@@ -80,7 +80,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.axis_rules import Known
 from shardwise.checkpoint.file_patterns import axis_positions, file_name
-from shardwise.checkpoint.files import Files, PathLike
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.model_config import CONFIG, Config, read_config
 from shardwise.checkpoint.model_facts import ModelFacts
@@ -90,6 +90,7 @@ from shardwise.checkpoint.sharding_rule import ShardingRule, at
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Layout, Mesh, Placement
 from shardwise.quoting import brief
+from shardwise.storage.paths import PathLike
 
 AUTO = "auto"  # rules that are found by the config.json
 Shapes = Mapping[str, Sequence[int]]

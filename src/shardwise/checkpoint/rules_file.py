@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from shardwise.checkpoint.axis_rules import Owners, Segments, WholeHeads, Word
 from shardwise.checkpoint.expressions import Expression, expression
-from shardwise.checkpoint.files import readable
 from shardwise.checkpoint.model_facts import ModelFacts, Size
 from shardwise.checkpoint.ready_rules import ready_file, ready_names, ready_table
 from shardwise.checkpoint.sharding_rule import FIELD, ShardingRule, at
@@ -19,6 +18,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Mesh, Shard
 from shardwise.layout.placements import placement
 from shardwise.quoting import brief
+from shardwise.storage.paths import readable
 
 TomlTable = Mapping[str, Any]
 KINDS = {str: "a string", list: "a list", Mapping: "a table", int: "a whole number", bool: "true or false"}

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
+from math import inf
 from secrets import token_hex
-from typing import TypeGuard
+from typing import Literal, NamedTuple, TypeGuard, cast, overload
 
 import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.assignment import assign_writers
-from shardwise.checkpoint.atomic_files import OutputFolder, WriteClaim, claim_folder, write_tensor
-from shardwise.checkpoint.files import PathLike
+from shardwise.checkpoint.async_saves import RunningSaves, SaveHandle
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
+from shardwise.checkpoint.host_copies import HostCopies
+from shardwise.checkpoint.random_state import with_random_states
 from shardwise.checkpoint.remapping import remap_state_dict
+from shardwise.checkpoint.segments import write_tensor
+from shardwise.checkpoint.staging import SaveMemory, StagedFile, StagedFolder, stage
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.description import Descriptions, describe_all, is_tensor, lists_chunks, memory_of
 from shardwise.containers.sharded import is_sharded
 from shardwise.containers.ties import Ties, tied, ties_of
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
+from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Box, Boxes, Strides, Window
 from shardwise.job.agree import Callers
 from shardwise.job.names import Rename
@@ -38,11 +44,51 @@ from shardwise.layout import Layout, places_of
 from shardwise.quantized.moves import split_rules
 from shardwise.quoting import printable
 from shardwise.state.traverse import FLATTEN_MAPPING, StateDict, flatten_state_dict, is_step
+from shardwise.storage.appending import OutputFile
+from shardwise.storage.folders import OutputFolder
+from shardwise.storage.locks import WriteClaim, claim_folder
+from shardwise.storage.orders import Commit, WriteOrder
+from shardwise.storage.paths import PathLike, absolute
 
 SAMPLE = 1024  # elements of every replica that are compared
+PATIENCE = 1800.0  # seconds to wait for the files of other ranks
 NO_SUM = -(2**63)  # lower than every checksum
 REMOVING = 8  # files of an earlier checkpoint that are removed at a time
 WRITERS: dict[str, type[Writer]] = {"safetensors": sharded.ShardedWriter, "dcp": dcp_writing.DcpWriter}
+
+
+@overload
+def save(
+    state_dict: StateDict,
+    path: PathLike,
+    *,
+    format: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    rename: Rename = ...,
+    remap: Iterable[Remap] = ...,
+    durable: bool = ...,
+    sums: bool = ...,
+    async_op: Literal[False] = ...,
+    in_flight: int = ...,
+    patience: float = ...,
+) -> None: ...
+
+
+@overload
+def save(
+    state_dict: StateDict,
+    path: PathLike,
+    *,
+    format: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    rename: Rename = ...,
+    remap: Iterable[Remap] = ...,
+    durable: bool = ...,
+    sums: bool = ...,
+    async_op: Literal[True],
+    in_flight: int = ...,
+    patience: float = ...,
+) -> SaveHandle: ...
 
 
 def save(
@@ -54,7 +100,11 @@ def save(
     rename: Rename = None,
     remap: Iterable[Remap] = (),
     durable: bool = True,
-) -> None:
+    sums: bool = True,
+    async_op: bool = False,
+    in_flight: int = 1,
+    patience: float = PATIENCE,
+) -> SaveHandle | None:
     """Write a state dict to a directory. Every rank of the group calls; without a group, this process alone.
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
@@ -63,29 +113,158 @@ def save(
     refused. Values other than tensors are taken from the first rank; so are plain tensors that differ between ranks,
     with a warning. `rename` and `remap`: rename, join, split or rearrange tensors on the way, as in `Resharder`; with
     `remap` this rank's share of the result is in memory meanwhile. `durable`: wait until the data is on disk.
+    `sums`: write checksums of every file beside it, which `load` and `verify` check.
+
+    `async_op=True`: return a `SaveHandle` as soon as this rank's part is copied to memory of its own, and the state may
+    be changed again. A process beside this one writes it. An error is raised on all ranks by `wait`, or by the next
+    save. At most `in_flight` saves run at a time: the next one waits for the oldest. `patience`: seconds after which a
+    save is given up if a rank has not written its file.
     """
-    callers, (quantized, rules) = Callers("save", group), split_rules(remap)
-    if quantized:
-        raise TypeError(f"save cannot quantize, but remap= has {quantized[0]}: save without it, then `convert` with it")
-    if rename is not None or rules:
-        state_dict = remap_state_dict(state_dict, callers, rename, rules)
-    flat, paths, tensors, ties, differing = _describe(callers, state_dict, format, path)
-    layouts = _layouts(tensors, differing)
-    layouts |= {name: layouts[one] for name, one in ties.items()}
-    others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
-    contents = Contents(layouts, others, paths, ties)
-
-    def parts() -> list[TensorPart]:
-        own = {name: tensor for name, tensor in tensors.items() if name not in ties}
-        return [p for name, tensor in own.items() for p in _parts(name, tensor, layouts[name][1], flat, callers.me)]
-
+    begin, callers = time.monotonic(), Callers("save", group)
+    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience)
+    saved = _Saved.of(callers, state_dict, options, rename, remap)
+    waited = RunningSaves.of(callers).make_room(in_flight if async_op else 1)
     with ExitStack() as stack:
-        fits = partial(WRITERS[format].fits, contents)
-        token, claim = _claim(callers, OutputFolder(path, durable=durable, run=token_hex(8)), fits, stack)
-        writer = WRITERS[format](OutputFolder(path, durable=durable, run=token), callers.owners, token)
-        _Save(callers, writer, contents, claim).run(parts)
-    if differing and callers.first:
-        warnings.warn(printable(_unlike(differing)), stacklevel=2)
+        fits = partial(WRITERS[format].fits, saved.contents)
+        path = absolute(path) if async_op else path  # its writer has a working directory of its own
+        folder = OutputFolder(path, durable=durable and not async_op, run=token_hex(8))  # its writer waits for the disk
+        token, claim = _claim(callers, folder, fits, stack)
+        handle = None
+        if async_op:
+            handle = _start(callers, StagedFolder(path, durable=durable, run=token, sums=sums), saved, options, claim)
+            handle.stalled(time.monotonic() - begin, waited)
+        else:
+            writer = WRITERS[format](OutputFolder(path, durable=durable, run=token, sums=sums), callers.owners, token)
+            _Save(callers, writer, saved.contents, claim).run(saved.parts)
+    saved.warn(callers)
+    return handle
+
+
+def prepare(
+    state_dict: StateDict,
+    *,
+    format: str = "safetensors",
+    group: dist.ProcessGroup | None = None,
+    rename: Rename = None,
+    remap: Iterable[Remap] = (),
+) -> None:
+    """Get ready for `save(..., async_op=True)` of such a state: allocate memory for it, and start what writes it.
+
+    Otherwise the first save does that, and takes several times as long as the next ones. Every rank of the group calls.
+
+    >>> import shardwise as sw
+    >>> sw.checkpoint.prepare({"w": torch.ones(4)})
+    >>> sw.checkpoint.save({"w": torch.ones(4)}, "memory://first", async_op=True).wait()
+    """
+    callers = Callers("prepare", group)
+    saved = _Saved.of(
+        callers,
+        state_dict,
+        SaveOptions(format, "", sums=True, async_op=True, in_flight=1, patience=PATIENCE),
+        rename,
+        remap,
+    )
+    saves = RunningSaves.of(callers)
+
+    def work() -> None:
+        file, _ = saved.stage(callers, WRITERS[format](StagedFolder("."), callers.owners, "0" * 16), saves.memory)
+        saves.memory.give_back(file.memory)
+        saves.process()
+
+    callers.all_do(work)
+
+
+class _Saved(NamedTuple):
+    """What is saved: the contents of the checkpoint, the parts that this rank writes, and names that differ."""
+
+    contents: Contents
+    parts: Callable[[], Sequence[TensorPart]]
+    differing: Sequence[str]
+
+    @staticmethod
+    def of(
+        callers: Callers, state_dict: StateDict, options: SaveOptions, rename: Rename, remap: Iterable[Remap]
+    ) -> _Saved:
+        """All ranks tell each other what they have."""
+        quantized, rules = split_rules(remap)
+        if quantized:
+            raise TypeError(
+                f"save cannot quantize, but remap= has {quantized[0]}: save without it, then `convert` with it"
+            )
+        if rename is not None or rules:
+            state_dict = remap_state_dict(state_dict, callers, rename, rules)
+        flat, paths, tensors, ties, differing = _describe(callers, state_dict, options)
+        layouts = _layouts(tensors, differing)
+        layouts |= {name: layouts[one] for name, one in ties.items()}
+        others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
+
+        def parts() -> list[TensorPart]:
+            own = {name: tensor for name, tensor in tensors.items() if name not in ties}
+            return _parts({name: (tensor, layouts[name][1]) for name, tensor in own.items()}, flat, callers.me)
+
+        return _Saved(Contents(layouts, others, paths, ties), parts, differing)
+
+    def stage(self, callers: Callers, writer: Writer, memory: SaveMemory) -> tuple[StagedFile, object]:
+        """This rank's file, in memory; and what the index needs of it."""
+        result = writer.write(callers.me, self.parts(), self.contents)
+        assert isinstance(writer.folder, StagedFolder), "it only takes what is to be written"
+        return stage(writer.folder.name, writer.folder.segments, memory), result
+
+    def warn(self, callers: Callers) -> None:
+        """Of tensors that differ between ranks."""
+        if self.differing and callers.first:
+            warnings.warn(printable(_unlike(self.differing)), stacklevel=3)
+
+
+def _start(
+    callers: Callers, folder: StagedFolder, saved: _Saved, options: SaveOptions, claim: WriteClaim
+) -> SaveHandle:
+    """Copy the parts of this rank to memory, and let another process do the rest."""
+    saves, writer = RunningSaves.of(callers), WRITERS[options.format](folder, callers.owners, folder.run)
+
+    def copy() -> tuple[StagedFile, object]:
+        if callers.first:
+            writer.check(saved.contents)
+        return saved.stage(callers, writer, saves.memory)
+
+    file, results = callers.tell(copy)
+    index = writer.index(results, saved.contents) if callers.first else b""
+    order = WriteOrder(
+        folder=folder.path,
+        token=writer.token,
+        durable=folder.durable,
+        sums=folder.sums,
+        name=file.name,
+        size=file.size,
+        checksums=file.checksums,
+        number=writer.numbers[callers.me],
+        count=len(callers.owners),
+        patience=options.patience,
+        commit=Commit(writer.main, tuple(writer.files)) if callers.first else None,
+    )
+    return saves.submit(callers, order, file, index, claim.give_away())
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save: what must be the same on all ranks."""
+
+    format: str
+    path: str
+    sums: bool
+    async_op: bool
+    in_flight: int
+    patience: float
+
+    def check(self) -> None:
+        """Refuse invalid ones."""
+        if self.format not in WRITERS:
+            raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {self.format!r}")
+        in_flight, patience = cast("tuple[object, object]", (self.in_flight, self.patience))
+        if type(in_flight) is not int or in_flight < 1:
+            raise ValueError(f"in_flight={in_flight!r}: give the number of saves that may run at a time, at least 1")
+        if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < inf:
+            raise ValueError(f"patience={patience!r}: give a finite number of seconds, more than 0")
 
 
 @dataclass(frozen=True)
@@ -151,13 +330,14 @@ def _claim(
 
 
 def _describe(
-    callers: Callers, state_dict: StateDict, format: str, path: PathLike
+    callers: Callers, state_dict: StateDict, options: SaveOptions
 ) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
     """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""
 
     def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING, dict[str, int]], tuple[Descriptions, list[str], Ties]]:
-        _check(format)
+        options.check()
         flat, paths = flatten_state_dict(state_dict)
+        flat = with_random_states(flat, callers)
         refuse_modules(flat)
         for name, steps in paths.items():
             if not all(map(is_step, steps)):
@@ -168,7 +348,7 @@ def _describe(
         mine = flat, paths, {} if callers.alone else _sample_sums(flat)
         return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
 
-    (flat, paths, marked), by_rank = callers.tell(say, {"format": format, "path": str(path)})
+    (flat, paths, marked), by_rank = callers.tell(say, asdict(options))
     with callers.refusals():
         tensors = _all_tensors(callers, by_rank)
     ties = tied({rank: ties for rank, (*_, ties) in by_rank.items()})
@@ -220,19 +400,31 @@ def _unlike(names: Sequence[str]) -> str:
     )
 
 
-def _check(format: str) -> None:
-    if format not in WRITERS:
-        raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
+def _parts(tensors: Mapping[str, tuple[TensorInfo, Layout]], flat: Mapping[str, object], me: int) -> list[TensorPart]:
+    """The boxes that this rank writes, of all tensors: views of its memory, or copies where that is on a device."""
+    boxes = [
+        (name, tensor.dtype, box, view)
+        for name, (tensor, layout) in tensors.items()
+        for box, view in _boxes(name, tensor, layout, memory_of(flat.get(name)), me)
+    ]
+    copies = HostCopies([view for *_, view in boxes])
+    return [
+        TensorPart(name, box, dtype, partial(_write, copies, number))
+        for number, (name, dtype, box, _) in enumerate(boxes)
+    ]
 
 
-def _parts(name: str, tensor: TensorInfo, layout: Layout, flat: Mapping[str, object], me: int) -> Sequence[TensorPart]:
-    """The boxes of a tensor that this rank writes: views of its memory."""
-    memory = memory_of(flat.get(name))
+def _write(copies: HostCopies, number: int, file: OutputFile) -> None:
+    write_tensor(copies.take(number), file)
+
+
+def _boxes(name: str, tensor: TensorInfo, layout: Layout, memory: Tensors, me: int) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a tensor that this rank writes, and where they are in its memory."""
     check_side("state dict", {name: memory}, {name: tensor}, me)
     if me not in layout or not memory:
         return []
     places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [TensorPart(name, box, tensor.dtype, partial(write_tensor, view_of(cut, memory))) for box, cut in places]
+    return [(box, view_of(cut, memory)) for box, cut in places]
 
 
 @lru_cache(maxsize=4096)
@@ -248,7 +440,9 @@ def _places(source: Layout, target: Layout, me: int, strides: tuple[Strides, ...
 
 def _sample_sums(flat: Mapping[str, object]) -> dict[str, int]:
     """Checksums of a sample of every plain tensor, by name."""
-    return {name: _sample_sum(value) for name, value in flat.items() if is_tensor(value) and _is_plain(value)}
+    samples = {name: _sample(value) for name, value in flat.items() if is_tensor(value) and _is_plain(value)}
+    copies = HostCopies(list(samples.values()))
+    return {name: _checksum(copies.take(number)) for number, name in enumerate(samples)}
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
@@ -263,14 +457,16 @@ def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
     return not (value.is_quantized or value.is_conj() or value.is_neg())
 
 
-def _sample_sum(tensor: torch.Tensor) -> int:
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     count = tensor.numel()
     if not count or not tensor.ndim:
-        some = tensor.detach().reshape(-1)
-    else:  # by index, so that nothing else is copied
-        at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
-        some = tensor.detach()[torch.unravel_index(at, tensor.shape)]
-    data = some.contiguous().cpu()
+        return tensor.detach().reshape(-1)
+    at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)
+    return tensor.detach()[torch.unravel_index(at, tensor.shape)]  # by index, so that nothing else is copied
+
+
+def _checksum(some: torch.Tensor) -> int:
+    data = some.contiguous()
     return int.from_bytes(blake2b(bytes_at(data.data_ptr(), data.nbytes).data, digest_size=7).digest(), "little")
 
 

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.checkpoint.atomic_files import write_tensor
 from shardwise.checkpoint.opaque import How, Opaque, Parts, attributes
+from shardwise.checkpoint.segments import write_tensor
 from shardwise.checkpoint.unpickle_stubs import FACTORIES, numpy_dtype
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief

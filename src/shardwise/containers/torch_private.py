@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,8 @@ __all__ = [
     "after_backward",
     "argument_leaves",
     "backward_task",
+    "byte_product",
+    "exact_byte_products",
     "random_state",
     "rebuild_tensor",
     "rebuild_typed_tensor",
@@ -34,6 +38,24 @@ OLD_SHARD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # of DCP 
 
 
 Pack = Callable[[torch.Tensor], object]
+
+
+def byte_product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The product of two matrices of int8, in int32."""
+    return torch._int_mm(rows, weights)
+
+
+@cache
+def exact_byte_products() -> bool:
+    """Whether this CPU makes byte products fast, and without rounding for weights of -64 to 64.
+
+    oneDNN adds up pairs of products in 16 bits on CPUs without VNNI: larger weights overflow there.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64") or not torch._C._has_mkldnn:
+        return False
+    pairs = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], device="cpu")
+    rows, weights = (255 * pairs - 128).repeat(16, 128), (128 * pairs - 64).T.repeat(128, 4)
+    return torch.equal(byte_product(rows.to(torch.int8), weights.to(torch.int8)).to(torch.int64), rows @ weights)
 
 
 def storage_info(file: str, start: int, size: int) -> StorageInfo:

@@ -39,6 +39,13 @@ class Channel:
         if self.rank == 0:
             self._pipe.send(report)
 
+    def total(self, number: int) -> int:
+        """The sum over all ranks, which all call."""
+        found = torch.tensor(number)
+        if dist.is_initialized():
+            dist.all_reduce(found)
+        return int(found)
+
     def ended(self) -> bool:
         """True if the job is to end. All ranks call: the first knows."""
         told = torch.tensor([self.rank == 0 and self._pipe.poll()])

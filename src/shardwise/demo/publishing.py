@@ -39,6 +39,7 @@ class Report(NamedTuple):
 
     version: int
     seconds: float
+    bytes: int  # that all ranks have copied
 
 
 def publish_versions(console: Console, folder: DemoFolder, llama: Llama, weights: Weights) -> None:
@@ -59,7 +60,7 @@ def publish_versions(console: Console, folder: DemoFolder, llama: Llama, weights
         for job in (back, one, trainer):
             jobs.end(job)
     names = "trainer: 4 ranks, FSDP", "server A: 2 ranks, TP", "server B: 1 process", "server B, started again"
-    show(console, _table(dict(zip(names, jobs.started, strict=True)), llama))
+    show(console, _table(dict(zip(names, jobs.started, strict=True))))
     slowest = seconds(max(report.seconds for report in trainer.reports))
     say(console, f"Whole versions only, bit-for-bit, on every rank. Slowest commit: {slowest}.")
     say(console, "On one host a server maps the trainer's copy of a version, and copies a part.\n")
@@ -69,16 +70,16 @@ def _has(job: Job, reports: int) -> bool:
     return len(job.reports) >= reports
 
 
-def _table(jobs: Mapping[str, Job], llama: Llama) -> Table:
-    """Versions and times of every job; the first is the trainer."""
-    table = Table("job", "versions", "in all", "bytes", "median", "from", box=None, pad_edge=False)
+def _table(jobs: Mapping[str, Job]) -> Table:
+    """Versions, bytes and times of every job; the first is the trainer."""
+    table = Table("job", "versions", "in all", "bytes copied", "median", box=None, pad_edge=False)
     for column in table.columns[2:5]:
         column.justify = "right"
     for number, (name, job) in enumerate(jobs.items()):
         versions = [report.version for report in job.reports]
         took = seconds(median(report.seconds for report in job.reports))
         what = f"{'pulls' if number else 'commits'} {versions[0]} to {versions[-1]}"
-        table.add_row(name, what, str(len(versions)), size(llama.bytes), took, "trainer" if number else "")
+        table.add_row(name, what, str(len(versions)), size(sum(report.bytes for report in job.reports)), took)
     return table
 
 
@@ -101,7 +102,9 @@ def _train(weights: Weights, at: Path, channel: Channel) -> None:
             sleep(STEP)
             began = perf_counter()
             publisher.commit(version)
-            channel.report(Report(version, perf_counter() - began))
+            took = perf_counter() - began
+            copied = channel.total(sum(weight.to_local().nbytes for weight in model.values()))
+            channel.report(Report(version, took, copied))
 
 
 Local = Mapping[str, torch.Tensor]
@@ -120,7 +123,7 @@ def _serve(made: Callable[[int], tuple[dict[str, Any], Local, Local]], at: Path,
                 continue
             for name, tensor in local.items():
                 check(torch.equal(tensor, first[name] * _scale(version)), f"{name} is not of version {version}")
-            channel.report(Report(version, took))
+            channel.report(Report(version, took, channel.total(sum(tensor.nbytes for tensor in local.values()))))
 
 
 def _sharded(llama: Llama, weights: Weights, rank: int) -> tuple[dict[str, Any], Local, Local]:

@@ -16,6 +16,7 @@ import torch
 from shardwise.exchange.messages import Message, Pair, Tensors, view_of
 
 PAGE = 2**21
+CPU = torch.device("cpu")
 _libc = ctypes.CDLL(None)
 
 
@@ -109,9 +110,8 @@ class ViewCache:
     """Of one exchange, or of one that is repeated with the same moves: then only messages may lie elsewhere."""
 
     def __init__(self) -> None:
-        self._views = dict[
-            tuple[int, type], tuple[Message, Hashable, Any]
-        ]()  # by the id of the message, and how it came
+        # by the id of the message: where it came from the last two times, and what was made for that
+        self._views = dict[int, list[tuple[Message, Hashable, Any]]]()
         self._spare: torch.Tensor | None = None
         self._local = dict[Hashable, Sides]()
         self._rooms = dict[int, torch.Tensor]()
@@ -120,18 +120,31 @@ class ViewCache:
         """Where a small message is kept: always in the same place, so that views of it can be, too."""
         if id(message) not in self._rooms:
             with outside_inference():
-                self._rooms[id(message)] = torch.empty(message.bytes, dtype=torch.uint8)
+                self._rooms[id(message)] = torch.empty(message.bytes, dtype=torch.uint8, device="cpu")
         return self._rooms[id(message)]
 
     def pack(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy our cells into the message."""
-        ours, cells = self._of(message, buffer, tensors)
+        near = self._near(message, buffer, tensors)
+        ours, cells = self._of(message, near, tensors)
         copy_all(cells, ours)
+        if near is not buffer:
+            buffer.copy_(near)
 
     def unpack(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> None:
         """Copy the cells of the message to where they belong. (Terms belong nowhere yet.)"""
-        ours, cells = self._of(message, buffer, tensors)
+        near = self._near(message, buffer, tensors)
+        if near is not buffer:
+            near.copy_(buffer)
+        ours, cells = self._of(message, near, tensors)
         copy_all(ours, cells)
+
+    def _near(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> torch.Tensor:
+        """The message itself, or room for it on the device of our tensors, so that one copy brings all pieces over."""
+        device = message.device_of(tensors)
+        if device is None or device == buffer.device or message.pieces < 2:
+            return buffer
+        return self.spare(message.bytes, device)
 
     def copy(self, key: Hashable, pairs: Iterable[tuple[Pair, Tensors, Tensors]]) -> None:
         """Copy what stays with its owner, between tensors. `key` tells the rounds apart."""
@@ -140,30 +153,32 @@ class ViewCache:
             self._local[key] = [there for _, there in views], [here for here, _ in views]
         copy_all(*self._local[key])
 
-    def spare(self, size: int) -> torch.Tensor:
-        """Room for a message that is unpacked at once."""
+    def spare(self, size: int, device: torch.device = CPU) -> torch.Tensor:
+        """Room for a message that is packed or unpacked at once."""
         room = self._spare
-        if room is None or room.numel() < size:
+        if room is None or room.numel() < size or room.device != device:
             self._spare = room = None  # given back before the larger one is asked for
             with outside_inference():
-                self._spare = room = torch.empty(size, dtype=torch.uint8)
+                self._spare = room = torch.empty(size, dtype=torch.uint8, device=device)
         return room[:size]
 
     def release(self) -> None:
         """Forget where messages lay, all but the small ones: to have views of memory keeps it. Another thread may."""
         self._spare = None
-        for at in [at for at in list(self._views) if at[0] not in self._rooms]:
+        for at in [at for at in list(self._views) if at not in self._rooms]:
             self._views.pop(at, None)
 
     def get_or_make(self, message: Message, where: Hashable, make: Callable[[], T]) -> T:
-        """What was made for a message that comes from there, kept until it comes from elsewhere."""
-        at = id(message), type(where)
-        entry = self._views.get(at)
-        if entry is None or entry[:2] != (message, where):  # which also keeps the message, and so its id, alive
-            with outside_inference():
-                entry = self._views[at] = message, where, make()
-        views: T = entry[2]
-        return views
+        """What was made for a message that comes from there. Two places take turns: staging has two halves."""
+        entries = self._views.get(id(message), ())
+        for kept, place, views in entries:
+            if place == where and kept is message:  # which also keeps the message, and so its id, alive
+                made: T = views
+                return made
+        with outside_inference():
+            new = make()
+        self._views[id(message)] = [(message, where, new), *entries[:1]]
+        return new
 
     def _of(self, message: Message, buffer: torch.Tensor, tensors: Sequence[Tensors]) -> Sides:
         return self.get_or_make(message, buffer.data_ptr(), lambda: message.views(buffer, tensors))
@@ -171,8 +186,32 @@ class ViewCache:
 
 def copy_all(targets: Tensors, sources: Tensors) -> None:
     """All of them in one call: what a call costs is more than what a small copy does."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    if all(tensor.device.type == "cpu" for tensor in (*targets[:1], *sources[:1])):
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return
+    together = dict[tuple[torch.dtype, ...], list[tuple[torch.Tensor, torch.Tensor]]]()
+    for target, source in zip(targets, sources, strict=True):
+        pair = _alike(target, source)
+        if pair is None:
+            target.copy_(source)
+        else:
+            together.setdefault((target.dtype, source.dtype), []).append(pair)
+    for pairs in together.values():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _alike(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A pair that CUDA copies with many others in one launch; None if it cannot, and one such pair stops all others.
+
+    Both must have the same strides, also of dims of size 1, and no gaps.
+    """
+    if target.device != source.device:
+        return None
+    if 1 in target.shape:
+        target, source = target.squeeze(), source.squeeze()
+    dense = target.stride() == source.stride() and target.is_contiguous()
+    return (target, source) if dense else None
 
 
 Words = npt.NDArray[Any]

@@ -19,7 +19,7 @@ from shardwise.exchange.deltas import BLOCK, WORDS, Bytes, Changes, Words, most_
 from shardwise.exchange.messages import Message, MessagePart, Pair, Tensors, view_of
 from shardwise.geometry import Bools, Window
 
-SEGMENT = 2**21  # bytes of the cells that are sent at a time
+SEGMENT = 2**22  # bytes of the cells that are sent at a time: every wave has a price on all ranks
 Masks = Sequence[Tensors | None]  # of every move; None where nothing is known, so that all cells count as changed
 
 

@@ -148,7 +148,7 @@ class DeltaRound:
         return expected < PAYS * sum(block.bytes for block in sample)
 
     def _number(self, value: int) -> Lengths:
-        return torch.tensor([value], dtype=torch.int64).view(torch.uint8).to(self._device)
+        return torch.tensor([value], dtype=torch.int64, device="cpu").view(torch.uint8).to(self._device)
 
     # --- waves -------------------------------------------------------------------------------------------------------
 

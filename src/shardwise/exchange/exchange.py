@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,17 +17,18 @@ from shardwise.errors import ShardwiseError
 from shardwise.exchange.agreement import WORDS, Proposal, Verdict, judge, refusal, weigh
 from shardwise.exchange.buffers import ElementGather, ViewCache
 from shardwise.exchange.delta_round import SMALLEST, DeltaReceive, DeltaRound, DeltaSend, DeltaTraffic
-from shardwise.exchange.messages import Message, Pair, Round, Tensors, schedule, view_of
+from shardwise.exchange.messages import Memory, Message, Pair, Round, Tensors, schedule, view_of
 from shardwise.exchange.moves import Delta, Move, crosses_link, keeps
 from shardwise.exchange.peer_reads import read_from_peer
 from shardwise.exchange.reduce import reduce
 from shardwise.exchange.transport import PostedRound, Receive, Send, Transport
+from shardwise.geometry import Ints
 
-HEADER = 8 * WORDS
-INLINE, SLOTS = 2**14, 2**17  # the largest message beside a header, and the bytes of all slots of a rank
+HEADER, NOTE = 8 * WORDS, 64  # bytes of a slot: a header, numbers that a rank tells all others, and a message
+START = HEADER + NOTE
+INLINE, SLOTS = 2**14, 2**17  # the largest message in a slot, and the bytes of all slots of a rank
 CPU = torch.device("cpu")
 MOST_AGREED = 2**14  # proposals that a transport remembers
-MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 
 
 class Exchange:
@@ -38,7 +39,8 @@ class Exchange:
     exchange is done. `views`: those of the last time, where it is repeated with the same moves. `part_of`: the exchange
     that runs now, of which this is a part. `direct`: other ways than messages of the group may be used. `delta`, the
     same on every rank: the targets hold what an exchange with these plans brought, so that only what changed need be
-    sent; "always" also between ranks that share memory. `traffic` tells how many bytes that took.
+    sent; "always" also between ranks that share memory. `traffic` tells how many bytes that took. `note`: up to 8
+    numbers that travel with the header, as many on every rank; `noted` adds them up.
     """
 
     def __init__(
@@ -53,16 +55,23 @@ class Exchange:
         part_of: Exchange | None = None,
         direct: bool = True,
         delta: Delta = False,
+        note: Sequence[int] = (),
     ) -> None:
         self.transport, self.proposal, self.moves, self.fresh = transport, proposal, moves, fresh
         self.delta, self.traffic = delta, DeltaTraffic()
+        self._note, self._notes = np.array(note, np.int64), list[memoryview]()
+        assert self._note.nbytes <= NOTE, "or it would run into a message"
         self.views, self.direct = views or ViewCache(), direct
         if views is not None:
             transport.views.add(views)
         self._device = device or CPU  # of the tensors
         self.sources: list[Tensors] = [move.source for move in moves]
         self.targets: list[Tensors] = [move.target for move in moves]
-        self.inline = inline_bytes(len(transport.owners))
+        # room beside every header, whatever a rank knows of the messages
+        self.slot = min(inline_bytes(len(transport.owners)), transport.most_in_slot)
+        # a message of a device that the transport reaches goes from there: the host need not wait for it
+        small = transport.most_unasked if self._many else self.slot
+        self.inline = small if self.device.type == "cpu" else 0
         self.schedule = schedule(tuple((m.program, m.dtype) for m in moves), transport.me, self.inline)
         self.header = proposal.header()
         # numbers count what the program starts, in the same order everywhere; parts of it start in their own time
@@ -81,20 +90,26 @@ class Exchange:
         `alone` says that no other exchange of this transport is under way. Then, where all have agreed on this proposal
         before, the messages of the first round leave at once too, unless they are so large that it saves nothing.
         """
-        # other exchanges may have started since: a part of one must not come between their collective calls
-        in_order = not self.nested
-        with self._unbroken():  # also an interrupt: some may have heard from us, and others not
-            if self._many:
-                weights = torch.from_numpy(weigh(self.header[None])[0])
-                self._agreement = self.transport.all_reduce(weights, "max", self.number, in_order=in_order)
-            else:
-                self._agreement = self.transport.all_to_all(*self._slots(), self.number, in_order=in_order)
         first = self.schedule.rounds[0]
-        before = alone and not self.delta and self.header.tobytes() in self.transport.agreed
-        if before and first.bytes <= self.transport.early_limit(self.device, direct=self.direct):
-            with self._unbroken():
+        known = alone and not self.delta and self.header.tobytes() in self.transport.agreed
+        early = known and first.bytes <= self.transport.early_limit(self.device, direct=self.direct)
+        together = self.transport.together() if early else nullcontext()
+        with self._unbroken(), together:  # also an interrupt: some may have heard from us, and others not
+            self._tell()
+            if early:
                 self._ahead = self._post(first, hidden=not self.fresh)
         return self
+
+    def _tell(self) -> None:
+        """Send the header to everybody, and with it the messages that fit."""
+        # other exchanges may have started since: a part of one must not come between their collective calls
+        in_order = not self.nested
+        if self._many:
+            self._send_small()
+            weights = torch.from_numpy(weigh(self.header[None])[0])
+            self._agreement = self.transport.all_reduce(weights, "max", self.number, in_order=in_order)
+        else:
+            self._agreement = self.transport.all_to_all(*self._slots(), self.number, in_order=in_order)
 
     def finish(self) -> list[Any] | None:
         """Carry it out. None once all is in its place; where some ranks lack knowledge, what all of them know."""
@@ -118,6 +133,14 @@ class Exchange:
                 self._run(round_, slots, copied=early and round_ is first)
         return None
 
+    def noted(self) -> Ints:
+        """What the notes of all ranks come to, number by number, modulo 2**64. Every rank asks after `finish`."""
+        if self._many:
+            own = torch.from_numpy(self._note)
+            return self.transport.all_reduce(own, "sum", self.number, in_order=False)().cpu().numpy()
+        total: Ints = np.frombuffer(b"".join(self._notes), np.int64).reshape(len(self._notes), -1).sum(axis=0)
+        return total[: len(self._note)]
+
     @contextmanager
     def _unbroken(self, *, but: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
         """What goes wrong here leaves others waiting: the transport is of no more use."""
@@ -135,42 +158,65 @@ class Exchange:
         return self.transport.message_device(self._device)
 
     @property
+    def _unasked(self) -> int:
+        """The tag of small messages that leave before all have agreed: not 0 above the bits of other tags."""
+        return (self.number + 1) << 31 | self.tag
+
+    @property
     def _many(self) -> bool:
         """True where nobody writes to everybody: headers are reduced."""
-        return len(self.transport.owners) > MOST_SLOTS
+        return len(self.transport.owners) > self.transport.most_slots
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
     def _slots(self) -> tuple[npt.NDArray[np.uint8], list[int]]:
         """A row for every rank: our header, and what is small; and how many bytes of each row matter."""
-        rows = np.empty((len(self.transport.owners), HEADER + self.inline), np.uint8)
-        sizes = [HEADER] * len(rows)
+        rows = np.empty((len(self.transport.owners), START + self.slot), np.uint8)
+        sizes = [START] * len(rows)
+        for message, cells in self._packed_small():
+            at = self.transport.rows[message.peer]
+            sizes[at] += message.bytes
+            rows[at, START : sizes[at]] = cells
+        rows[:, :HEADER] = self.header.view(np.uint8)
+        rows[:, HEADER:START] = 0
+        rows[:, HEADER : HEADER + self._note.nbytes] = self._note.view(np.uint8)
+        return rows, sizes
+
+    def _send_small(self) -> None:
+        """What is small, to those who get it: it is met where all agree."""
+        sends = [(message.peer, torch.from_numpy(cells)) for message, cells in self._packed_small()]
+        self.transport.post_small([], sends, self._unasked)
+
+    def _packed_small(self) -> Iterator[tuple[Message, npt.NDArray[np.uint8]]]:
+        """Small messages; equal ones are packed once."""
+        round_, picked = self.schedule.rounds[0], ElementGather(self.sources)
+        packed = dict[int, npt.NDArray[np.uint8]]()
         try:
-            picked = ElementGather(self.sources)
-            for message in self.schedule.rounds[0].small_sends:
-                at = self.transport.rows[message.peer]
-                sizes[at] += message.bytes
-                room = rows[at, HEADER : sizes[at]]
-                if not picked.take(message, room):
-                    self.views.pack(message, self.views.room(message), self.sources)
-                    room[:] = self.views.room(message).numpy()
+            for message, same in zip(round_.small_sends, round_.small_same, strict=True):
+                if same not in packed:
+                    room = self.views.room(message)
+                    if not picked.take(message, room.numpy()):
+                        self.views.pack(message, room, self.sources)
+                    packed[same] = room.numpy()
+                yield message, packed[same]
         except Exception as error:  # not too late to tell the others
             self.proposal = replace(self.proposal, error=error)
             self.header = self.proposal.header()
-        rows[:, :HEADER] = self.header.view(np.uint8)
-        return rows, sizes
 
     def _agreed(self) -> Any:
         """The slots of the others, once all agree; None where ranks have to learn."""
         assert self._agreement is not None, "start first"
         slots = self._agreement()
         verdict = self._verdict(slots)
+        if len(self._note) and not self._many:
+            self._notes = [row[HEADER:START] for row in slots]
         if verdict is Verdict.GO:
             if not self.nested:
                 self._remember()
             return slots
         if self._ahead is not None:  # what was posted will not be met, but may not be reused either
             self.transport.abandon(self._ahead)
+        self.transport.discard_unasked(self._unasked >> 31)
         if verdict is Verdict.REFUSE:
             raise refusal(
                 self.transport.all_gather(self.proposal.explanation()), self.transport.owners
@@ -199,16 +245,15 @@ class Exchange:
         if not copied:  # while the transport is busy
             self._copy_local(round_)
         messages, picked = list[tuple[Message, torch.Tensor]](), ElementGather(self.targets)
-        for message in round_.small_receives:
-            buffer = slots[self.transport.rows[message.peer]][HEADER : HEADER + message.bytes]
-            if not picked.put(message, buffer):
+        for message, cells in self._small_arrivals(round_, slots):
+            if not picked.put(message, cells):
                 room = self.views.room(message)
-                room.numpy()[:] = np.frombuffer(buffer, np.uint8)
-                messages.append((message, room))
+                room.numpy()[:] = np.frombuffer(cells, np.uint8)
+                messages.append((message, self._near(message, room)))
                 self.views.unpack(message, room, self.targets)
         for at, arrived in posted.arrivals() if posted else ():
             if isinstance(arrived, torch.Tensor):
-                messages.append((round_.receives[at], arrived))
+                messages.append((round_.receives[at], self._near(round_.receives[at], arrived)))
                 self.views.unpack(round_.receives[at], arrived, self.targets)
             elif arrived is not None:
                 message = round_.receives[at]
@@ -218,6 +263,23 @@ class Exchange:
             posted.finish()
         if isinstance(posted, DeltaRound):
             self.traffic += posted.traffic
+
+    def _near(self, message: Message, room: torch.Tensor) -> torch.Tensor:
+        """A message of terms on the device of the targets, by one copy: they are reduced there, block by block."""
+        device = None if message.pieces else message.device_of(self.targets)
+        return room if device is None else room.to(device)
+
+    def _small_arrivals(self, round_: Round, slots: Any) -> Iterator[tuple[Message, memoryview]]:
+        """Small messages, from the slots or from packets of their own."""
+        small = round_.small_receives
+        if not self._many:
+            for message in small:
+                yield message, slots[self.transport.rows[message.peer]][START : START + message.bytes]
+        elif small:
+            rooms = [(message.peer, self.views.room(message)) for message in small]
+            for at in self.transport.post_small(rooms, [], self._unasked).arrivals():
+                data: Any = rooms[at][1].numpy()
+                yield small[at], memoryview(data)
 
     def _copy_local(self, round_: Round) -> None:
         """What stays with its owner."""
@@ -289,7 +351,8 @@ class Exchange:
         """
         tensors = list[torch.Tensor]()
         for part in message.parts:
-            if round_.key[0] == 0 and self.moves[part.move].program.reducing:
+            stage = self.moves[part.move].program.stages[round_.key]
+            if stage.rule is not None or stage.reads is Memory.SUMS:
                 return []
             tensors += source[part.move]
         kind = self.device.type
@@ -305,21 +368,22 @@ class Exchange:
             return
         arrived = {(part.move, p.peer): [part.elements(room)] for p, room in messages for part in p.parts}
         for number, (move, stage) in enumerate(zip(self.moves, stages, strict=True)):
-            for target, terms in stage.reductions if stage else ():
-                cells = [
-                    view_of(window, move.source if peer is None else arrived[number, peer]) for peer, window in terms
-                ]
-                reduce(view_of(target, move.target), cells, move.plan.source.op or "sum", move.look)
+            if stage is None or stage.rule is None:
+                continue
+            ours, results = move.read(round_.key), move.written(round_.key)
+            for target, terms in stage.reductions:
+                cells = [view_of(window, ours if peer is None else arrived[number, peer]) for peer, window in terms]
+                reduce(view_of(target, results), cells, stage.rule, move.dtype, move.look)
 
     def _read(self, round_: Round) -> list[Tensors]:
         """The tensors that a round sends from: later steps send what earlier ones brought."""
-        return self.sources if round_.key[0] == 0 else self.targets
+        return [move.read(round_.key) for move in self.moves]
 
 
 def inline_bytes(owners: int) -> int:
     """What a message may have to travel beside the header. It depends on the group alone, so that everybody agrees.
 
-    >>> inline_bytes(4), inline_bytes(64), inline_bytes(10_000)
-    (16384, 1920, 0)
+    >>> inline_bytes(4), inline_bytes(64)
+    (16384, 1856)
     """
-    return min(INLINE, SLOTS // owners // 64 * 64 - HEADER) if owners <= MOST_SLOTS else 0
+    return min(INLINE, SLOTS // owners // 64 * 64 - START)

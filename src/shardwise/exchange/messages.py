@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.geometry import Boxes, Ints, Places, Strides, Window, heads, ints, running
-from shardwise.layout import places_of
+from shardwise.exchange.reduce import Rule, sum_dtype
+from shardwise.geometry import Boxes, Ints, Places, Strides, Window, heads, ints, row_major, running
+from shardwise.layout import local_shapes, places_of
 from shardwise.planning import Copies, Plan
 
 Tensors = list[torch.Tensor]
@@ -61,14 +63,29 @@ class Reduction(NamedTuple):
     terms: tuple[Term, ...]
 
 
+class Memory(IntEnum):
+    """Where cells are read or written: this rank's tensors of the source, of the target, or of the sums in between."""
+
+    SOURCE = 0
+    TARGET = 1
+    SUMS = 2
+
+
 @dataclass(frozen=True)
 class Stage:
-    """One round of one step. Later steps read what earlier ones wrote: the target's tensors."""
+    """One round of one step. Later steps read what earlier ones wrote."""
 
     sends: tuple[PeerCells, ...]
     receives: tuple[PeerCells, ...]
     local: tuple[Pair, ...]
     reductions: tuple[Reduction, ...]
+    rule: Rule | None = None  # by which terms are reduced
+    reads: Memory = Memory.SOURCE
+    writes: Memory = Memory.TARGET
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels in place of elements of this dtype: sums of some of the terms are wider."""
+        return sum_dtype(dtype) if self.rule is not None and self.rule.sizes is not None else dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,22 +94,56 @@ class Program:
 
     stages: dict[tuple[int, int], Stage]
     fill: int | None
-    reducing: bool  # in the first step, terms are sent
+
+    def sums(self, dtype: torch.dtype) -> set[torch.dtype]:
+        """What travels in place of elements of this dtype."""
+        return {stage.dtype(dtype) for stage in self.stages.values()}
 
 
 @lru_cache(maxsize=4096)
 def program(plan: Plan, owner: int, source: tuple[Strides, ...], target: tuple[Strides, ...]) -> Program:
     """What `owner` does, with tensors of these strides. Kept by value: the same moves come back step after step."""
     if owner not in plan.source and owner not in plan.target:
-        return Program({}, None, plan.reducing)
-    part = plan.for_owner(owner)
-    here = places_of(plan.source, owner, source)
-    there = places_of(plan.target, owner, target)
+        return Program({}, None)
+    *first, last = plan.legs
+    between = tuple(map(row_major, sums_of(plan, owner)))
     stages = dict[tuple[int, int], Stage]()
-    for step, round_, copies in part.copies.stages():
-        reducing = plan.reducing and step == 0
-        stages[step, round_] = _stage(copies, owner, here if step == 0 else there, there, reducing=reducing)
-    return Program(stages, part.fill, plan.reducing)
+    for leg in first:
+        stages |= _stages(leg, owner, source, between, (Memory.SOURCE, Memory.SUMS), 0)
+    reads = (between, Memory.SUMS) if first else (source, Memory.SOURCE)
+    stages |= _stages(last, owner, reads[0], target, (reads[1], Memory.TARGET), len(first))
+    return Program(stages, plan.for_owner(owner).fill)
+
+
+def sums_of(plan: Plan, owner: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what an owner has between two legs."""
+    return tuple(shape for leg in plan.legs[:-1] for shape in local_shapes(leg.target, owner))
+
+
+def _stages(
+    leg: Plan,
+    owner: int,
+    source: tuple[Strides, ...],
+    target: tuple[Strides, ...],
+    memory: tuple[Memory, Memory],
+    after: int,
+) -> dict[tuple[int, int], Stage]:
+    """The stages of a leg that begins after so many steps. Its later steps read what its first one wrote."""
+    here, there = places_of(leg.source, owner, source), places_of(leg.target, owner, target)
+    stages, rule = dict[tuple[int, int], Stage](), _rule(leg)
+    for step, round_, copies in leg.part(owner).copies.stages():
+        read, reads = (here, memory[0]) if step == 0 else (there, memory[1])
+        stage = _stage(copies, owner, read, there, reducing=leg.reducing and step == 0)
+        stages[step + after, round_] = replace(stage, rule=rule if step == 0 else None, reads=reads, writes=memory[1])
+    return stages
+
+
+def _rule(leg: Plan) -> Rule | None:
+    """How a leg reduces terms."""
+    if not leg.reducing:
+        return None
+    sizes = leg.sums.sizes if leg.sums is not None and leg.takes_sums else None
+    return Rule(leg.source.op or "sum", sizes, partial=leg.makes_sums)
 
 
 def _stage(copies: Copies, owner: int, source: Places, target: Places, *, reducing: bool) -> Stage:
@@ -152,29 +203,33 @@ def _local(boxes: Boxes, source: Places, target: Places) -> tuple[Pair, ...]:
 
 
 def _reductions(received: Copies, local: Copies, source: Places, target: Places) -> tuple[Reduction, ...]:
-    """For every box its terms in order, cut where it spans several pieces of ours."""
-    if not len(received):
+    """For every box its terms in order, those that come and the one that is here; cut where it spans several pieces."""
+    if not len(received) + len(local):
         return ()
     box = _numbers(Boxes.concat([received.boxes, local.boxes]))
     received_box, local_box = box[: len(received)], box[len(received) :]
-    terms = int(max(received.term.max(), local.term.max(initial=0))) + 1
-    arrived = np.full((int(box.max()) + 1, terms), -1)
-    arrived[received_box, received.term] = np.arange(len(received))
+    least = int(min(received.term.min(initial=2**62), local.term.min(initial=2**62)))
+    terms = int(max(received.term.max(initial=0), local.term.max(initial=0))) + 1 - least
+    arrived, ours = np.full((int(box.max()) + 1, terms), -1), np.full(int(box.max()) + 1, -1)
+    arrived[received_box, received.term - least], ours[local_box] = np.arange(len(received)), local.term - least
     messages = _in_messages(received)
-    apart = np.flatnonzero((received.term == 0) & ~np.isin(received_box, local_box))  # boxes with no term of our own
+    apart = np.unique(received_box, return_index=True)[1]
+    apart = apart[ours[received_box[apart]] < 0]  # a copy of every box with no term of our own
     part_of, own = source.within(local.boxes)
-    read = Places.concat([own, messages.take(apart)])
+    read = Places.concat([own, messages.take(ints(apart))])
     read_box = np.concatenate([local_box[part_of], received_box[apart]])
     number, written = target.within(read.boxes)
-    columns = list[list[Term]]()
+    found = list[list[Term]]([] for _ in written.boxes.lo)
     for term in range(terms):
         row = arrived[read_box[number], term]
-        there, here = messages.inside(row, written.boxes).windows(), read.inside(number, written.boxes).windows()
-        peer = received.source[row].tolist()
-        columns.append(
-            [Term(p, t) if r >= 0 else Term(None, h) for r, p, t, h in zip(row, peer, there, here, strict=True)]
-        )
-    return tuple(map(Reduction, written.windows(), zip(*columns, strict=True)))
+        came, here = np.flatnonzero(row >= 0), np.flatnonzero((row < 0) & (ours[read_box[number]] == term))
+        there = messages.inside(row[came], written.boxes.take(came)).windows()
+        for at, peer, window in zip(came.tolist(), received.source[row[came]].tolist(), there, strict=True):
+            found[at].append(Term(peer, window))
+        mine = read.inside(number[here], written.boxes.take(here)).windows()
+        for at, window in zip(here.tolist(), mine, strict=True):
+            found[at].append(Term(None, window))
+    return tuple(Reduction(window, tuple(several)) for window, several in zip(written.windows(), found, strict=True))
 
 
 def _numbers(boxes: Boxes) -> Ints:
@@ -240,6 +295,15 @@ class Message:
         runs = sum(part.cells.runs for part in self.parts)
         return self.bytes / runs if runs else 0.0
 
+    @cached_property
+    def pieces(self) -> int:
+        """How many copies it takes to pack."""
+        return sum(len(part.cells.pairs) for part in self.parts)
+
+    def device_of(self, tensors: Sequence[Tensors]) -> torch.device | None:
+        """Where our own tensors are that it is of; None if it is of none."""
+        return next((tensor.device for part in self.parts for tensor in tensors[part.move]), None)
+
     def in_place(self, tensors: Sequence[Tensors], device: torch.device) -> torch.Tensor | None:
         """Its bytes among our own tensors, where they lie there as in the message."""
         part, *others = self.parts
@@ -270,9 +334,18 @@ class Round:
     @cached_property
     def same(self) -> list[int]:
         """For every send the number of the first that has the same cells: what is copied to many is packed once."""
-        first = dict[Hashable, int]()
-        cells = [tuple((part.move, part.cells.pairs) for part in message.parts) for message in self.sends]
-        return [first.setdefault(key, number) for number, key in enumerate(cells)]
+        return _firsts(self.sends)
+
+    @cached_property
+    def small_same(self) -> list[int]:
+        """As `same`, of small sends."""
+        return _firsts(self.small_sends)
+
+
+def _firsts(messages: Sequence[Message]) -> list[int]:
+    first = dict[Hashable, int]()
+    cells = [tuple((part.move, part.cells.pairs) for part in message.parts) for message in messages]
+    return [first.setdefault(key, number) for number, key in enumerate(cells)]
 
 
 @dataclass(frozen=True)
@@ -289,7 +362,7 @@ def schedule(programs: tuple[tuple[Program, torch.dtype], ...], me: int, inline:
     keys = sorted({FIRST, *(key for program, _ in programs for key in program.stages)})
     return Schedule(
         tuple(_round(key, programs, me, inline if key == FIRST else 0) for key in keys),
-        max((dtype.itemsize for _, dtype in programs), default=1),
+        max((travels.itemsize for one, dtype in programs for travels in (dtype, *one.sums(dtype))), default=1),
     )
 
 
@@ -303,12 +376,15 @@ def _round(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ..
 
 
 def _messages(key: tuple[int, int], programs: tuple[tuple[Program, torch.dtype], ...], side: str) -> list[Message]:
-    # by falling itemsize every part of a message starts at a multiple of its own
-    order = sorted(range(len(programs)), key=lambda number: -programs[number][1].itemsize)
+    stages = [
+        (number, stage, stage.dtype(dtype))
+        for number, (program, dtype) in enumerate(programs)
+        if (stage := program.stages.get(key)) is not None
+    ]
+    stages.sort(key=lambda entry: -entry[2].itemsize)  # every part of a message starts at a multiple of its own
     by_peer = dict[int, list[MessagePart]]()
-    for number in order:
-        program, dtype = programs[number]
-        for cells in getattr(program.stages.get(key), side, ()):
+    for number, stage, dtype in stages:
+        for cells in getattr(stage, side):
             parts = by_peer.setdefault(cells.peer, [])
             start = parts[-1].stop if parts else 0
             parts.append(MessagePart(number, cells, dtype, start, start + cells.volume * dtype.itemsize))

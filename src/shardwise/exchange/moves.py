@@ -6,11 +6,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from shardwise.exchange.messages import Program, Tensors, program
-from shardwise.exchange.reduce import Look
+from shardwise.exchange.messages import Memory, Program, Tensors, program, sums_of
+from shardwise.exchange.reduce import Look, sum_dtype
 from shardwise.exchange.transport import Transport
 from shardwise.planning import Plan
 
+NONE: Tensors = []  # never changed
 Delta = Literal[False, "between hosts", "always"]  # which messages go as deltas, if their moves know what changed
 
 
@@ -18,7 +19,8 @@ class Move(NamedTuple):
     """One tensor of an exchange: its plan, and this owner's tensors on both sides; `dtype` is that of the messages.
 
     `look` sees what terms come to, before that is cast. `changed` has a bool or uint8 tensor of the shape of every
-    source: not 0 where the element, as it is sent, may differ from what the targets hold. Without it all may.
+    source: not 0 where the element, as it is sent, may differ from what the targets hold. Without it all may. `sums` is
+    memory for what hosts add up before anything crosses.
     """
 
     plan: Plan
@@ -28,6 +30,7 @@ class Move(NamedTuple):
     dtype: torch.dtype
     look: Look | None = None
     changed: Tensors | None = None
+    sums: Tensors = NONE
 
     @staticmethod
     def of(
@@ -35,7 +38,22 @@ class Move(NamedTuple):
     ) -> Move:
         """With the views that carry it out; those are kept by the strides of the tensors."""
         strides = (tuple(t.stride() for t in side) for side in (source, target))
-        return Move(plan, program(plan, owner, *strides), source, target, dtype, look)
+        device = next((tensor.device for tensor in (*source, *target)), None)
+        wide = sum_dtype(dtype) if any(leg.makes_sums for leg in plan.legs) else dtype
+        sums = [torch.empty(shape, dtype=wide, device=device) for shape in sums_of(plan, owner)]
+        return Move(plan, program(plan, owner, *strides), source, target, dtype, look, sums=sums)
+
+    def read(self, key: tuple[int, int]) -> Tensors:
+        """The tensors that are read in a round of a step."""
+        stage = self.program.stages.get(key)
+        return self._memory(stage.reads) if stage else []
+
+    def written(self, key: tuple[int, int]) -> Tensors:
+        """The tensors that are written in a round of a step."""
+        return self._memory(self.program.stages[key].writes)
+
+    def _memory(self, which: Memory) -> Tensors:
+        return {Memory.SOURCE: self.source, Memory.TARGET: self.target, Memory.SUMS: self.sums}[which]
 
     def program_of_masks(self, owner: int) -> Program:
         """The program as it would be if the masks were sent, which have strides of their own."""

@@ -132,8 +132,38 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def most_slots(self) -> int:
+        """Up to so many owners agree by an all-to-all, which carries small messages; more of them by an all-reduce."""
+        ...
+
+    @property
+    def most_in_slot(self) -> int:
+        """Bytes of a small message that the all-to-all may carry."""
+        ...
+
+    @property
+    def most_unasked(self) -> int:
+        """Bytes of a small message that may be sent before its receiver has agreed to it.
+
+        The tag of such messages, above its lower 31 bits, is a number that all know.
+        """
+        ...
+
+    def post_small(self, receives: Sequence[PeerBuffer], sends: Sequence[PeerBuffer], tag: int) -> PostedMessages:
+        """As `post_messages`, for few bytes, which may go another way."""
+        ...
+
+    def discard_unasked(self, number: int) -> None:
+        """Nobody will receive the messages that were sent with this number."""
+        ...
+
     def early_limit(self, device: torch.device, *, direct: bool) -> int:
         """Post a round of up to so many bytes before all have agreed: it is possible, and pays. -1 if it is not."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Rows of an agreement that are sent inside may leave with the first messages of a round, or at the end."""
         ...
 
     def all_to_all(

@@ -12,11 +12,14 @@ from shardwise.geometry.axis import (
 )
 from shardwise.geometry.boxes import Box, Boxes, cut, distinct, merge, positions, row_major, tiles, uncancelled
 from shardwise.geometry.join import gaps, join
+from shardwise.geometry.overlaps import Overlaps
 from shardwise.geometry.places import Places, Strides, Window
 from shardwise.geometry.ragged import (
     Bools,
     Ints,
+    counted,
     different,
+    either,
     exact_sum,
     heads,
     ints,
@@ -37,6 +40,7 @@ __all__ = [
     "Boxes",
     "Folded",
     "Ints",
+    "Overlaps",
     "Places",
     "Spans",
     "Step",
@@ -66,6 +70,8 @@ __all__ = [
     "part_lengths",
     "positions",
     "row_major",
+    "counted",
+    "either",
     "run_of",
     "running",
     "spread",

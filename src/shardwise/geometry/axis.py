@@ -193,12 +193,6 @@ class Axis:
             return ints([part])
         return self._order[self._edges[part] : self._edges[part + 1]]
 
-    def meets(self, intervals: Ints) -> Ints:
-        """The intervals, of any part, that share a part with these."""
-        if self.simple:
-            return intervals
-        return np.flatnonzero(np.isin(self.part, self.part[intervals]))
-
     def cross(self, other: Axis, only: Ints | None = None) -> Crossing:
         """Where the intervals of two axes meet; `only` keeps these intervals of the first.
 

@@ -312,6 +312,18 @@ def cut(boxes: Boxes, start: Ints, stop: Ints) -> tuple[Ints, Boxes]:
     if not boxes.ndim:
         rows = np.flatnonzero(stop > start)
         return rows, boxes.take(rows)
+    whole = (start == 0) & (stop > 0) & (stop == boxes.volumes())
+    if whole.all():
+        return np.arange(boxes.count), boxes
+    rest = np.flatnonzero(~whole)
+    row, parts = _cut(boxes.take(rest), start[rest], stop[rest])
+    rows, both = np.append(np.flatnonzero(whole), rest[row]), Boxes.concat([boxes.take(whole), parts])
+    order = np.argsort(rows, kind="stable")
+    return ints(rows[order]), both.take(order)
+
+
+def _cut(boxes: Boxes, start: Ints, stop: Ints) -> tuple[Ints, Boxes]:
+    """The same, for boxes that have axes."""
     size = np.maximum(boxes.hi - boxes.lo, 1)
     slab = np.cumprod(size[:, ::-1], axis=1)[
         :, ::-1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from operator import mul
 from typing import NamedTuple
 
@@ -15,6 +16,16 @@ from shardwise.geometry.join import join
 from shardwise.geometry.ragged import Ints, ints
 
 Strides = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _contiguous(shape: tuple[int, ...], strides: Strides) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -45,12 +56,12 @@ class Window(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """True where the elements lie one after the other."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
+        return _contiguous(self.shape, self.strides)
+
+    @property
+    def volume(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)

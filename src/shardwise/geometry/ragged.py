@@ -86,6 +86,22 @@ def different(values: Ints) -> Ints:
     return ordered[heads(ordered)]
 
 
+def either(these: Ints, those: Ints) -> Ints:
+    """The values of one or both, rising; of two that rise and are the same, the one."""
+    return these if np.array_equal(these, those) else different(np.concatenate([these, those]))
+
+
+def counted(values: Ints) -> tuple[Ints, Ints]:
+    """The different values, rising, and how many there are of each.
+
+    >>> [a.tolist() for a in counted(ints([5, 3, 5]))]
+    [[3, 5], [1, 2]]
+    """
+    ordered = np.sort(values, axis=None)
+    first = np.flatnonzero(heads(ordered))
+    return ordered[first], np.diff(np.append(first, len(ordered)))
+
+
 def run_of(values: Ints, value: int) -> slice:
     """Where a value stands in rising values."""
     return slice(int(values.searchsorted(value, "left")), int(values.searchsorted(value, "right")))

@@ -121,13 +121,13 @@ def tell_all(
 
 
 def total_of_all(transport: GroupTransport, operation: str, numbers: Sequence[int]) -> list[int]:
-    """The sums of the numbers of all ranks. Quicker than `tell_all`, for numbers that every rank has."""
-    exchange = Exchange(transport, Proposal({"operation": operation, "numbers": len(numbers)})).start()
-    own = torch.tensor([int(number) for number in numbers])
+    """The sums of up to 8 numbers of all ranks. Quicker than `tell_all`: they travel with the agreement."""
+    proposal = Proposal({"operation": operation, "numbers": len(numbers)})
+    exchange = Exchange(transport, proposal, note=list(map(int, numbers))).start()
 
     def tell() -> list[int]:
         exchange.finish()
-        totals: list[int] = transport.all_reduce(own, "sum", exchange.number, in_order=False)().tolist()
+        totals: list[int] = exchange.noted().tolist()
         return totals
 
     return transport.queue.run(tell)
@@ -194,6 +194,12 @@ class Callers:
         if self.transport is None:
             return numbers
         return self.transport.all_reduce(numbers, "max", next(self.transport.numbers))()
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over all callers."""
+        if self.transport is None:
+            return numbers
+        return self.transport.all_reduce(numbers, "sum", next(self.transport.numbers))()
 
     def tell(self, say: Callable[[], tuple[K, S]], same: Mapping[str, object] | None = None) -> tuple[K, dict[int, S]]:
         """As `tell_all`: the kept value, and the shared values by rank. An error of one is raised for all."""

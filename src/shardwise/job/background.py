@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 from weakref import WeakSet
@@ -41,11 +43,41 @@ class OwnStream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
+class OwnThread:
+    """A thread that waits for work. Who gives it some does not wait for a thread to start, nor for its first lines."""
+
+    def __init__(self) -> None:
+        self._work, self._process = None, None
+
+    _work: SimpleQueue[Callable[[], None] | None] | None
+    _process: int | None
+
+    def run(self, work: Callable[[], None]) -> None:
+        """After all that it was given before. A RuntimeError says that the system has no thread left."""
+        if self._work is None or self._process != os.getpid():  # a fork has no thread of it
+            queue = SimpleQueue[Callable[[], None] | None]()
+            Thread(target=_work_off, args=(queue,), name="shardwise run", daemon=True).start()
+            self._work, self._process = queue, os.getpid()
+        self._work.put(work)
+
+    def __del__(self) -> None:
+        if self._work is not None:
+            self._work.put(None)
+
+
+def _work_off(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        del work  # or what it holds would be kept until the next
+
+
 class BackgroundRun:
     """Work that uses a transport of its own, in a thread. An error that nobody has seen is logged in the end."""
 
-    def __init__(self, work: Callable[[], None], transport: GroupTransport, stream: OwnStream) -> None:
-        self._transport, self._stream, self._process = transport, stream, os.getpid()
+    def __init__(
+        self, work: Callable[[], None], transport: GroupTransport, thread: OwnThread, stream: OwnStream
+    ) -> None:
+        self._transport, self._thread, self._stream, self._process = transport, thread, stream, os.getpid()
         self.future, self._seen = Future[None](), False
         self._work: Callable[[], None] | None = work
         _runs.add(self)
@@ -60,7 +92,7 @@ class BackgroundRun:
                 work()
 
         try:
-            Thread(target=self._run, args=(as_here(run),), name="shardwise run", daemon=True).start()
+            self._thread.run(partial(self._run, as_here(run)))
         except RuntimeError:  # no thread is left: the others must not wait for this rank
             self._run(run)
 

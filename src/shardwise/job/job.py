@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from math import prod
 from typing import Literal
 
 import torch
@@ -18,8 +19,8 @@ from shardwise.job.deltas import Changed, Masks
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.side import Side
 from shardwise.job.subtensor import Subtensor, subtensor_views
+from shardwise.job.verify import key_part, worst_of_all
 from shardwise.job.verify import verify as verify_moves
-from shardwise.job.verify import worst_of_all
 from shardwise.layout import local_shapes
 from shardwise.transports import GroupTransport, TransportChoice
 
@@ -51,7 +52,7 @@ class Job:
         self._moves = dict[int, Move]()  # of links that are moved again and again
         self._views = dict[int, tuple[Sequence[Move], ViewCache]]()  # of their buckets
         self._stamp: object = None  # of the memory that they are of
-        self._writing = False  # into the target: from when all have agreed on the first bucket
+        self._written_buckets = 0  # of the last run: each from when all have agreed on it
         self.traffic = DeltaTraffic()  # of the last run
         self._delta_ends = dict[Delta, tuple[frozenset[int], frozenset[str]]]()
 
@@ -64,6 +65,12 @@ class Job:
     def written(self) -> Tensors:
         """The tensors that kept moves write to."""
         return [tensor for move in self._moves.values() for tensor in move.target]
+
+    @property
+    def touched(self) -> list[str]:
+        """The targets of which the last run may have written cells on this rank."""
+        begun = [self.plan.links[at] for bucket in self.plan.buckets()[: self._written_buckets] for at in bucket]
+        return list(dict.fromkeys(one.link.target for one in begun if self.transport.me in one.plan.target))
 
     @property
     def total(self) -> int:
@@ -133,10 +140,15 @@ class Job:
         part_of: Exchange | None = None,
         delta: Delta = False,
         changed: Sequence[Tensors | None] = (),
+        verify: bool = False,
     ) -> Exchange:
-        """The exchange of a bucket, not started yet. `changed`: what has changed in each move, if that is known."""
+        """The exchange of a bucket, not started yet.
+
+        `changed`: what has changed in each move, if that is known. `verify`: both sides may be compared after it.
+        """
         kind = torch.device(self.plan.links[self.plan.buckets()[bucket][0]].device)
-        device = next((t.device for move in moves for t in (*move.source, *move.target)), kind)
+        tensors = [tensor for move in moves for tensor in (*move.source, *move.target)]
+        device = next((tensor.device for tensor in tensors if tensor.device.type == kind.type), kind)
         return Exchange(
             self.transport,
             proposal,
@@ -147,6 +159,7 @@ class Job:
             part_of=part_of,
             direct=self._direct,
             delta=delta,
+            note=key_part() if verify else (),
         )
 
     @property
@@ -166,6 +179,13 @@ class Job:
                     receiving.update([planned.link.target] if far[1] else [])
             self._delta_ends[delta] = frozenset(sending), frozenset(receiving)
         return self._delta_ends[delta]
+
+    def delta_bytes(self, delta: Delta) -> int:
+        """Of copies of all that this rank may send as deltas: of each source once for every dtype that travels."""
+        links = [self.plan.links[at] for at in self.delta_ends(delta)[0]]
+        kept, me = {(one.link.source, one.dtype) for one in links}, self.transport.me
+        shapes = {name: local_shapes(self.plan.sources[name].layout, me) for name, _ in kept}
+        return sum(dtype.itemsize * prod(shape) for name, dtype in kept for shape in shapes[name])
 
     def conclude(self, moves: Sequence[Move], written: str, within: Exchange, *, verify: bool) -> None:
         """Once all is moved: refuse casts that lost what terms came to, on any rank; compare both sides."""
@@ -208,7 +228,7 @@ class Job:
         on such links, by its name and the dtype that travels. It returns bool tensors like `source.memory(name)`, not 0
         where an element may differ from what the targets hold, or None if any may. See `changed_cells`.
         """
-        self._writing, self.traffic = False, DeltaTraffic()
+        self._written_buckets, self.traffic = 0, DeltaTraffic()
         masks = Masks(changed if delta else None, self.delta_ends(delta)[0], self.plan)
 
         def prepare() -> None:
@@ -224,7 +244,7 @@ class Job:
                 source, target, prepare, progress, fresh=fresh, keep=keep, verify=verify, delta=delta, masks=masks
             )
         except BaseException as error:  # also an interrupt
-            if self._writing and not fresh:
+            if self._written_buckets and not fresh:
                 error.add_note(f"in a {self.operation}: its target may be partly written")
             raise
 
@@ -256,7 +276,9 @@ class Job:
                 changed = [self._changed(at, masks) for at in bucket]
             except Exception as failure:
                 error = failure
-            exchange = self._carry_out(number, moves, error, changed, fresh=fresh, keep=keep, delta=delta)
+            exchange = self._carry_out(
+                number, moves, error, changed, fresh=fresh, keep=keep, delta=delta, verify=verify
+            )
             masks.drop(bucket)
             done, before = done + sum(self.plan.links[at].bytes for at in bucket), bucket
             all_moves += moves if verify else ()
@@ -296,17 +318,20 @@ class Job:
         fresh: bool,
         keep: bool,
         delta: Delta,
+        verify: bool,
     ) -> Exchange:
         """One bucket. All ranks are in the same one, of the same plan; what goes wrong on one is raised on all."""
         fields = {"operation": self.operation, "plan": self.plan.fingerprint, "bucket": bucket, "delta": delta}
         views = self._views_of(bucket, moves) if keep else None
         proposal = Proposal(fields, error=error)
-        exchange = self.exchange(bucket, moves, proposal, fresh=fresh, views=views, delta=delta, changed=changed)
+        exchange = self.exchange(
+            bucket, moves, proposal, fresh=fresh, views=views, delta=delta, changed=changed, verify=verify
+        )
         exchange.start(alone=self.transport.queue.idle)
         try:
             self.transport.queue.run(exchange.finish)
         finally:
-            self._writing |= exchange.writing
+            self._written_buckets += exchange.writing
             self.traffic += exchange.traffic
         return exchange
 

@@ -3,67 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import copy_all
 from shardwise.exchange.messages import Tensors, across
 from shardwise.exchange.overflow import Losses, refuse_loss
+from shardwise.geometry import Window
 from shardwise.job.job import local_subtensors
-from shardwise.job.plan import ModelPlan, PlannedLink
+from shardwise.job.plan import ModelPlan
 from shardwise.job.side import Side
 
 MappedSources = Callable[[int, str], Tensors]  # the local tensors of an owner, by the name of the whole
 
 
-class MappedJob:
-    """This owner's part of a plan, from the memory of all source owners. Partial sums are not for it."""
+class Part(NamedTuple):
+    """The cells of a link that come from one owner: views of the target, and where they lie in the owner's tensors."""
 
-    def __init__(self, plan: ModelPlan, me: int, sources: MappedSources, target: Side) -> None:
+    owner: int
+    targets: Tensors
+    windows: list[Window]
+
+
+class MappedJob:
+    """This owner's part of a plan, from the memory of all source owners. Partial sums are not for it.
+
+    It can run often, if the sources have the same strides every time. `keep`: the target is where it was in the last
+    run, unless its stamp differs.
+    """
+
+    def __init__(self, plan: ModelPlan, me: int, target: Side, *, keep: bool = False) -> None:
         if any(info.layout.op for info in (*plan.sources.values(), *plan.targets.values())):
             raise ValueError("partial sums are reduced by an exchange: they cannot be copied")
-        self._plan, self._me, self._sources, self._target = plan, me, sources, target
+        self.plan, self._me, self._target, self._keep = plan, me, target, keep
+        self._last = {planned.link.target: at for at, planned in enumerate(plan.links)}
+        self._parts, self._stamp = dict[int, list[Part]](), None
 
-    def refuse_losses(self) -> None:
+    _stamp: object  # of the memory that the parts are of
+
+    def refuse_losses(self, sources: MappedSources) -> None:
         """Refuse casts that lose values, before anything is written."""
+        self._forget_what_moved()
         losses = Losses()
-        for at in self._plan.overflowing:
-            planned = self._plan.links[at]
-            _, theirs = self._views(planned)
-            losses.look(repr(planned.link.target), theirs, self._plan.targets[planned.link.target].dtype)
+        for at in self.plan.overflowing:
+            name = self.plan.links[at].link.target
+            losses.look(repr(name), self._views(at, sources)[1], self.plan.targets[name].dtype)
         refuse_loss(losses.per_tensor())
 
-    def run(self) -> None:
+    def run(self, sources: MappedSources) -> None:
         """Copy all cells of this owner, tensor by tensor."""
-        last = {planned.link.target: at for at, planned in enumerate(self._plan.links)}
-        for at, planned in enumerate(self._plan.links):
-            copy_all(*self._views(planned))
-            if last[planned.link.target] == at:
+        self._forget_what_moved()
+        for at, planned in enumerate(self.plan.links):
+            copy_all(*self._views(at, sources))
+            if self._last[planned.link.target] == at:
                 self._target.filled([planned.link.target])
 
-    def _views(self, planned: PlannedLink) -> tuple[Tensors, Tensors]:
-        """The cells of a link here, and in the memory of their owners."""
-        here, there = list[Tensors](), list[Tensors]()
-        for ours, theirs in self._pairs(planned):
-            here.append(ours)
-            there.append(theirs)
-        return [one for some in here for one in some], [one for some in there for one in some]
+    def _forget_what_moved(self) -> None:
+        stamp = self._target.stamp()
+        if not self._keep or stamp != self._stamp:
+            self._parts.clear()
+        self._stamp = stamp
 
-    def _pairs(self, planned: PlannedLink) -> Iterator[tuple[Tensors, Tensors]]:
-        link, me = planned.link, self._me
-        whole = self._plan.sources[link.source]
+    def _views(self, at: int, sources: MappedSources) -> tuple[Tensors, Tensors]:
+        """The cells of a link here, and in the memory of their owners."""
+        link = self.plan.links[at].link
+        here, there, whole = list[torch.Tensor](), list[torch.Tensor](), self.plan.sources[link.source]
+        if at not in self._parts:
+            self._parts[at] = list(self._parts_of(at, sources))
+        for owner, targets, windows in self._parts[at]:
+            theirs = local_subtensors(sources(owner, link.source), whole, link.source_view, owner)
+            here += targets
+            there += [view_of(window, theirs) for window in windows]
+        return here, there
+
+    def _parts_of(self, at: int, sources: MappedSources) -> Iterator[Part]:
+        planned, me = self.plan.links[at], self._me
+        link, whole = planned.link, self.plan.sources[planned.link.source]
         if me not in planned.plan.target:
             return
         memory = self._target.memory(link.target)
-        ours = local_subtensors(memory, self._plan.targets[link.target], link.target_view, me)
+        ours = local_subtensors(memory, self.plan.targets[link.target], link.target_view, me)
         strides = tuple(tensor.stride() for tensor in ours)
         for step, round_, copies in planned.plan.for_owner(me).copies.stages():
             for owner in np.unique(copies.source[copies.target == me]).tolist():
-                theirs = local_subtensors(self._sources(owner, link.source), whole, link.source_view, owner)
+                theirs = local_subtensors(sources(owner, link.source), whole, link.source_view, owner)
                 there = tuple(tensor.stride() for tensor in theirs)
                 pairs = across(planned.plan, (step, round_), (owner, me), there, strides)
-                yield (
-                    [view_of(pair.there, ours) for pair in pairs],
-                    [view_of(pair.here, theirs) for pair in pairs],
-                )
+                yield Part(owner, [view_of(pair.there, ours) for pair in pairs], [pair.here for pair in pairs])

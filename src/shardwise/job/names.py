@@ -124,5 +124,18 @@ def missing(what: str, names: Iterable[str], known: Iterable[str]) -> str:
     for name in absent[:SHOWN]:
         near = get_close_matches(name, likely, 1, 0.5) if len(name) <= LIKELY else []
         words.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
-    more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
-    return f"{what} {', '.join(words)}{more}"
+    return f"{what} {_and_more(words, len(absent))}"
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are.
+
+    >>> some("abcdefghij")
+    "'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more"
+    """
+    several = list(names)
+    return _and_more(list(map(repr, several[:SHOWN])), len(several))
+
+
+def _and_more(shown: list[str], count: int) -> str:
+    return ", ".join(shown) + (f" and {count - SHOWN} more" if count > SHOWN else "")

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from shardwise.job.agree import tell_all
 from shardwise.job.session import register
 from shardwise.transports import GroupTransport
-from shardwise.transports.torch_groups import backend_names, new_group
+from shardwise.transports.torch_groups import alike
 
 
 class OwnGroup(NamedTuple):
@@ -34,7 +34,7 @@ def own_group(transport: GroupTransport, operation: str, *, remedy: str) -> OwnG
         group = transport.group
         store = PrefixStore(f"shardwise/{token}", group.get_group_store())
         rank, size = transport.rows[transport.me], len(transport.owners)
-        own = new_group(store, rank, size, backends=backend_names(group), seconds=transport.seconds)
+        own = alike(group, store, rank, size, seconds=transport.seconds)
         return OwnGroup(own, transport.twin(own, token)), None
 
     made, _ = tell_all(transport, operation, make)

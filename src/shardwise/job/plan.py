@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 
 from shardwise import report
 from shardwise.errors import PlanError
 from shardwise.exchange.overflow import may_overflow
-from shardwise.geometry import different
+from shardwise.geometry import different, either
 from shardwise.job.agree import first_difference
 from shardwise.job.casts import travels_as
 from shardwise.job.names import missing
 from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor, subtensor_layout
 from shardwise.layout import Layout, Mesh
-from shardwise.planning import Plan, plan, size
+from shardwise.planning import Hosts, Network, Plan, plan, size
 from shardwise.report import draw, matrix
 
-HostsOption = int | Mapping[int, Hashable] | Mesh | None  # owners per host, owner -> host, or a mesh that knows
-HostsKey = int | tuple[tuple[int, Hashable], ...] | Mesh | None  # the same, hashable
+GivenHosts = int | Mapping[int, Hashable] | Mesh | None  # owners per host, owner -> host, or a mesh that knows
+HostsOption = GivenHosts | Network | Literal["auto"]  # of calls with a group, which knows its hosts
+HostsKey = int | tuple[tuple[int, Hashable], ...] | Mesh | Hosts | None  # the same, hashable
 SINGLE = "the tensor"  # the name of a tensor that has no other
 BUCKET = 2**28  # bytes that a rank stages at a time, by default
 
@@ -55,7 +58,7 @@ class PlannedLink:
 
     @staticmethod
     def of(
-        link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption
+        link: Link, source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: GivenHosts | Hosts
     ) -> PlannedLink:
         """In rounds only if one round would stage too much."""
         ours, theirs = (
@@ -93,9 +96,18 @@ class PlannedLink:
         return self.device == other.device and not (self.in_rounds or other.in_rounds)
 
 
-def _plan(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: HostsOption) -> Plan:
+def _plan(source: Layout, target: Layout, itemsize: int, limit: int | None, hosts: GivenHosts | Hosts) -> Plan:
     """One plan object for all tensors that move alike: its properties are computed once."""
+    if isinstance(hosts, Hosts):
+        hosts = _heeded(source.form.owners.tobytes(), target.form.owners.tobytes(), hosts)
     return _cached_plan(source, target, itemsize, limit, _hosts_key(hosts))
+
+
+@lru_cache(maxsize=32)
+def _heeded(source: bytes, target: bytes, hosts: Hosts) -> Hosts | None:
+    """The hosts of these owners, if they matter: a model has thousands of tensors, and few sets of owners."""
+    owners = either(np.frombuffer(source, np.int64), np.frombuffer(target, np.int64))
+    return Hosts.of(hosts, owners) if hosts.matter(owners) else None
 
 
 @lru_cache(maxsize=4096)
@@ -104,7 +116,37 @@ def _cached_plan(source: Layout, target: Layout, itemsize: int, limit: int | Non
     return plan(source, target, itemsize=itemsize, max_bytes=limit, hosts=named)
 
 
-def _hosts_key(hosts: HostsOption) -> HostsKey:
+@dataclass(frozen=True)
+class HostsOfGroup:
+    """The hosts of a group, and how many bytes have to move for them to be worth a step."""
+
+    hosts: Hosts
+    least: int
+
+    @staticmethod
+    def of(option: HostsOption, hosts: Hosts | None) -> GivenHosts | HostsOfGroup:
+        """What an option means in a group with these hosts; None where it has one, or one rank on each."""
+        option = Network() if isinstance(option, str) and option == "auto" else option
+        if isinstance(option, str):
+            raise PlanError(
+                f'hosts= must be "auto", Network, owners per host, owner -> host, a mesh or None, not {option!r}'
+            )
+        if not isinstance(option, Network):
+            return option
+        return None if hosts is None else HostsOfGroup(hosts, option.bytes_of_a_step)
+
+    def for_bytes(self, size: int) -> Hosts | None:
+        """None where so many bytes are not worth a step."""
+        return self.hosts if size >= self.least else None
+
+
+def worthy_hosts(hosts: Hosts | None, size: int) -> Hosts | None:
+    """The hosts of a group that a plan for so many bytes heeds by default."""
+    heeded = HostsOfGroup.of("auto", hosts)
+    return heeded.for_bytes(size) if isinstance(heeded, HostsOfGroup) else None
+
+
+def _hosts_key(hosts: GivenHosts | Hosts) -> HostsKey:
     """The option as a key of the caches."""
     if isinstance(hosts, Mapping):
         return tuple(hosts.items())
@@ -114,13 +156,22 @@ def _hosts_key(hosts: HostsOption) -> HostsKey:
     return hosts
 
 
-def single(source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: HostsOption) -> ModelPlan:
+def single(
+    source: TensorInfo, target: TensorInfo, max_bytes: int | None, hosts: GivenHosts | HostsOfGroup
+) -> ModelPlan:
     """The plan of one tensor."""
     if source.shape != target.shape:
         plan(source.layout, target.layout)  # which refuses it, in words
     link = Link(SINGLE, SINGLE, Subtensor.whole(source.shape), Subtensor.whole(target.shape))
-    planned = PlannedLink.of(link, source, target, max_bytes, hosts)
+    planned = PlannedLink.of(link, source, target, max_bytes, _worth(hosts, [target]))
     return ModelPlan((planned,), {SINGLE: source}, {SINGLE: target}, max_bytes)
+
+
+def _worth(hosts: GivenHosts | Hosts | HostsOfGroup, targets: Iterable[TensorInfo]) -> GivenHosts | Hosts:
+    """The hosts that plans to these targets heed: of all of them or of none, since they travel together."""
+    if not isinstance(hosts, HostsOfGroup):
+        return hosts
+    return hosts.for_bytes(sum(prod(one.shape) * one.dtype.itemsize for one in targets))
 
 
 @dataclass(frozen=True)
@@ -139,16 +190,16 @@ class ModelPlan:
         targets: Mapping[str, TensorInfo],
         *,
         max_bytes: int | None = None,
-        hosts: HostsOption = None,
+        hosts: GivenHosts | Hosts | HostsOfGroup = None,
     ) -> ModelPlan:
         """The same on every rank, from the same values."""
         limit: object = max_bytes
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise ValueError(f"max_bytes= must be a whole number of bytes, or None, not {limit!r}")
-        planned = list[PlannedLink]()
+        planned, heeded = list[PlannedLink](), _worth(hosts, targets.values())
         for link in links:
             try:
-                planned.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, hosts))
+                planned.append(PlannedLink.of(link, sources[link.source], targets[link.target], max_bytes, heeded))
             except Exception as error:
                 error.add_note(f"while planning {link.source!r} -> {link.target!r}")
                 raise
@@ -219,6 +270,11 @@ class ModelPlan:
         return sum(planned.plan.bytes_local for planned in self.links)
 
     @property
+    def bytes_across(self) -> int:
+        """Of those moved, from one host to another; zero where the plan heeds no hosts."""
+        return sum(planned.plan.bytes_across for planned in self.links if planned.plan.hosts is not None)
+
+    @property
     def peak_bytes(self) -> int:
         """No rank stages more than this at a time."""
         return max((sum(self.links[at].plan.most_bytes for at in bucket) for bucket in self.buckets()), default=0)
@@ -239,12 +295,18 @@ class ModelPlan:
         lines = [
             f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
             f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
+            *(f"{what} between {hosts}" for hosts, what in self._across().items()),
         ]
         for words, several in kinds.items():
             moved, link = size(sum(planned.plan.bytes_moved for planned in several)), several[0].link
             named = link.source if link.source == link.target else f"{link.source} -> {link.target}"
             lines.append(f"{len(several):6d} x {words}: {moved} move, as {named}")
         return "\n".join(lines)
+
+    def _across(self) -> dict[str, str]:
+        """What crosses between so many hosts, if the plan heeds any."""
+        hosts = max((planned.plan.hosts.count for planned in self.links if planned.plan.hosts), default=0)
+        return {f"{hosts} hosts": f"{size(self.bytes_across)} of them"} if hosts else {}
 
     def _in_words(self, planned: PlannedLink) -> str:
         words = list[str]()
@@ -271,6 +333,7 @@ class ModelPlan:
         """Write an HTML page: all tensors by size, what moves, and a picture of each. Returns its path."""
         buckets, peak = len(self.buckets()), size(self.peak_bytes)
         facts = {"exchanges": f"{buckets:,}", "a rank stages at most": peak}
+        facts |= {f"between {hosts}": what for hosts, what in self._across().items()}
         return report.write(path, report.page(map(self._row, self.links), title=title, facts=facts))
 
     def _row(self, planned: PlannedLink) -> report.Row:
@@ -295,7 +358,7 @@ class ModelPlan:
         links = defaultdict[str, dict[str, object]](dict)
         for link in (planned.link for planned in self.links):
             links[link.target][link.source] = [_view(link.source_view), _view(link.target_view)]
-        hosts = sorted({str(planned.plan.hosts) for planned in self.links})
+        hosts = sorted(map(str, {planned.plan.hosts for planned in self.links}))
         parts = {"sources": describe(self.sources), "targets": describe(self.targets), "links": links}
         return {**parts, "max_bytes": self.max_bytes, "hosts": hosts}
 

@@ -16,6 +16,7 @@ from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import in_words
 from shardwise.layout import Layout
 from shardwise.transports import GroupTransport
+from shardwise.transports.endpoint import Releasing
 from shardwise.transports.members import has_default_group, job_rank
 
 P = ParamSpec("P")
@@ -114,11 +115,25 @@ def register(group: dist.ProcessGroup, transport: GroupTransport) -> None:
 def release_staging() -> int:
     """Release the memory that exchanges keep for reuse. Returns how many bytes it was.
 
+    >>> _ = release_staging()
     >>> release_staging()
     0
     """
     transports = {transport for transports in _transports.values() for transport in transports.values()}
-    return sum(transport.release() for transport in transports)
+    alone = sum(one.release() for one in _alone.values() if isinstance(one, Releasing))
+    return alone + sum(transport.release() for transport in transports)
+
+
+_alone = dict[type, object]()  # the resources of this process for calls without a group
+
+
+def resource_of(transport: GroupTransport | None, kind: type[T], make: Callable[[], T]) -> T:
+    """The one object of this type that belongs to a transport, or to calls of this process alone."""
+    if transport is not None:
+        return transport.resource(kind, make)
+    resource = _alone.setdefault(kind, make())
+    assert isinstance(resource, kind), "made by another function"
+    return resource
 
 
 def check_owners(callers: Sequence[int], layouts: Mapping[str, Layout]) -> None:

@@ -107,10 +107,14 @@ class LiveSide:
                 self._filled.difference_update(delivery.names)
                 delivery.take({name: self._buffers.pop(name) for name in delivery.names})
 
-    def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
-        """All lasting memory; refused if it does not fit the layouts. Also drops buffers that a failed run left."""
+    def forget_buffers(self) -> None:
+        """Those that a failed run left."""
         self._buffers.clear()
         self._filled.clear()
+
+    def checked(self, what: str, infos: Mapping[str, TensorInfo], me: int) -> dict[str, Tensors]:
+        """All lasting memory; refused if it does not fit the layouts."""
+        self.forget_buffers()
         memories = self.lasting()
         check_side(what, memories, infos, me)
         for name, one in self._delivered.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,7 +52,7 @@ class Snapshot:
         with outside_inference(), on_the_cpu():
             near = {name: all(one.device.type == "cpu" for one in several) for name, several in specs.items()}
             in_memory = {name: specs[name] for name in specs if near[name]}
-            self._piece = _shared(bytes_in_one_piece(in_memory))
+            self._piece = shared_memory(bytes_in_one_piece(in_memory))
             self._memory = cut_up(self._piece, in_memory)
             for name in (name for name in specs if not near[name]):
                 self._memory[name] = [fresh(*one) for one in specs[name]]
@@ -63,12 +64,9 @@ class Snapshot:
     @property
     def segment(self) -> SharedSegment | None:
         """The shared memory of all its tensors, as `cut_up` finds them there; None if some are elsewhere."""
-        if sys.platform != "linux" or any(t.device.type != "cpu" for several in self._memory.values() for t in several):
+        if any(tensor.device.type != "cpu" for several in self._memory.values() for tensor in several):
             return None
-        from shardwise.transports.segments import this_process
-
-        place = this_process.shared_tensors.place(self._piece)
-        return None if place is None else place.segment
+        return segment_of(self._piece)
 
     @property
     def bytes(self) -> int:
@@ -109,20 +107,42 @@ def bytes_in_one_piece(specs: Mapping[str, Sequence[MemorySpec]]) -> int:
 
 def cut_up(piece: torch.Tensor, specs: Mapping[str, Sequence[MemorySpec]]) -> dict[str, Tensors]:
     """Tensors in a piece of memory, one after the other: who knows what they are knows where they are."""
-    memory, start = dict[str, Tensors](), 0
+    memory, start, whole = dict[str, Tensors](), 0, dict[torch.dtype, torch.Tensor]()
     for name, several in specs.items():
         memory[name] = []
         for one in several:
-            memory[name].append(piece[start : start + one.bytes].view(one.dtype).view(one.shape))
+            if one.dtype not in whole:
+                whole[one.dtype] = piece[: len(piece) // one.dtype.itemsize * one.dtype.itemsize].view(one.dtype)
+            memory[name].append(_place_in(whole[one.dtype], start, one.shape))
             start += _padded(one.bytes)
     return memory
+
+
+def _place_in(whole: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor that starts after so many bytes: one call of torch, for there may be thousands of them."""
+    return whole.as_strided(shape, _strides(shape), int(whole.storage_offset()) + start // whole.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _shared(size: int) -> torch.Tensor:
+def segment_of(memory: torch.Tensor) -> SharedSegment | None:
+    """The shared memory that a tensor lies in; None if it lies elsewhere."""
+    if sys.platform != "linux":
+        return None
+    from shardwise.transports.segments import this_process
+
+    place = this_process.shared_tensors.place(memory)
+    return None if place is None else place.segment
+
+
+def shared_memory(size: int) -> torch.Tensor:
     """Shared memory that peers of this host read in place; plain memory where the system has none to give."""
     if sys.platform == "linux":
         from shardwise.transports.segments import SharedMemoryError, this_process

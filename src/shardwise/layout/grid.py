@@ -160,6 +160,14 @@ class Grid:
             return (tuple(self.idle.shapes[row].tolist()),)
         return (block_shape(self.axes, parts),)
 
+    def volumes(self, blocks: Ints) -> Ints:
+        """The cells of each of these blocks."""
+        cells = np.ones(len(blocks), dtype=np.int64)
+        parts = np.unravel_index(blocks, self.table.shape[:-2]) if self.axes else ()
+        for axis, part in zip(self.axes, parts, strict=True):
+            cells *= axis.lengths[part]
+        return cells
+
     def largest(self) -> int:
         """The product of the longest parts."""
         return int(np.prod([axis.lengths.max(initial=0) for axis in self.axes], dtype=np.int64))

@@ -2,6 +2,7 @@
 
 from shardwise.planning.copies import Copies, Copy
 from shardwise.planning.explain import columns, count, size
+from shardwise.planning.hosts import Hosts, Network
 from shardwise.planning.plan import Part, Plan, plan, reduces
 from shardwise.planning.redistribute import Redistribution, redistributed
 from shardwise.planning.traffic import Traffic
@@ -9,6 +10,8 @@ from shardwise.planning.traffic import Traffic
 __all__ = [
     "Copies",
     "Copy",
+    "Hosts",
+    "Network",
     "Part",
     "Plan",
     "Redistribution",

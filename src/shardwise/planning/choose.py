@@ -1,7 +1,7 @@
 """Who serves whom: for every cell that an owner needs, the one owner that it comes from.
 
-Every rule here looks at one block of the source only (all its regions, holders and takers), so that sender and
-receiver, and anybody else, come to the same answer alone.
+Every rule here looks at one block of the source or one of the target only, so that sender and receiver, and anybody
+else, come to the same answer alone.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.geometry import Bools, Boxes, Ints, cut, ints, numbered, running, spread, starts, totals
+from shardwise.geometry import Bools, Boxes, Ints, cut, different, ints, numbered, running, spread, totals
 from shardwise.layout import Holders
 from shardwise.planning.copies import Copies
 from shardwise.planning.hosts import Hosts
+from shardwise.planning.lengths import split
+from shardwise.planning.relays import Relays, Shares, handed
 
-MOST_SENDERS = 8  # replicas that serve one taker at most: beyond that more messages buy no bandwidth
+MOST_SENDERS = 8  # replicas that serve one request at most, give or take one: more messages buy no bandwidth
 LEAST_SHARE = 2**15  # cells below which work is not shared out among equals: a message would cost more than it saves
 
 
@@ -37,69 +39,120 @@ class Among(NamedTuple):
     only: int | None = None
 
 
+class Asked(NamedTuple):
+    """What is asked of a row of holders, laid end to end: for every request the cells before it, all cells, and the
+    most that one request for that row can have."""
+
+    before: Ints
+    total: Ints
+    most: Ints
+
+    @staticmethod
+    def listed(row: Ints, by: Ints, volume: Ints, most: Ints) -> Asked:
+        """All requests for some rows, in the order of those who ask; those of one in the given order."""
+        order = np.lexsort((by, row))
+        group, before, total = numbered(row[order]), np.empty_like(volume), np.empty_like(volume)
+        before[order] = running(volume[order], group)
+        total[order] = totals(volume[order], group, len(row))[group]
+        return Asked(before, total, most)
+
+    def take(self, rows: Ints | Bools) -> Asked:
+        """Some of them."""
+        return Asked(self.before[rows], self.total[rows], self.most[rows])
+
+
 def deliver(
-    boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, *, turn: Ints | None = None, step: int = 0
+    boxes: Boxes,
+    row: Ints,
+    need: Need,
+    holders: Holders,
+    among: Among,
+    *,
+    team: Ints | None = None,
 ) -> list[Copies]:
     """Every taker gets its region from a holder: itself, one on its host, or one elsewhere, in this order.
 
-    `row[r]` is the row of holders of region r. Across hosts a region is fetched once per host, by its takers there in
-    turn, who pass it on in the next step. Every owner must compute the same turns: `turn[r]` is the row by default;
-    pass it where rows were renumbered.
+    `row[r]` is the row of holders of region r. What no owner of a host holds is fetched once for that host and handed
+    on there in the next step. Its takers share that work for all regions of one `team`, which have the same takers; by
+    default every region is a team of its own.
     """
     hosts, only = among
-    turn = row if turn is None else turn
     if hosts is None and holders.most == 1:  # no choice, and a taker that is the holder serves itself
-        return [serve(boxes, need, row[need.region], holders, step=step)]
+        return [serve(boxes, need, row[need.region], holders)]
+    takers = np.bincount(need.region, minlength=boxes.count)
     own = holders.hold(row[need.region], need.target)
     kept, need = need.take(own), need.take(~own)
-    copies = [Copies.of(boxes.take(kept.region), kept.target, kept.target, step=step)]
+    copies = [Copies.of(boxes.take(kept.region), kept.target, kept.target)]
+    every = np.arange(boxes.count) if team is None else team
+    volume, most = boxes.volumes(), largest(row, every, boxes.volumes())
     if hosts is None:
-        return [*copies, serve(boxes, need, row[need.region], holders, only=only, step=step)]
-    group, near = _near(row[need.region], need.target, holders, hosts)
+        asked = Asked.listed(row[need.region], need.target, volume[need.region], most[need.region])
+        mine = serve(boxes, need, row[need.region], holders, asked, turn=row[need.region], only=only)
+        return [*copies, mine]
+    group, near = nearest(row[need.region], need.target, holders, hosts)
     nearby = near.counts[group] > 0
-    at_hand = need.take(nearby)
-    copies.append(serve(boxes, at_hand, group[nearby], near, turn=turn[at_hand.region], only=only, step=step))
-    return copies + _relayed(boxes, row, turn, need.take(~nearby), holders, hosts, step)
+    hand, need = need.take(nearby), need.take(~nearby)
+    asked = Asked.listed(group[nearby], hand.target, volume[hand.region], most[hand.region])
+    copies.append(serve(boxes, hand, group[nearby], near, asked, turn=row[hand.region], only=only))
+    relays = Relays.listed(need.region, need.target, hosts, row, every)
+    region = relays.region
+    least = least_share(holders.counts[row[region]], relays.several, takers[region])
+    shares = Shares.of(
+        relays, volume[region], relays.laid(volume[region]), least, (row if team is None else team)[region]
+    )
+    asked = Asked.listed(row[region], relays.host, volume[region], most[region]).take(shares.relay)
+    copies.append(fetched(boxes, row, relays, shares, holders, asked, only=only))
+    return [*copies, handed(boxes, relays, shares, only=None, step=1)]
 
 
-def _near(row: Ints, target: Ints, holders: Holders, hosts: Hosts) -> tuple[Ints, Holders]:
+def fetched(
+    boxes: Boxes,
+    row: Ints,
+    relays: Relays,
+    shares: Shares,
+    holders: Holders,
+    asked: Asked,
+    *,
+    only: int | None,
+) -> Copies:
+    """Shares of relays, from the holders of their regions; `asked` for each share what it is of its region."""
+    region = relays.region[shares.relay]
+    need, span = Need(region, shares.by), (shares.start, shares.stop)
+    return serve(boxes, need, row[region], holders, asked, turn=row[region], span=span, only=only)
+
+
+def nearest(row: Ints, target: Ints, holders: Holders, hosts: Hosts) -> tuple[Ints, Holders]:
     """For each pair of a row and a host of a target: the holders on that host. And which pair each need is."""
     pair, group = np.unique(row * hosts.count + hosts.host(target), return_inverse=True)
-    entry, owner = holders.expand(pair // hosts.count)
-    here = hosts.host(owner) == (pair % hosts.count)[entry]
-    return ints(group), Holders.of(ints(np.bincount(entry[here], minlength=len(pair))), owner[here])
+    rows = different(pair // hosts.count)
+    entry, owner = holders.expand(rows)
+    key = rows[entry] * hosts.count + hosts.host(owner)
+    order = np.argsort(key, kind="stable")
+    key, owner = key[order], owner[order]
+    first, last = (ints(key.searchsorted(pair, side)) for side in ("left", "right"))
+    index, nth = spread(last - first)
+    return ints(group), Holders.of(ints(last - first), owner[first[index] + nth])
 
 
-def _relayed(
-    boxes: Boxes, row: Ints, turn: Ints, need: Need, holders: Holders, hosts: Hosts, step: int
-) -> list[Copies]:
-    """Regions that no owner of a host holds: some of its takers fetch them and give them to the others there."""
-    host = hosts.host(need.target)
-    order = np.lexsort((need.target, host, need.region))
-    need, team = need.take(ints(order)), numbered(need.region[order], host[order])
-    size = np.bincount(team)
-    place = running(np.ones_like(team), team)
-    item, parts = shared(boxes.take(need.region), place, size[team], turn=turn[need.region])
-    fetched = serve(parts, Need(np.arange(len(item)), need.target[item]), row[need.region[item]], holders, step=step)
-    copy, nth = spread(ints(size[team[item]]))
-    to, by = need.target[starts(ints(size))[team[item]][copy] + nth], need.target[item][copy]
-    handed = Copies.of(parts.take(copy[to != by]), by[to != by], to[to != by], step=step + 1)
-    return [fetched, handed]
+def largest(row: Ints, team: Ints, volume: Ints) -> Ints:
+    """For each region the most cells that one team of takers can ask of its row."""
+    order = np.lexsort((team, row))
+    both = numbered(row[order], team[order])
+    cells = totals(volume[order], both, len(row))[both]
+    most = np.zeros(len(row), dtype=np.int64)
+    rows = numbered(row[order])
+    np.maximum.at(most, rows, cells)
+    found = np.empty_like(most)
+    found[order] = most[rows]
+    return found
 
 
-def shared(boxes: Boxes, place: Ints, count: Ints, *, turn: Ints) -> tuple[Ints, Boxes]:
-    """What falls to each member of a team that works on a box together; and the row that every part came from.
+def least_share(replicas: Ints, takers: Ints, every: Ints) -> Ints:
+    """The cells below which takers of one host do not share what they fetch, of so many takers on every host.
 
-    The member at `place` of `count` gets an equal share, where shares are not too small; else fewer members get one,
-    beginning with the one whose turn it is.
+    Where replicas outnumber the hosts that ask, there is a message for each taker anyway.
     """
-    volume = boxes.volumes()
-    workers = np.clip(volume // LEAST_SHARE, 1, count)
-    nth = (place - turn) % count
-    rows = np.flatnonzero(nth < workers)
-    each, extra = np.divmod(volume[rows], workers[rows])
-    item, parts = cut(boxes.take(rows), _begin(nth[rows], each, extra), _begin(nth[rows] + 1, each, extra))
-    return rows[item], parts
+    return np.where(replicas * takers > every, 1, LEAST_SHARE)
 
 
 def serve(
@@ -107,120 +160,38 @@ def serve(
     need: Need,
     row: Ints,
     holders: Holders,
+    asked: Asked | None = None,
     *,
     turn: Ints | None = None,
+    span: tuple[Ints, Ints] | None = None,
     only: int | None = None,
-    step: int = 0,
 ) -> Copies:
     """Copies for every need, from the holders of its row, in shares that differ by at most one cell.
 
-    All that one row has to serve is laid end to end and cut into as many equal lengths as the row has holders: each
-    serves one length. So a box is split only where that evens the load, and takers seldom have two senders. Where a
-    row has more holders than are worth using, `turn` (by default the row) says with which one to begin. `only` skips
-    what does not concern that owner, once everybody's place is known.
+    All that is asked of one row is laid end to end (`asked` says where each need lies; it is not looked at where no row
+    has a choice) and cut into as many equal lengths as the row has holders: each serves one length. So a box is split
+    only where that evens the load, and takers seldom have two senders. Where a row has more holders than are worth
+    using, `turn` (by default the row) says with which one to begin. `span` are the cells of its region that each need
+    is for, by default all. `only` skips what does not concern that owner.
     """
-    if not len(row) or holders.most == 1:
-        once = len(row) == len(boxes.lo) and bool((need.region[1:] > need.region[:-1]).all())  # nothing to pick out
+    if asked is None or not len(row) or holders.most == 1:
+        chosen = holders.edges[row]
+        once = len(row) == boxes.count and bool((need.region[1:] > need.region[:-1]).all())  # nothing to pick out
         picked = boxes if once else boxes.take(need.region)
-        return Copies.of(picked, holders.owners[holders.edges[row]], need.target, step=step)
-    order = np.argsort(row, kind="stable")
-    turn, row, need = (row if turn is None else turn)[order], row[order], need.take(order)
-    volume, group = boxes.volumes()[need.region], numbered(row)
-    before, groups = running(volume, group), int(group[-1]) + 1
-    total, requests = totals(volume, group, groups)[group], np.bincount(group)[group]
+        if span is None:
+            return Copies.of(picked, holders.owners[chosen], need.target)
+        part, pieces = cut(picked, *span)
+        return Copies.of(pieces, holders.owners[chosen[part]], need.target[part])
+    turn = row if turn is None else turn
+    start, stop = (np.zeros_like(row), boxes.volumes()[need.region]) if span is None else span
     if only is not None:
-        mine = (need.target == only) | np.isin(row, holders.rows_with(only))
-        need, row, turn, volume, before, total, requests = (
-            need.take(mine),
-            *(column[mine] for column in (row, turn, volume, before, total, requests)),
-        )
-    senders = np.minimum(holders.counts[row], MOST_SENDERS * requests)
-    item, stick, pieces = _lengths(boxes.take(need.region), before, np.divmod(total, senders))
-    count = holders.counts[row[item]]
-    chosen = (turn[item] + stick * count // senders[item]) % count
-    return Copies.of(pieces, holders.owners[holders.edges[row[item]] + chosen], need.target[item], step=step)
-
-
-def _lengths(boxes: Boxes, before: Ints, lengths: tuple[Ints, Ints]) -> tuple[Ints, Ints, Boxes]:
-    """Boxes that lie end to end from `before` on, cut where a length ends: row, number of the length, and part."""
-    each, extra = lengths
-    volume = boxes.volumes()
-    first, last = _length_at(before, each, extra), _length_at(before + volume - 1, each, extra)
-    item, nth = spread(last - first + 1)
-    number = first[item] + nth
-    start = np.maximum(_begin(number, each[item], extra[item]) - before[item], 0)
-    stop = np.minimum(_begin(number + 1, each[item], extra[item]) - before[item], volume[item])
-    part, pieces = cut(boxes.take(item), start, stop)
-    return item[part], number[part], pieces
-
-
-def _begin(number: Ints, each: Ints, extra: Ints) -> Ints:
-    """Where a length begins, when the first `extra` of them are one longer than `each`."""
-    return number * each + np.minimum(number, extra)
-
-
-def _length_at(position: Ints, each: Ints, extra: Ints) -> Ints:
-    """The length that a position lies in."""
-    longer = extra * (each + 1)
-    return np.where(position < longer, position // (each + 1), extra + (position - longer) // np.maximum(each, 1))
-
-
-def reduce(boxes: Boxes, row: Ints, need: Need, holders: Holders, among: Among, turn: Ints) -> list[Copies]:
-    """Regions whose value is a reduction over `holders.terms` contributions, which come in the order of the terms.
-
-    Where several takers need a region, some of them reduce a share each and give the result to the others, if that
-    moves fewer cells than reducing everything everywhere. `row[r]` is the row of holders of the first term of region r,
-    and `turn[i]` the number of need i's target among all takers.
-    """
-    terms, takers = holders.terms, np.bincount(need.region, minlength=boxes.count)
-    has = holders.row_of(need.target) // terms == row[need.region] // terms
-    having = np.bincount(need.region[has], minlength=boxes.count)
-    alone = takers * terms - having <= terms - (having > 0) + takers - 1
-    reducer = alone[need.region] | has | (having[need.region] == 0)
-    rows = np.flatnonzero(reducer)
-    region, solo = need.region[rows], alone[need.region[rows]]
-    team = np.where(solo, 1, np.bincount(region, minlength=boxes.count)[region])
-    place = np.where(solo, 0, running(np.ones_like(rows), region))
-    item, parts = shared(boxes.take(region), place, team, turn=row[region] // terms)
-    at = rows[item]
-    part, term = _contributions(need.target[at], row[need.region[at]], holders, among.only)
-    to = need.target[at][part]
-    by = _supplier(row[need.region[at]][part] + term, to, holders, among.hosts, turn[at][part])
-    return [Copies.of(parts.take(part), by, to, term=term), *_given_on(parts, row, need, at, ~alone, among)]
-
-
-def _contributions(target: Ints, row: Ints, holders: Holders, only: int | None) -> tuple[Ints, Ints]:
-    """Pairs of a part and a term: all; or for one owner all terms of what it reduces, and its own term of the rest."""
-    if only is None:
-        return np.divmod(np.arange(len(target) * holders.terms), holders.terms)
-    own = int(holders.row_of(ints([only]))[0])
-    mine, gives = target == only, (row // holders.terms == own // holders.terms) & (own >= 0)
-    part, nth = spread(np.where(mine, holders.terms, gives))
-    return part, np.where(mine[part], nth, own % holders.terms)
-
-
-def _supplier(row: Ints, target: Ints, holders: Holders, hosts: Hosts | None, turn: Ints) -> Ints:
-    """One holder for all that a target takes of a row: itself, one on its host, or one elsewhere, in turn.
-
-    Never split between replicas, so that all contributions to a cell can be cut into rounds alike.
-    """
-    owner = holders.pick(row, turn)
-    if hosts is not None:
-        group, near = _near(row, target, holders, hosts)
-        owner = np.where(near.counts[group] > 0, near.pick(group, turn), owner)
-    return np.where(holders.hold(row, target), target, owner)
-
-
-def _given_on(parts: Boxes, row: Ints, need: Need, at: Ints, wanted: Bools, among: Among) -> list[Copies]:
-    """Reduced parts go to the other takers of their regions."""
-    keep = np.flatnonzero(wanted[need.region[at]])
-    if not len(keep):
-        return []
-    parts, at = parts.take(keep), at[keep]
-    count = ints(np.bincount(need.region))
-    item, nth = spread(count[need.region[at]])
-    target = need.target[starts(count)[need.region[at]][item] + nth]
-    other = target != need.target[at][item]
-    reducers = Holders.of(np.ones_like(at), need.target[at])
-    others = Need(item[other], target[other])
-    return deliver(parts, np.arange(len(at)), others, reducers, among, turn=row[need.region[at]], step=1)
+        mine = np.flatnonzero((need.target == only) | np.isin(row, holders.rows_with(only)))
+        need, asked = need.take(mine), asked.take(mine)
+        row, turn, start, stop = (column[mine] for column in (row, turn, start, stop))
+    count = holders.counts[row]
+    senders = np.minimum(count, MOST_SENDERS * -(-asked.total // asked.most))
+    item, length, start, stop = split(asked.before, start, stop, np.divmod(asked.total, senders))
+    chosen = (turn[item] + length * count[item] // senders[item]) % count[item]
+    part, pieces = cut(boxes.take(need.region[item]), start, stop)
+    item, chosen = item[part], chosen[part]
+    return Copies.of(pieces, holders.owners[holders.edges[row[item]] + chosen], need.target[item])

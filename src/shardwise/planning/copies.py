@@ -56,6 +56,12 @@ class Copies(Sequence[Copy]):
         return Copies(boxes, source, target, zeros + term, zeros + step, zeros)
 
     @staticmethod
+    def none(ndim: int) -> Copies:
+        """No copies."""
+        corners, columns = np.zeros((2, 0, ndim), dtype=np.int64), np.zeros((5, 0), dtype=np.int64)
+        return Copies(Boxes(*corners), *columns)
+
+    @staticmethod
     def concat(parts: Sequence[Copies]) -> Copies:
         """All of them, one after the other."""
         if len(parts) == 1:

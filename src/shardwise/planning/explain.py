@@ -19,6 +19,7 @@ def explain(plan: Plan) -> str:
         f"to    {plan.target.brief()}",
         "",
         f"moves {size(moved)} of {size(total)} between owners; {size(plan.bytes_local)} stay where they are",
+        *_between_hosts(plan),
         *[f"no plan can move less than {size(plan.lower_bound)}"] * (plan.carrying or plan.target.terms == 1),
         f"{count(plan.messages, 'message')} in {count(plan.rounds, 'round')}; "
         f"an owner stages at most {size(plan.peak_bytes)} at a time",
@@ -26,10 +27,19 @@ def explain(plan: Plan) -> str:
     return "\n".join([*lines, *_steps(plan), "", *_table(plan)])
 
 
+def _between_hosts(plan: Plan) -> list[str]:
+    """What crosses, where hosts are known."""
+    if plan.hosts is None:
+        return []
+    return [f"{size(plan.bytes_across)} of them between {count(plan.hosts.count, 'host')}"]
+
+
 def _steps(plan: Plan) -> list[str]:
     """What happens in which order, where that is more than one exchange."""
-    reduces = f"{plan.source.op} of {plan.source.terms} terms, in their order"
+    reduces = f"{plan.source.op} of {plan.source.terms} terms"
     first = [f"reduces on arrival: {reduces}"] if plan.reducing else []
+    if len(plan.legs) > 1:
+        first = [f"each host reduces the terms that it holds, then what crosses: {reduces}"]
     return first + ["then hands on, in a later step, what arrived"] * bool(plan.copies.step.any())
 
 

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Ints, ints
+from shardwise.geometry import Ints, different, ints
 from shardwise.layout import Mesh
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the network between hosts can do: seconds that a message takes at least, and bytes per second.
+
+    A step more costs a latency. So it is worth it where it saves as many bytes as a link carries in that time.
+
+    >>> Network(latency=20e-3, bandwidth=125e6).bytes_of_a_step
+    2500000
+    """
+
+    latency: float = 20e-6
+    bandwidth: float = 10e9
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+                raise PlanError(f"{name}= of Network must be a number that is not negative, not {value!r}")
+
+    @property
+    def bytes_of_a_step(self) -> int:
+        """What a link carries in the time that one more step takes."""
+        return round(self.latency * self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -20,12 +45,14 @@ class Hosts:
     numbers: tuple[int, ...]
 
     @staticmethod
-    def of(given: int | Mapping[int, Hashable] | Mesh, owners: Ints) -> Hosts:
-        """From a number of owners per host, from owner -> host, or from a mesh that knows.
+    def of(given: int | Mapping[int, Hashable] | Mesh | Hosts, owners: Ints) -> Hosts:
+        """From a number of owners per host, from owner -> host, from a mesh that knows, or from hosts of more owners.
 
         >>> Hosts.of({4: "a", 7: "b", 9: "a"}, ints([4, 7, 9])).numbers
         (0, 1, 0)
         """
+        if isinstance(given, Hosts) and np.array_equal(given._table[0], owners):  # type: ignore[attr-defined]
+            return given
         known = _by_owner(given, owners.tolist())
         missing = [owner for owner in owners.tolist() if owner not in known]
         if missing:
@@ -40,25 +67,49 @@ class Hosts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_table", (ints(self.owners), ints(self.numbers)))
+        object.__setattr__(self, "_count", max(self.numbers, default=-1) + 1)
         object.__setattr__(self, "_hash", hash((self.owners, self.numbers)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
+    @staticmethod
+    def apart(owners: Ints) -> Hosts:
+        """Every owner (rising) on a host of its own. A model has few sets of owners, and thousands of tensors."""
+        return _apart(owners.tobytes())
+
+    def on(self, host: int) -> Ints:
+        """The owners on a host, rising."""
+        known, numbers = self._table  # type: ignore[attr-defined]
+        return known[numbers == host]
+
     def host(self, owners: Ints) -> Ints:
         """The host of each owner."""
         known, numbers = self._table  # type: ignore[attr-defined]
-        return numbers[np.searchsorted(known, owners)]
+        gapless = len(known) and known[-1] - known[0] + 1 == len(known)  # as most are: looked up without a search
+        return numbers[owners - known[0] if gapless else np.searchsorted(known, owners)]
+
+    def matter(self, owners: Ints) -> bool:
+        """True if these owners live on several hosts, and two of them on one."""
+        return 1 < len(different(self.host(owners))) < len(owners)
 
     @property
     def count(self) -> int:
         """How many hosts."""
-        return max(self.numbers, default=-1) + 1
+        return self._count  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=8)
+def _apart(owners: bytes) -> Hosts:
+    known = np.frombuffer(owners, np.int64)
+    return Hosts(tuple(known.tolist()), tuple(range(len(known))))
 
 
 def _by_owner(given: object, owners: list[int]) -> Mapping[int, Hashable]:
     if isinstance(given, int | np.integer) and not isinstance(given, bool) and given > 0:
         return {owner: owner // int(given) for owner in owners}
+    if isinstance(given, Hosts):
+        return dict(zip(given.owners, given.numbers, strict=True))
     known = given.hosts if isinstance(given, Mesh) else given
     if known is None:
         raise PlanError(f"{given!r} knows no hosts: make it with hosts=, a number of owners per host or a list")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 from operator import index
@@ -14,22 +14,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.errors import PlanError
-from shardwise.geometry import Boxes, Ints, exact_sum, ints, spread, totals
+from shardwise.geometry import Boxes, Ints, either, exact_sum, ints, spread, totals
 from shardwise.layout import Grid, Holders, Layout, Mesh, parse
-from shardwise.planning.choose import Among, Need, deliver, reduce
+from shardwise.planning.choose import Among, Need, deliver
 from shardwise.planning.copies import Copies
 from shardwise.planning.explain import explain
 from shardwise.planning.file import from_json, to_json
+from shardwise.planning.host_sums import host_sums
 from shardwise.planning.hosts import Hosts
+from shardwise.planning.loads import loads
+from shardwise.planning.parts import Counts, received, sent
+from shardwise.planning.reduce import Span, add_up, reduce
+from shardwise.planning.reduced_loads import sums_load
+from shardwise.planning.reducers import complete
 from shardwise.planning.regions import Regions, all_regions, count_regions, owner_regions
 from shardwise.planning.relabel import fewest_bytes
-from shardwise.planning.rounds import in_rounds, loads, rounds_of_steps
+from shardwise.planning.rounds import in_rounds, rounds_of_steps
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SUM_BYTES = 4  # that a sum of some of the terms has at least: short floats are added up in float32, and rounded once
+MOST_STEPS = 3  # of one leg
 NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}  # of these a full value becomes one term and neutral ones; else all terms
 
 
@@ -61,6 +69,27 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Terms that are sums of neighbouring terms of another layout: term n of those from edges[n] to edges[n + 1].
+
+    They are the terms of a plan's target if they are `made` by it; otherwise of its source.
+    """
+
+    edges: tuple[int, ...]
+    made: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of how many terms each is the sum."""
+        return tuple(np.diff(self.edges).tolist())
+
+    @property
+    def several(self) -> bool:
+        """True if there is more than one: then none of them is the value."""
+        return len(self.edges) > 2
+
+
+@dataclass(frozen=True)
 class Plan:
     """The copies between two layouts, in steps and rounds; a value that is computed when it is looked at.
 
@@ -76,13 +105,70 @@ class Plan:
     itemsize: int = 4
     max_bytes: int | None = None
     hosts: Hosts | None = field(default=None, repr=False)
+    sums: Sums | None = field(default=None, repr=False)  # of a leg: see `legs`
 
     def __post_init__(self) -> None:
         if self.source.shape != self.target.shape:
             here, there = self.source.shape, self.target.shape
             raise PlanError(f"a plan needs one shape, but the source has {here} and the target {there}")
-        if self.max_bytes is not None and not self._rounds:  # made now, so that a limit that cannot be kept is refused
-            raise PlanError("a plan takes at least one step")
+        if self.max_bytes is not None and not all(leg._rounds for leg in self.legs):  # so that a limit that cannot be
+            raise PlanError("a plan takes at least one step")  # kept is refused now
+
+    @cached_property
+    def legs(self) -> tuple[Plan, ...]:
+        """The plans that are carried out one after the other: this one, or two by way of what each host adds up first.
+
+        There are two if the sums have fewer bytes than the terms, and if the two stage no more than twice what a plan
+        without hosts does, in no more than twice its rounds (`_worth`). The memory between the two counts as staging.
+        """
+        between = host_sums(self.source, self.hosts) if self.hosts and self.reducing and not self.sums else None
+        width = max(self.itemsize, SUM_BYTES)
+        fewer = between is not None and between.count * width < self.source.terms * self.itemsize
+        if between is None or not fewer or not self._crosses(self.hosts):
+            return (self,)
+        layout, limit, size = between.layout, self.max_bytes, between.layout.form.largest() * width
+        limit = None if limit is None else limit - size
+        try:
+            make = replace(self, target=layout, max_bytes=limit, sums=Sums(between.edges, made=True))
+            take = replace(self, source=layout, max_bytes=limit, sums=Sums(between.edges, made=False))
+        except PlanError:  # the limit has no room for sums
+            return (self,)
+        return (make, take) if self._worth(make, take, size) else (self,)
+
+    def _worth(self, make: Plan, take: Plan, between: int) -> bool:
+        """True if two legs with so many bytes between them cost at most twice what a plan without hosts costs.
+
+        Sums are wider than narrow terms: as many times more counts as equal.
+        """
+        flat, wider = replace(self, hosts=None), max(SUM_BYTES // self.itemsize, 1)
+        if self.max_bytes is not None:
+            return make.most_rounds + take.most_rounds <= 2 * wider * flat.most_rounds + 2  # one for each leg
+        return max(make.most_bytes, take.most_bytes) + between <= 2 * wider * flat.most_bytes
+
+    def _crosses(self, hosts: Hosts | None) -> bool:
+        """True if something has to cross without sums: a value to takers on several hosts, or a term to a taker's host.
+
+        In large plans this is taken for granted where terms are missing on some hosts only.
+        """
+        if hosts is None:
+            return False
+        takers = self._takers
+        at, first = hosts.host(takers.owners), takers.edges[:-1]
+        one = np.minimum.reduceat(at, first)
+        if (one < np.maximum.reduceat(at, first)).any():
+            return True
+        holders = self.source.form.holders
+        known = complete(holders, hosts)
+        every = len(known) == len(holders.counts) // holders.terms * hosts.count
+        if every or not len(known) or count_regions(self.source, self.target) > 16 * len(self.owners):
+            return not every
+        regions = all_regions(self.source, self.target)
+        return not np.isin(regions.source * hosts.count + one[regions.target], known).all()
+
+    @property
+    def bytes_between(self) -> int:
+        """Of the sums that one owner holds between two legs."""
+        return sum(leg.target.form.largest() * max(self.itemsize, SUM_BYTES) for leg in self.legs[:-1])
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -94,8 +180,9 @@ class Plan:
     @cached_property
     def copies(self) -> Copies:
         """All copies of all owners, by step, round and place."""
-        regions = all_regions(self.source, self.target)
-        return self._chosen(*self._need(regions), Among(self.hosts))
+        if len(self.legs) > 1:
+            return _in_steps([leg.copies for leg in self.legs])
+        return self._chosen(all_regions(self.source, self.target), Among(self.hosts))
 
     def for_owner(self, owner: int) -> Part:
         """The copies of one owner, at the cost of its own: the same as in `copies`, without looking at all of them."""
@@ -103,41 +190,73 @@ class Plan:
             number = index(owner)
         except TypeError:
             raise PlanError(f"owner {owner!r} has no part in a plan: owners are whole numbers") from None
-        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, number)
+        part = self.part(number)
+        if not len(part.copies) and number not in self.source and number not in self.target:
+            raise PlanError(f"owner {number} has no part in the plan from {self.source!r} to {self.target!r}")
+        return part
+
+    def part(self, owner: int) -> Part:
+        """The same, also for who has nothing to do."""
+        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, self.sums, owner)
 
     def _copies_of(self, owner: int) -> Copies:
         """What `copies` has of one owner."""
-        regions = owner_regions(self.source, self.target, owner)
-        copies = self._chosen(*self._need(regions, owner), Among(self.hosts, owner))
+        if len(self.legs) > 1:
+            return _in_steps([leg.part(owner).copies for leg in self.legs])
+        source, target = self.source.form, self.target.form
+        choice = source.holders.most > 1 or self.hosts is not None
+        if isinstance(source, Grid) and isinstance(target, Grid) and choice and not self.reducing:
+            self._refuse_too_much()
+            counts = Counts(source, target, self._takers, self.hosts, owner)
+            parts = [*received(counts), *sent(counts)]
+            return self._finished(Copies.concat(parts)) if parts else Copies.none(self.source.ndim)
+        copies = self._chosen(owner_regions(self.source, self.target, owner), Among(self.hosts, owner))
         return copies.take((copies.source == owner) | (copies.target == owner))
 
-    def _chosen(self, boxes: Boxes, row: Ints, need: Need, among: Among) -> Copies:
-        holders = self.source.form.holders
-        if self.reducing:
-            turn = ints(np.searchsorted(self.target.form.owners, need.target))
-            copies = Copies.concat(reduce(boxes, row, need, holders, among, turn))
-        else:
-            copies = Copies.concat(deliver(boxes, row, need, holders, among))
-        grids = isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
-        if not grids or self.reducing or self.hosts is not None:
+    def _chosen(self, regions: Regions, among: Among) -> Copies:
+        """Of everybody, or of the only owner that is wanted and some others."""
+        self._refuse_too_much()
+        holders, owners = self.source.form.holders, self.target.form.owners
+        if self.reducing and not (self.sums and self.sums.made):
+            return self._finished(Copies.concat(reduce(regions, self._takers, holders, among, owners)))
+        boxes, row, taken, need = self._need(regions, among.only)
+        if self.reducing and self.sums:
+            turn = ints(np.searchsorted(owners, need.target))
+            return self._finished(add_up(boxes, row, need, holders, among, turn, self._spans(need.target, self.sums)))
+        copies = deliver(boxes, row, need, holders, among, team=taken if self._grids else None)
+        return self._finished(Copies.concat(copies))
+
+    def _finished(self, copies: Copies) -> Copies:
+        """Merged, in rounds, and in order."""
+        if not self._grids or self.reducing or self.hosts is not None:
             copies = copies.merged()  # else grids cross in the largest boxes that there are
         copies = copies.in_order(self.source.shape)
         if self.max_bytes is None:
             return copies
         return in_rounds(copies, self._rounds, reducing=self.reducing).in_order(self.source.shape)
 
-    def _need(self, regions: Regions, only: int | None = None) -> tuple[Boxes, Ints, Need]:
-        """The boxes to deliver, for each its row of holders (of its first term), and who needs it."""
+    def _spans(self, takers: Ints, sums: Sums) -> Span:
+        """The terms of the source that become each taker's term."""
+        term, edges = self.target.form.holders.term_of(takers), ints(sums.edges)
+        return Span(edges[term], edges[term + 1])
+
+    def _need(self, regions: Regions, only: int | None = None) -> tuple[Boxes, Ints, Ints, Need]:
+        """The boxes to deliver, for each its row of holders (of its first term) and of takers, and who needs it."""
         terms, takers = self.source.terms, self._takers
-        if prod(self.source.shape) * takers.most * terms * self.itemsize >= 2**62:
-            raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
         if self.carrying and terms > 1:  # every term is a region of its own
             region, term = np.divmod(np.arange(regions.boxes.count * terms), terms)
             regions = regions.take(region)
-            row = regions.source * terms + term
-            return regions.boxes, row, self._takers_of(regions.target * terms + term, row, takers, only)
+            row, taken = regions.source * terms + term, regions.target * terms + term
+            return regions.boxes, row, taken, self._takers_of(taken, row, takers, only)
         row = regions.source * terms
-        return regions.boxes, row, self._takers_of(regions.target, row, takers, only)
+        return regions.boxes, row, regions.target, self._takers_of(regions.target, row, takers, only)
+
+    def _refuse_too_much(self) -> None:
+        """Counts of bytes must not overflow. Terms that are reduced for many takers are shared out, and then given."""
+        terms, takers = self.source.terms, self._takers.most
+        moves = terms + takers if self.reducing else terms * takers
+        if prod(self.source.shape) * moves * self.itemsize >= 2**62:
+            raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
 
     @cached_property
     def _takers(self) -> Holders:
@@ -147,7 +266,7 @@ class Plan:
         if self.carrying or holders.terms == 1:
             return holders
         first, last = holders.edges[: -1 : holders.terms], holders.edges[holders.terms :: holders.terms]
-        if self.target.op in NEUTRAL:
+        if self.target.op in NEUTRAL and not (self.sums and self.sums.made):
             last = holders.edges[1 :: holders.terms]
         row, nth = spread(last - first)
         owners = holders.owners[first[row] + nth]
@@ -175,50 +294,92 @@ class Plan:
         order = np.lexsort((owner, region))
         return Need(region[order], owner[order])
 
+    @property
+    def _grids(self) -> bool:
+        """True where both layouts are products of axes."""
+        return isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
+
     @cached_property
     def carrying(self) -> bool:
         """True where terms stay terms: neither side is partial, or both are in the same way."""
-        return (self.source.op, self.source.terms) == (self.target.op, self.target.terms)
+        return not self.sums and (self.source.op, self.source.terms) == (self.target.op, self.target.terms)
 
     @cached_property
     def reducing(self) -> bool:
         """True where copies of step 0 are terms that are reduced on arrival."""
-        return reduces(self.source, self.target)
+        return self.source.terms > 1 and not self.carrying
 
     def _fill(self, owner: int) -> int | None:
         """What a term of a partial target starts with when it gets no cells: the others hold the whole value."""
         value = NEUTRAL.get(self.target.op or "")
-        if value is None or self.carrying or not len(self.target.form.blocks(owner)):
+        if value is None or self.carrying or (self.sums and self.sums.made) or not len(self.target.form.blocks(owner)):
             return None
         return value if self.target.form.holders.term_of(ints([owner]))[0] else None
 
     @cached_property
     def _rounds(self) -> tuple[int, ...]:
         """The rounds that max_bytes makes of every step."""
-        return rounds_of_steps(self.max_bytes or 0, self.itemsize, self._loads, len(self.owners))
+        return rounds_of_steps(self.max_bytes or 0, self._widest, self._loads, len(self.owners))
+
+    @property
+    def most_rounds(self) -> int:
+        """What `rounds` cannot exceed, from the layouts alone."""
+        if len(self.legs) > 1:
+            return sum(leg.most_rounds for leg in self.legs)
+        rounds = self._rounds if self.max_bytes is not None else (1,) * MOST_STEPS
+        return sum(count for count, load in zip(rounds, self._loads, strict=True) if load)
 
     @cached_property
     def _loads(self) -> tuple[int, ...]:
         """The most cells that an owner stages in each step, were it one round."""
-        most, hosts = self._takers.most, self.hosts is not None
-        return loads(self.source, self.target, most, reducing=self.reducing, hosts=hosts)
+        self._refuse_too_much()
+        if self.sums and self.sums.made:
+            return sums_load(self.source, self.target, self.sums.edges)
+        return loads(self.source, self.target, self._takers, self.hosts, reducing=self.reducing)
 
     # --- what it costs -----------------------------------------------------------------------------------------------
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """Everybody who takes part, rising."""
-        return tuple(np.union1d(self.source.form.owners, self.target.form.owners).tolist())
+        return tuple(either(self.source.form.owners, self.target.form.owners).tolist())
 
     @property
     def bytes_moved(self) -> int:
         """Bytes sent between owners."""
-        return exact_sum(self.copies.volumes[self.copies.remote]) * self.itemsize
+        return exact_sum(self.copy_bytes[self.copies.remote])
 
     @property
     def bytes_local(self) -> int:
         """Bytes copied inside owners."""
-        return exact_sum(self.copies.volumes[~self.copies.remote]) * self.itemsize
+        return exact_sum(self.copy_bytes[~self.copies.remote])
+
+    @property
+    def bytes_across(self) -> int:
+        """Bytes sent between hosts: all that is moved where hosts are not known."""
+        return exact_sum(self.traffic.size[~self.traffic.inside])
+
+    @cached_property
+    def copy_bytes(self) -> Ints:
+        """Of every copy."""
+        *before, last = self.legs
+        widths = [leg.itemsize for leg in before] + [last._widest, *[self.itemsize] * MOST_STEPS]
+        return self.copies.volumes * ints(widths)[self.copies.step]
+
+    @property
+    def takes_sums(self) -> bool:
+        """True if what travels in the first step are sums of some of the terms: of SUM_BYTES each, or more."""
+        return self.sums is not None and not self.sums.made and self.sums.several
+
+    @property
+    def makes_sums(self) -> bool:
+        """True if what is reduced are sums of some of the terms, and not yet values."""
+        return self.sums is not None and self.sums.made and self.sums.several
+
+    @property
+    def _widest(self) -> int:
+        """Bytes of an element that travels in the first step; in later ones it has no more."""
+        return max(self.itemsize, SUM_BYTES) if self.takes_sums else self.itemsize
 
     @cached_property
     def lower_bound(self) -> int:
@@ -228,7 +389,8 @@ class Plan:
         one owner, and from there to all other takers. (From one partial layout to a different one the value is always
         reduced first; a plan that did not would do with less, in another order of terms.)
         """
-        boxes, row, need = self._need(all_regions(self.source, self.target))
+        self._refuse_too_much()
+        boxes, row, _, need = self._need(all_regions(self.source, self.target))
         holders, volume = self.source.form.holders, boxes.volumes()
         if not self.reducing:
             return exact_sum(volume[need.region[~holders.hold(row[need.region], need.target)]]) * self.itemsize
@@ -241,7 +403,7 @@ class Plan:
     def traffic(self) -> Traffic:
         """The messages, and what they add up to."""
         hosts = None if self.hosts is None else self.hosts.host(ints(self.owners))
-        return Traffic.of(self.copies, self.owners, self.itemsize, hosts)
+        return Traffic.of(self.copies, self.owners, self.copy_bytes, hosts)
 
     @property
     def messages(self) -> int:
@@ -266,9 +428,9 @@ class Plan:
     @property
     def kept(self) -> dict[int, int]:
         """Bytes that each owner copies inside itself."""
-        local = self.copies.take(~self.copies.remote)
-        place = ints(self.owners).searchsorted(local.target)
-        total = totals(local.volumes * self.itemsize, place, len(self.owners))
+        local = ~self.copies.remote
+        place = ints(self.owners).searchsorted(self.copies.target[local])
+        total = totals(self.copy_bytes[local], place, len(self.owners))
         return dict(zip(self.owners, total.tolist(), strict=True))
 
     @property
@@ -278,14 +440,18 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that any owner stages at a time: all that it sends and receives in one round."""
-        return self.traffic.peak()
+        """The most bytes that any owner stages at a time: all that it sends and receives in one round.
+
+        With them what it holds between the two legs of a plan, if it has two.
+        """
+        return self.traffic.peak() + self.bytes_between
 
     @property
     def most_bytes(self) -> int:
         """What `peak_bytes` cannot exceed, from the layouts alone: it costs nothing, however many owners there are."""
-        steps = 3 if self.hosts is not None else 2 if self.reducing else 1
-        return self.max_bytes or max(self._loads[:steps]) * self.itemsize
+        if self.max_bytes or len(self.legs) > 1:
+            return self.max_bytes or max(leg.most_bytes for leg in self.legs) + self.bytes_between
+        return max(self._loads) * self._widest
 
     def matrix(self) -> Ints:
         """Bytes from each owner (row) to each (column), in the order of `owners`."""
@@ -303,7 +469,9 @@ class Plan:
 
     def verify(self) -> Plan:
         """The plan itself, once it is proven against both layouts without running it; else a PlanError."""
-        verify(self.source, self.target, self.copies, reducing=self.reducing)
+        for leg in self.legs:
+            edges = leg.sums.edges if leg.sums and leg.sums.made else None
+            verify(leg.source, leg.target, leg.copies, reducing=leg.reducing, edges=edges)
         if self.max_bytes is not None and self.peak_bytes > self.max_bytes:
             raise PlanError(f"the plan stages {self.peak_bytes} bytes at a time, more than max_bytes={self.max_bytes}")
         return self
@@ -356,7 +524,7 @@ def plan(
     *,
     itemsize: int = 4,
     max_bytes: int | None = None,
-    hosts: int | Mapping[int, Hashable] | Mesh | None = None,
+    hosts: int | Mapping[int, Hashable] | Mesh | Hosts | None = None,
     relabel: bool = False,
 ) -> Plan:
     """How to turn `source` into `target` (layouts, or their notation): each cell exactly once, with the fewest bytes.
@@ -373,8 +541,14 @@ def plan(
         moved = target.relabel(fewest_bytes(source, target))
         target = min(target, moved, key=lambda layout: Plan(source, layout).lower_bound)
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
-    where = None if hosts is None else Hosts.of(hosts, np.union1d(source.form.owners, target.form.owners))
+    where = None if hosts is None else Hosts.of(hosts, either(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
+
+
+def _in_steps(legs: list[Copies]) -> Copies:
+    """The copies of the second leg come after the one step of the first."""
+    first, second = legs
+    return Copies.concat([first, replace(second, step=second.step + 1)])
 
 
 def reduces(source: Layout, target: Layout) -> bool:
@@ -391,14 +565,17 @@ def _layout(given: Layout | str, side: str) -> Layout:
 
 @lru_cache(maxsize=1024)
 def _part(
-    source: Layout, target: Layout, itemsize: int, max_bytes: int | None, hosts: Hosts | None, owner: int
+    source: Layout,
+    target: Layout,
+    itemsize: int,
+    max_bytes: int | None,
+    hosts: Hosts | None,
+    sums: Sums | None,
+    owner: int,
 ) -> Part:
     """Kept by value: a model has thousands of tensors, but few different pairs of layouts."""
-    made = Plan(source, target, itemsize, max_bytes, hosts)
-    copies = made._copies_of(owner)
-    if not len(copies) and owner not in source and owner not in target:
-        raise PlanError(f"owner {owner} has no part in the plan from {source!r} to {target!r}")
-    return Part(owner, copies, made._fill(owner))
+    made = Plan(source, target, itemsize, max_bytes, hosts, sums)
+    return Part(owner, made._copies_of(owner), made._fill(owner))
 
 
 def _positive(value: object, what: str, most: int) -> int:

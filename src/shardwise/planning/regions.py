@@ -51,8 +51,8 @@ def all_regions(source: Layout, target: Layout) -> Regions:
 def owner_regions(source: Layout, target: Layout, owner: int) -> Regions:
     """The regions that decide what one owner sends and receives.
 
-    These are the regions of its own blocks on both sides and, where a block that it needs has replicas to choose from,
-    all regions of that block: who serves whom is settled among them.
+    These are the regions of its own blocks on both sides. In listings, where a block that it needs has replicas to
+    choose from, they are all regions of that block: who serves whom is settled among them. In grids that is counted.
     """
     if isinstance(source.form, Grid) and isinstance(target.form, Grid):
         regions = _grid_owner(source.form, target.form, owner)
@@ -78,12 +78,7 @@ def _grid_owner(source: Grid, target: Grid, owner: int) -> list[Regions]:
     sends, receives = source.parts(owner), target.parts(owner)
     if sends is not None:
         regions.append(Regions(*cross_grids(source.axes, target.axes, parts=sends)))
-    if receives is not None and source.table.shape[-1] > 1:
-        mine = [a.intervals(p) for a, p in zip(target.axes, receives, strict=True)]
-        needed = [b.cross(a, m).theirs for a, b, m in zip(source.axes, target.axes, mine, strict=True)]
-        blocks = [a.meets(np.unique(n)) for a, n in zip(source.axes, needed, strict=True)]
-        regions.append(Regions(*cross_grids(source.axes, target.axes, only=blocks)))
-    elif receives is not None:
+    if receives is not None:
         boxes, there, here = cross_grids(target.axes, source.axes, parts=receives)
         regions.append(Regions(boxes, here, there))
     return regions

@@ -13,8 +13,6 @@ import numpy as np
 
 from shardwise.errors import PlanError
 from shardwise.geometry import Ints, cut, numbered, running, spread, totals
-from shardwise.layout import Grid, Layout
-from shardwise.planning.choose import MOST_SENDERS
 from shardwise.planning.copies import Copies
 
 MOST_ROUNDS = 1_000_000
@@ -33,21 +31,6 @@ def rounds_of_steps(max_bytes: int, itemsize: int, loads: tuple[int, ...], owner
     if max(rounds) > MOST_ROUNDS:
         raise PlanError(f"max_bytes={max_bytes} would take {max(rounds):,} rounds: give more")
     return rounds
-
-
-def loads(source: Layout, target: Layout, takers: int, *, reducing: bool, hosts: bool) -> tuple[int, ...]:
-    """The most cells that an owner can send and receive in each of the three steps, from the layouts alone.
-
-    `takers` is the most owners that need one cell. Without hosts a grid's replicas share what is asked of their block.
-    """
-    terms = source.terms if reducing else 1
-    here, there = source.form.largest(), target.form.largest()
-    shared = isinstance(source.form, Grid) and not reducing and not hosts
-    replicas = max(source.form.holders.most, 1) if shared else 1
-    sent = max(-(-here * takers // replicas), -(-here // MOST_SENDERS) if replicas > 1 else 0) + 1
-    apart = not len(np.intersect1d(source.form.owners, target.form.owners))  # then no owner both sends and receives
-    first = max(sent, there * terms) if apart else sent + there * terms
-    return first, there * (takers + 1), there * (takers + 1)
 
 
 def in_rounds(copies: Copies, rounds: tuple[int, ...], *, reducing: bool) -> Copies:

@@ -24,14 +24,14 @@ class Traffic:
     inside: Bools  # sender and receiver are on one host
 
     @staticmethod
-    def of(copies: Copies, owners: tuple[int, ...], itemsize: int, hosts: Ints | None) -> Traffic:
-        """The messages of these copies."""
+    def of(copies: Copies, owners: tuple[int, ...], sizes: Ints, hosts: Ints | None) -> Traffic:
+        """The messages of these copies, which have so many bytes."""
         sent, count = copies.take(copies.remote), len(owners)
         turn = sent.step * (int(sent.round.max(initial=0)) + 1) + sent.round
         used = np.bincount(turn) > 0
         stage = (np.cumsum(used) - 1)[turn]
         source, target = (np.searchsorted(ints(owners), side) for side in (sent.source, sent.target))
-        key, size = _sums((stage * count + source) * count + target, sent.volumes * itemsize)
+        key, size = _sums((stage * count + source) * count + target, sizes[copies.remote])
         stage, source, target = key // (count * count), key // count % count, key % count
         inside = np.zeros(len(key), dtype=np.bool_) if hosts is None else hosts[source] == hosts[target]
         return Traffic(owners, stage, source, target, size, inside)

@@ -10,16 +10,30 @@ from shardwise.layout import Layout
 from shardwise.planning.copies import Copies
 
 
-def verify(source: Layout, target: Layout, copies: Copies, *, reducing: bool) -> None:
-    """Raise a PlanError unless every target cell is written exactly once, from owners that have it by then."""
+def verify(
+    source: Layout,
+    target: Layout,
+    copies: Copies,
+    *,
+    reducing: bool,
+    edges: tuple[int, ...] | None = None,
+) -> None:
+    """Raise a PlanError unless every target cell is written exactly once, from owners that have it by then.
+
+    With `edges`, term n of the target is the sum of the terms edges[n] to edges[n + 1] of
+    the source; otherwise whatever is reduced has all terms.
+    """
     if copies.step.min(initial=0) < 0 or copies.round.min(initial=0) < 0:
         raise PlanError("steps and rounds are counted from 0")
     owners = different(np.concatenate([source.form.owners, target.form.owners, copies.source, copies.target]))
-    results = copies.take((copies.step > 0) | (copies.term == 0)) if reducing else copies
-    owner, wanted = _wanted(source, target)
+    term = np.zeros(len(copies), np.int64) if edges is None else target.form.holders.term_of(copies.target)
+    first, last = (ints(edges or (0, source.terms))[term + end] for end in (0, 1))
+    results = copies.take((copies.step > 0) | (copies.term == first)) if reducing else copies
+    carrying = not reducing and (source.op, source.terms) == (target.op, target.terms)
+    owner, wanted = _wanted(target, every_term=carrying or edges is not None)
     _same_cells(owners, (results.target, results.boxes), (owner, wanted), "its cells")
     if reducing:
-        _terms_arrive_together(owners, copies, source.terms)
+        _terms_arrive_together(owners, copies, first, last)
     else:
         _terms_stay(source, target, copies)
     _senders_have(owners, source, copies, reducing=reducing)
@@ -28,10 +42,9 @@ def verify(source: Layout, target: Layout, copies: Copies, *, reducing: bool) ->
         _inside(owners, (now.source, now.boxes), (before.target, before.boxes))
 
 
-def _wanted(source: Layout, target: Layout) -> tuple[Ints, Boxes]:
+def _wanted(target: Layout, *, every_term: bool) -> tuple[Ints, Boxes]:
     """Whose cells the copies must bring: (owner, box) for everybody who is to hold a value."""
-    whole = (source.op, source.terms) != (target.op, target.terms)
-    first_only = whole and target.op in ("sum", "product", "bxor")
+    first_only = not every_term and target.op in ("sum", "product", "bxor")
     cells, block = target.form.cells
     entries = [
         target.form.holders.expand(block * target.terms + term) for term in range(1 if first_only else target.terms)
@@ -48,16 +61,19 @@ def _same_cells(owners: Ints, got: tuple[Ints, Boxes], wanted: tuple[Ints, Boxes
         raise PlanError(f"owner {owners[bad]} does not get {what} exactly once")
 
 
-def _terms_arrive_together(owners: Ints, copies: Copies, terms: int) -> None:
-    """In every round, every owner gets all terms of the cells that it reduces."""
-    reduced = copies.take(copies.step == 0)
-    for stage in range(int(reduced.round.max(initial=0)) + 1):
-        now = reduced.take(reduced.round == stage)
-        first = now.take(now.term == 0)
-        for term in range(1, terms):
-            this = now.take(now.term == term)
+def _terms_arrive_together(owners: Ints, copies: Copies, first: Ints, last: Ints) -> None:
+    """In every round, every owner gets all terms of the cells that it reduces: from `first` on, before `last`."""
+    reduced, nth, count = copies.step == 0, copies.term - first, last - first
+    strange = np.flatnonzero(reduced & ((nth < 0) | (nth >= count)))
+    if len(strange):
+        copy = copies[int(strange[0])]
+        raise PlanError(f"owner {copy.target} gets term {copy.term} of {copy.box}, which it does not reduce")
+    for stage in range(int(copies.round[reduced].max(initial=0)) + 1):
+        now = reduced & (copies.round == stage)
+        for term in range(1, int(count[now].max(initial=0))):
+            begun, this = copies.take(now & (nth == 0) & (count > term)), copies.take(now & (nth == term))
             what = f"term {term} of what it reduces"
-            _same_cells(owners, (this.target, this.boxes), (first.target, first.boxes), what)
+            _same_cells(owners, (this.target, this.boxes), (begun.target, begun.boxes), what)
 
 
 def _terms_stay(source: Layout, target: Layout, copies: Copies) -> None:

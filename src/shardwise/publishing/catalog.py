@@ -17,6 +17,7 @@ from shardwise.job.remap import Link
 from shardwise.job.subtensor import Subtensor, ViewDim
 from shardwise.job.zeros import zeros_infos
 from shardwise.layout import Layout, parse
+from shardwise.planning import Hosts
 
 Infos = Mapping[str, TensorInfo]
 Kind = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor
@@ -127,7 +128,7 @@ class Subscription:
         ]
         return Subscription(self.targets, tuple(links), self.overflow, self.max_bytes, self.verify)
 
-    def plan(self, sources: Infos, rows: int, hosts: Mapping[int, str] | None) -> ModelPlan:
+    def plan(self, sources: Infos, rows: int, hosts: Hosts | None) -> ModelPlan:
         """From sources whose owners are the first `rows`: the owners of the targets follow them."""
         targets = relabelled(self.targets, _owners(self.targets), rows)
         zeros = zeros_infos(self.links, targets)

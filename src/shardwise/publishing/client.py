@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.publishing.catalog import Subscription
-from shardwise.publishing.meeting import MeetingLostError, MeetingPoint
+from shardwise.publishing.meeting import SHORTEST, MeetingLostError, MeetingPoint
 from shardwise.publishing.orders import Claim, Order, Paths, Version
 from shardwise.publishing.presence import BEAT, Watch
 
@@ -49,11 +49,12 @@ class Grant(NamedTuple):
 class Client:
     """One job's side of the conversation. Its first rank speaks; all ranks look for versions.
 
-    `party`: the name of this job at the meeting point. `version`: that of its weights, as told and as errors say it.
+    `party`: the name of this job at the meeting point. `version`: the last one it took over. `weights`: what they
+    are, as errors say it.
     """
 
     def __init__(self, meeting: MeetingPoint, paths: Paths, party: str, patience: float) -> None:
-        self.party, self.version = party, None
+        self.party, self.version, self.weights = party, None, "No version was pulled yet"
         self._meeting, self._paths, self._patience = meeting, paths, patience
         self._watch, self._numbers = Watch(meeting), count()
         self._claim: Claim | None = None  # of the publisher that answered last
@@ -65,9 +66,9 @@ class Client:
 
     # --- the publisher -----------------------------------------------------------------------------------------------
 
-    def find(self, timeout: float) -> tuple[Claim, object]:
-        """Wait for a publisher. Returns its claim and its catalog."""
-        end, why = time.monotonic() + timeout, ""
+    def find(self, timeout: float, end: float, piece: float) -> tuple[Claim, object] | None:
+        """Wait for a publisher until `end`: its claim and its catalog. None if it has not come within a `piece`."""
+        start, why = time.monotonic(), ""
         while True:
             try:
                 claim = Claim.at(self._meeting, self._paths)
@@ -80,6 +81,8 @@ class Client:
                 why = str(error)
             if time.monotonic() > end:
                 raise ExchangeError(f"no publisher of {self._paths.name!r} within {timeout:g} s: {why}")
+            if time.monotonic() > start + piece:
+                return None
             time.sleep(0.05)
 
     def newest(self) -> tuple[str, Version] | None:
@@ -99,16 +102,8 @@ class Client:
         if self._watch.still(self._paths.beat(claim.token, 0)) > self._patience:
             raise ExchangeError(
                 f"the publisher of {self._paths.name!r} at {self._meeting.address} gave no sign of life for "
-                f"{self._patience:g} s. {self._unchanged}"
+                f"{self._patience:g} s. {self.weights}"
             )
-
-    @property
-    def _unchanged(self) -> str:
-        return (
-            "No version was pulled yet"
-            if self.version is None
-            else f"The weights are still of version {self.version[1]}"
-        )
 
     def _publisher_now(self, end: float) -> Claim:
         """The claim of the name; waits until `end` for a publisher that is being restarted."""
@@ -119,20 +114,22 @@ class Client:
                 return claim
             if time.monotonic() > end:
                 name, address = self._paths.name, self._meeting.address
-                raise ExchangeError(f"{name!r} has no publisher at {address} now. {self._unchanged}")
+                raise ExchangeError(f"{name!r} has no publisher at {address} now. {self.weights}")
             time.sleep(0.05)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
     def _ask(self, claim: Claim, **message: object) -> dict[str, Any]:
         """Send a message to the publisher, and wait for its answer as long as it lives."""
-        reply = self._paths.reply(self.party, next(self._numbers))
-        self._tell(claim, **message, reply=reply)
-        pause, looked = 0.001, time.monotonic()
+        reply, question = self._paths.reply(self.party), next(self._numbers)
+        self._tell(claim, **message, reply=reply, question=question)
+        pause, looked = SHORTEST, time.monotonic()
         while True:
             answer: Any = self._meeting.take(reply)
-            if answer is not None:
+            if answer is not None and answer["question"] == question:
                 return _checked(answer)
+            if answer is not None:  # to an earlier question, for which nobody waits any more
+                continue
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
             if time.monotonic() > looked + BEAT / 2:
@@ -177,6 +174,7 @@ class Client:
     def took_over(self, version: Version) -> None:
         """The weights are of this version now, of the publisher that answered last."""
         self.version, self._version_from = version, self._claim.token if self._claim else ""
+        self.weights = f"The weights are still of version {version[1]}"
 
     def restore_subscription(self, subscription: Subscription) -> None:
         """Write again what this job wants, if the meeting point has lost it."""

@@ -140,7 +140,9 @@ class Dispatcher:
         """
         self._untold, schedule = True, self._schedule
         told = {"token": self._claim.token, "incarnation": self._claim.incarnation, "held": schedule.held}
-        self._meeting.put(self._paths.versions, told)
+        now = Claim.at(self._meeting, self._paths)
+        if now is None or now.token == self._claim.token:  # or another has taken the name: this process stood still
+            self._meeting.put(self._paths.versions, told)
         message = {"kind": "hold", "held": schedule.held, "newest": schedule.newest}
         message["tainted"] = sorted(schedule.tainted)
         if message != self._told:
@@ -178,7 +180,7 @@ class Dispatcher:
             raise
 
     def _answer(self, message: Message, **answer: object) -> None:
-        self._meeting.post(message["reply"], answer)
+        self._meeting.post(message["reply"], {**answer, "question": message["question"]})
 
     def _subscribe(self, message: Message) -> None:
         seen = message["seen"]

@@ -28,6 +28,14 @@ class LocalJob(NamedTuple):
     meeting: MeetingPoint
 
 
+class RankDescription(NamedTuple):
+    """What a rank tells the others of its job: its tensors, its host, and a digest of the secret that it was given."""
+
+    descriptions: Descriptions
+    host: str | None
+    secret: str
+
+
 def describe_job(
     callers: Callers,
     state_dict: StateDict,
@@ -45,15 +53,19 @@ def describe_job(
     `side`: what errors call the state dict.
     """
 
-    def describe() -> tuple[tuple[dict[str, Any], Paths, MeetingPoint], tuple[Descriptions, str | None]]:
+    def describe() -> tuple[tuple[dict[str, Any], Paths, MeetingPoint], RankDescription]:
         check()
         check_patience(patience)
         values = tensors_by_name(state_dict)
         paths, meeting = Paths.of(name), MeetingPoint(Address.of(at), key, patience)
-        return (values, paths, meeting), (describe_all(values, callers.transport), host_of_this_process())
+        return (values, paths, meeting), RankDescription(
+            describe_all(values, callers.transport), host_of_this_process(), meeting.secret_digest
+        )
 
     (values, paths, meeting), by_rank = callers.tell(describe, {"name": name, "at": str(at), **same})
     with callers.refusals():
-        infos = combine_descriptions({rank: one for rank, (one, _) in by_rank.items()}, side)
-    hosts = {host for _, host in by_rank.values()}
+        if len({one.secret for one in by_rank.values()}) > 1:
+            raise ValueError("the ranks give different secrets: give the same key= on all ranks")
+        infos = combine_descriptions({rank: one.descriptions for rank, one in by_rank.items()}, side)
+    hosts = {one.host for one in by_rank.values()}
     return LocalJob(values, infos, hosts.pop() if len(hosts) == 1 else None, paths, meeting)

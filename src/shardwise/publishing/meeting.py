@@ -6,14 +6,10 @@ Small signed entries and mailboxes lie there. Weights never do: they travel betw
 from __future__ import annotations
 
 import errno
-import ipaddress
 import json
 import os
 import secrets
 import socket
-import stat
-import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,6 +28,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shardwise.errors import ExchangeError, RefusedTypeError, RefusedValueError
 from shardwise.publishing.sealing import Key, Seal, secret_of
+from shardwise.publishing.sockets import is_loopback, limit_silence, listen, write_private
 
 At = str | PathLike[str]
 T = TypeVar("T")
@@ -39,6 +37,7 @@ CONNECTING = timedelta(seconds=10)
 FOREVER = timedelta(days=365)
 ABSENT = "-"  # not an entry
 WAITS = 1000  # for messages, on one connection
+SHORTEST = 0.0002  # seconds between two looks at an entry, at first
 LOST = (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError)
 
 
@@ -107,7 +106,7 @@ class MeetingPoint:
             return False
         host, port = ("127.0.0.1", 0) if self.address.file else (self.address.host, self.address.port)
         try:
-            listener = _listen(host, port)
+            listener = listen(host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:  # somebody was faster
                 return False
@@ -121,7 +120,7 @@ class MeetingPoint:
         if self.address.file:
             self._key = self._key or secrets.token_bytes(32)
             try:
-                _write_private(self.address.file, json.dumps({"port": port, "key": self._key.hex()}))
+                write_private(self.address.file, json.dumps({"port": port, "key": self._key.hex()}))
             except OSError as error:
                 self._held = None
                 raise ExchangeError(
@@ -129,6 +128,11 @@ class MeetingPoint:
                     f"that exists"
                 ) from error
         return True
+
+    @property
+    def secret_digest(self) -> str:
+        """Equal for equal secrets."""
+        return sha256(self._key).hexdigest()
 
     @property
     def seal(self) -> Seal:
@@ -172,7 +176,7 @@ class MeetingPoint:
         host, port = self._probe()
         with self._errors():
             store = _in_time(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECTING))
-            _limit_silence(host, port, self._patience)
+            limit_silence(host, port, self._patience)
             return store
 
     @contextmanager
@@ -246,12 +250,13 @@ class MeetingPoint:
 
     def wait(self, path: str, seconds: float, check: Callable[[], None] = lambda: None) -> object:
         """The entry, once there is one. `check` raises if the wait is to end."""
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, SHORTEST
         while (value := self.get(path)) is None:
             check()
             if time.monotonic() > end:
                 raise ExchangeError(f"no entry {path} at the meeting point within {seconds:g} s")
-            time.sleep(0.002)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.002)
         return value
 
     def write_plain(self, path: str, text: str) -> None:
@@ -346,69 +351,3 @@ def _in_time(connect: Callable[[], Store]) -> Store:
     if isinstance(store, Exception):
         raise store
     return store
-
-
-def _limit_silence(host: str, port: int, seconds: float) -> None:
-    """Let calls fail, and the system end connections of this process to a store, when nothing comes back for so long.
-
-    A call would wait for ever where the store stands still, and for minutes where a link is cut. The store does not
-    show its sockets.
-    """
-    if sys.platform != "linux":
-        return
-    options = [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))]
-    options += [(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))]
-    options += [(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)]
-    options += [(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(seconds / 2)))]
-    options += [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    peers = {(_plain(str(info[4][0])), port) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and _peer(sock) in peers:
-                    for option in options:
-                        sock.setsockopt(*option)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
-
-
-def _peer(sock: socket.socket) -> tuple[str, int]:
-    address, port, *_ = sock.getpeername()
-    return _plain(address), port
-
-
-def _plain(address: str) -> str:
-    """An address of IPv4 as such, also where it is written as one of IPv6."""
-    return address.removeprefix("::ffff:")
-
-
-def is_loopback(host: str) -> bool:
-    """True if a host name stands for this host alone."""
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(one)).is_loopback for one in found)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """On that address of this host alone: the store itself would listen on all of them."""
-    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(4096)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Readable by this user alone, and never half-written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(aside, path)

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.errors import RefusedValueError
+from shardwise.errors import RefusedTypeError, RefusedValueError
 from shardwise.exchange import Delta
 from shardwise.publishing.meeting import MeetingPoint
 
 Version = tuple[int, int]  # incarnation of the publisher, and number: later ones are larger
+
+
+def check_number(version: object) -> None:
+    """Refuse what cannot be the number of a version."""
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise RefusedTypeError(
+            f"version {version!r} is of type {type(version).__name__}: give a whole number, a Python int"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,9 @@ class Paths:
         """The mailbox of a rank that serves."""
         return f"{self._prefix}/orders/{party}/{row}"
 
-    def reply(self, party: str, number: int) -> str:
-        """The mailbox of an answer."""
-        return f"{self._prefix}/reply/{party}/{number}"
+    def reply(self, party: str) -> str:
+        """The mailbox of the answers to a subscriber. (One for all: the store keeps empty ones for ever.)"""
+        return f"{self._prefix}/reply/{party}"
 
     def pull(self, order: str) -> str:
         """All that belongs to one pull."""

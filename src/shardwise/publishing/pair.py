@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from shardwise.errors import ExchangeError
 from shardwise.publishing.meeting import MeetingLostError, MeetingPoint
 from shardwise.publishing.orders import Order
-from shardwise.transports.guarded_group import NEVER, POLL, CauseError, GuardedGroup, cause_key, transport_name
+from shardwise.transports.guarded_group import NEVER, POLL, CauseError, GuardedGroup, transport_name
 from shardwise.transports.members import Members, remember
+from shardwise.transports.notice_board import cause_key
 from shardwise.transports.process_group import GroupTransport
 from shardwise.transports.torch_groups import new_group
 
 if TYPE_CHECKING or sys.platform == "linux":
-    from shardwise.transports.local_peers import LocalPeers
+    from shardwise.transports.local_peers import LocalPeers, introduced
     from shardwise.transports.shared_memory import SharedMemoryTransport as Base
     from shardwise.transports.unix_packets import PeerEndedError, TransportFailedError
 else:
@@ -55,8 +56,12 @@ class PairTransport(Base):
         self.seconds = max(patience, 2 * POLL)
 
     def leave(self) -> None:
-        """End the group now: its threads and descriptors must not wait until this is collected."""
-        self._alive = None
+        """End the group now: its threads and descriptors must not wait until this is collected.
+
+        In a thread, for which the interpreter waits at its end: gloo ends after some tens of milliseconds of sleep.
+        """
+        last, self._alive = [self._alive], None
+        Thread(target=last.clear, name="shardwise leaves").start()
 
     @property
     def left(self) -> float:
@@ -71,17 +76,10 @@ class PairTransport(Base):
         self.members = Members(tuple(everybody), tuple((at, row) for at, row in enumerate(mine)), jobs)
         remember(self.group, self.members)
         if sys.platform == "linux":
-            self.local_peers = LocalPeers.find(self.me, self.owners, self.all_gather)
+            with introduced() as card:
+                self.local_peers = LocalPeers.find(self.me, self.owners, self.all_gather(card), self.gather)
             self._spin = len(self.local_peers.addresses) < len(os.sched_getaffinity(0))
         self._rendezvous_done = True
-
-    @property
-    def hosts(self) -> Mapping[int, str] | None:
-        """The host of every row, for plans; None where it makes no difference."""
-        hosts = self.local_peers.hosts if sys.platform == "linux" else ()
-        if len(hosts) < 2 or all(len(rows) == 1 for rows in hosts):
-            return None
-        return {row: str(number) for number, rows in enumerate(hosts) for row in rows}
 
     # --- waits: without a limit; a thread looks around meanwhile ------------------------------------------------------
 
@@ -141,14 +139,16 @@ class PairTransport(Base):
         except ExchangeError as error:
             raise CauseError(str(error)) from error
 
-    def _wait_for_packets(self, ready: Callable[[], bool], senders: Callable[[], list[str]]) -> None:
-        transport = self.local_peers.transport
+    def _wait_for_packets(
+        self, ready: Callable[[], bool], senders: Callable[[], list[str]], every: float = POLL
+    ) -> None:
+        transport, spin = self.local_peers.transport, self._spin
         while not ready():
             try:
-                self._packets.wait(ready, transport=transport, expected=senders, seconds=POLL, spin=self._spin)
+                self._packets.wait(ready, transport=transport, expected=senders, seconds=POLL, spin=spin, every=every)
             except TimeoutError:
                 self._check_store()
-            except (PeerEndedError, TransportFailedError) as error:
+            except (PeerEndedError, TransportFailedError, OSError) as error:
                 raise self._as_runtime_error(error) from error
 
 

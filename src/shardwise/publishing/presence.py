@@ -25,23 +25,28 @@ def check_patience(patience: object) -> None:
 
 
 class EverySecond:
-    """A thread that does its work once a second. An error is logged: the next time may be better."""
+    """A thread that does its work once a second, `at_once` or a second later for the first time.
 
-    def __init__(self, work: Callable[[], None], name: str, at_end: Callable[[], None] = lambda: None) -> None:
-        self._work, self._at_end, self._stop = work, at_end, threading.Event()
+    An error is logged: the next time may be better.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], name: str, at_end: Callable[[], None] = lambda: None, *, at_once: bool = True
+    ) -> None:
+        self._work, self._at_end, self._at_once, self._stop = work, at_end, at_once, threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        stopped = not self._at_once and self._stop.wait(BEAT)
+        while not stopped:
             try:
                 self._work()
             except MeetingLostError:
                 pass  # it may come back
             except Exception:
                 log.exception("shardwise: a periodic task failed, and is tried again")
-            if self._stop.wait(BEAT):
-                break
+            stopped = self._stop.wait(BEAT)
         with suppress(MeetingLostError):
             self._at_end()
 

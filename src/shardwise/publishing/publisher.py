@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,12 +30,12 @@ from shardwise.publishing.local_job import describe_job
 from shardwise.publishing.mailbox import MailboxThread
 from shardwise.publishing.mapping import address_of_this_process
 from shardwise.publishing.meeting import At, MeetingLostError
-from shardwise.publishing.orders import Claim, Order
+from shardwise.publishing.orders import Claim, Order, check_number
 from shardwise.publishing.pair import BACKENDS
 from shardwise.publishing.presence import BEAT, Beat, EverySecond, Watch
 from shardwise.publishing.sealing import Key
 from shardwise.publishing.serving import ReadVersion, Server, Subscriptions
-from shardwise.publishing.versions import HeldVersions
+from shardwise.publishing.versions import HeldVersion, HeldVersions
 from shardwise.state.traverse import StateDict
 
 log = logging.getLogger("shardwise")
@@ -129,8 +128,13 @@ class Publisher:
         catalog = relabelled(infos, callers.owners)
         self._closed, self._replaced = False, False
         self._versions, self._last, self._live = HeldVersions(keep, keep + serving), None, None
-        if warm:
-            callers.all_do(lambda: self._versions.warm_up(self._side.lasting()))
+
+        def check_memory() -> None:
+            memory = self._checked_memory()
+            if warm:
+                self._versions.warm_up(memory)
+
+        callers.all_do(check_memory)
         self._dispatcher: Dispatcher | None = None
         self._claim = Claim.of(callers.by_first(lambda: self._open(catalog).to_json()))
         if callers.first:
@@ -221,11 +225,13 @@ class Publisher:
     @property
     def versions(self) -> list[int]:
         """The versions that subscribers can pull now. On the first rank; on others, those that they hold."""
+        if self._closed:
+            return []
         return self._versions.numbers if self._dispatcher is None else self._dispatcher.held
 
     @property
     def bytes(self) -> int:
-        """Memory of the copies that this rank holds."""
+        """Memory of the copies that this rank holds, and of what has changed between two of them (`delta`)."""
         return self._versions.bytes
 
     def commit(self, version: int, *, copy: bool = True) -> None:
@@ -241,26 +247,28 @@ class Publisher:
         except Exception as failure:  # the other ranks have to hear of it
             error = failure
         finish = self._agree(version, copy, error)  # while the others answer, the weights are copied
-        if prepared is not None:
-            self._take(version, *prepared)
+        held: HeldVersion | None = None
         try:
+            if prepared is not None:
+                held = self._take(version, *prepared)
             finish()
         except BaseException:
             if prepared is not None:
                 self._versions.drop(version)
             raise
+        assert held is not None, "or all have raised"
+        self._versions.finish(held)  # not before: the others may have refused it
         self._last, self._live = version, None if copy else version
         if self._dispatcher is not None:
             self._dispatcher.announce(version, mapped=copy)
 
-    def _prepare(self, version: object, *, copy: bool) -> tuple[dict[str, Tensors], Side]:
+    def _prepare(self, version: int, *, copy: bool) -> tuple[dict[str, Tensors], Side]:
         """Everything that can fail, before any rank has committed."""
         if self._closed:
             raise ExchangeError("this publisher is closed")
         if self._process != os.getpid():
             raise ExchangeError("this publisher is of the process that this one was forked from: it publishes there")
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise TypeError(f"a version is a whole number, not {version!r}")
+        check_number(version)
         if version < 0:
             raise ValueError(f"a version is a whole number, 0 or more, not {version}")
         if self._last is not None and version <= self._last:
@@ -270,9 +278,13 @@ class Publisher:
                 f"another publisher has taken the name {self.name!r}: this one gave no sign of life for longer than "
                 f"its patience. Close it and publish again"
             )
+        memory = self._checked_memory()
+        return memory, self._versions.new_memory(memory) if copy else self._side
+
+    def _checked_memory(self) -> dict[str, Tensors]:
         memory = self._side.lasting()
         check_side("state dict", memory, self._infos, self._callers.me)
-        return memory, self._versions.new_memory(memory) if copy else self._side
+        return memory
 
     def _agree(self, version: int, copy: bool, error: Exception | None) -> Callable[[], object]:
         """Start to agree with the other ranks. What it returns waits for them; it raises an error of any rank."""
@@ -285,11 +297,11 @@ class Publisher:
             raise error
         return lambda: None
 
-    def _take(self, version: int, memory: dict[str, Tensors], side: Side) -> None:
+    def _take(self, version: int, memory: dict[str, Tensors], side: Side) -> HeldVersion:
         held = self._versions.begin(version, side)
         if isinstance(side, Snapshot):
             side.take(memory)
-        self._versions.finish(held)
+        return held
 
     def drained(self, timeout: float | None = None) -> None:
         """Wait until nobody reads a version that was committed with `copy=False`. Every rank calls.
@@ -342,8 +354,7 @@ class Publisher:
             held = message["held"]
             self._versions.hold(held, message["newest"], message["tainted"])
             if self._delta and len(held) > 1:
-                ends = held[-2], held[-1]
-                threading.Thread(target=self._versions.compare_ahead, args=(ends,), daemon=True).start()
+                self._versions.compare_ahead((held[-2], held[-1]))
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from shardwise.job.deltas import Changed
 from shardwise.job.job import Job
 from shardwise.job.plan import ModelPlan
 from shardwise.job.side import Side
+from shardwise.planning import Hosts
 from shardwise.publishing.catalog import Infos, Subscription, checked
 from shardwise.publishing.mailbox import MailboxThread
 from shardwise.publishing.mapping import address_of_this_process, close_connections, send_memory
@@ -29,7 +30,7 @@ from shardwise.publishing.presence import BEAT, Watch
 
 log = logging.getLogger("shardwise")
 OPERATION = "pull"
-ENDING = 3  # beats that a server which stops waits for the pulls that it cancels
+ENDING = 3  # beats that a server which stops waits for the pulls that it cancels, and for their connections
 CLOSED = "the job that serves was closed"
 
 
@@ -85,18 +86,16 @@ class Subscriptions:
         """What the server of an order has."""
         return self._catalog if order.source is None else self.subscription(order.source).targets
 
-    def plan(self, order: Order, hosts: Mapping[int, str] | None = None) -> ModelPlan:
+    def plan(self, order: Order, hosts: Hosts | None = None) -> ModelPlan:
         """The plan of an order: the same on all ranks of both jobs."""
-        return self._plan(order.subscription, order.source, order.server_rows, hosts and tuple(hosts.items()))
+        return self._plan(order.subscription, order.source, order.server_rows, hosts)
 
-    def _planned(
-        self, subscription: str, source: str | None, rows: int, hosts: tuple[tuple[int, str], ...] | None
-    ) -> ModelPlan:
+    def _planned(self, subscription: str, source: str | None, rows: int, hosts: Hosts | None) -> ModelPlan:
         wanted = self.subscription(subscription)
         given, wanted = (
             (self._catalog, wanted) if source is None else (self.subscription(source).targets, wanted.passed_on())
         )
-        return wanted.plan(given, rows, dict(hosts) if hosts else None)
+        return wanted.plan(given, rows, hosts)
 
 
 def job_of(order: Order, transport: PairTransport, subscriptions: Subscriptions) -> Job:
@@ -148,11 +147,12 @@ class Server:
     def stop(self) -> None:
         """Take no more orders, and cancel the pulls that are served now.
 
-        It waits for their threads: one that is inside torch when the interpreter ends would abort the process.
+        It waits for their threads: one that is inside torch when the interpreter ends would abort the process. One that
+        connects to a subscriber which has died ends after `patience`: torch offers no way to end it before.
         """
         self._stopped.set()
         self._orders.stop()
-        pulls, end = list(self._pulls.values()), time.monotonic() + ENDING * BEAT
+        pulls, end = list(self._pulls.values()), time.monotonic() + self._patience + ENDING * BEAT
         for order, _ in pulls:
             cancel(self._meeting, self._paths.pull(order.id), order, CLOSED)
         for _, thread in pulls:

@@ -24,7 +24,8 @@ from shardwise.exchange.overflow import Losses, Overflow, check_overflow, refuse
 from shardwise.job.agree import Callers
 from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.mapped import MappedJob
-from shardwise.job.names import Rename
+from shardwise.job.names import Rename, some
+from shardwise.job.plan import ModelPlan
 from shardwise.job.side import LiveSide
 from shardwise.job.zeros import zeros_infos, zeros_memory
 from shardwise.publishing.catalog import Subscription, checked, infos_from_json, relabelled
@@ -32,7 +33,8 @@ from shardwise.publishing.client import Client, Grant, LostError, Profile
 from shardwise.publishing.local_job import describe_job
 from shardwise.publishing.mapping import MappedVersion, address_of_this_process, receive_memory
 from shardwise.publishing.meeting import At, MeetingLostError
-from shardwise.publishing.orders import Order, Version
+from shardwise.publishing.news import NewVersions
+from shardwise.publishing.orders import Claim, Order, Version, check_number
 from shardwise.publishing.pair import join
 from shardwise.publishing.presence import Beat, EverySecond, Watch
 from shardwise.publishing.sealing import Key
@@ -52,7 +54,7 @@ from shardwise.state.traverse import StateDict
 log = logging.getLogger("shardwise")
 OPERATION = "subscribe"
 TRIES = 5  # of a pull whose server was lost, while the publisher lives
-TORN = "The weights may be a mixture of versions: pull again"
+TORN = "The weights may be a mixture of versions"
 
 
 def subscribe(
@@ -82,7 +84,7 @@ def subscribe(
     `atomic=False`: receive into the tensors themselves, without a copy aside; if a pull fails, they are a mixture of
     versions, and the error says so. `patience`: seconds without a sign of life after which a job counts as gone.
     `timeout`: how long to wait for a publisher to appear. `on_commit`: called with the number of each new version, in a
-    thread of its own that looks once a second.
+    thread of its own that looks once a second, for the first time a second after the subscriber was made.
     """
     return Subscriber(
         into, at, name, group=group, rename=rename, remap=remap, cast=cast, overflow=overflow, strict=strict,
@@ -133,7 +135,7 @@ class Subscriber:
         party = callers.by_first(lambda: secrets.token_hex(8))
         self._client, self._watch = Client(self._meeting, self._paths, party, patience), Watch(self._meeting)
         end = time.monotonic() + timeout
-        claim, catalog = callers.by_first(lambda: self._client.find(timeout))
+        claim, catalog = self._find(timeout, end)
         self._publisher, sources, self._losses = claim.token, infos_from_json(catalog), Losses()
 
         def make() -> tuple[Subscription, str]:
@@ -161,19 +163,31 @@ class Subscriber:
         partial_sums = any(info.layout.op for info in (*sources.values(), *self._target.infos.values()))
         self._profile = Profile(subscription, len(callers.owners), job.host, maps=not verify and not partial_sums)
         self._map_failures = 0  # since the last version
+        self._last_mapped: MappedJob | None = None
         self._process, self._pulling = os.getpid(), Lock()  # threads pull one after the other
         self._current: Version | None = None
         self._torn: str | None = None  # why the weights are of no version
+        self._touched = set[str]()  # tensors that pulls in place may have written since the last whole version
         self._closed = False
-        self._told = "", -1  # the publisher and the number that `on_commit` was last called with
         self._threads = list[EverySecond]()
         self._server: Server | None = None
         try:
-            self._start(on_commit, end)
+            self._start(end)
         except BaseException:
             self.close()
             raise
         atexit.register(self.close)
+        if on_commit is not None:  # last: it may use this subscriber
+            self._threads.append(NewVersions(self._client, on_commit))
+
+    def _find(self, timeout: float, end: float) -> tuple[Claim, object]:
+        """Wait for a publisher, in pieces: the timeout of the group may be shorter."""
+        transport = self._callers.transport
+        piece = float("inf") if transport is None else transport.seconds / 3
+        while True:
+            found = self._callers.by_first(lambda: self._client.find(timeout, end, piece))
+            if found is not None:
+                return found
 
     def _agree_on(self, make: Callable[[], tuple[Subscription, str]]) -> Subscription:
         """What all ranks want; the publisher hears of it if one cannot have it."""
@@ -188,12 +202,10 @@ class Subscriber:
                 raise ValueError("the ranks give different rename=, remap= or cast=: give the same on all ranks")
         return subscription
 
-    def _start(self, on_commit: Callable[[int], object] | None, end: float) -> None:
+    def _start(self, end: float) -> None:
         """Start to give signs of life and to serve, then register, until `end`."""
         party, client = self._client.party, self._client
         self._threads.append(Beat(self._meeting, self._paths.beat(party, self._row), address_of_this_process()))
-        if on_commit is not None:
-            self._threads.append(EverySecond(partial(self._tell_new, on_commit), "shardwise on_commit"))
         if self._profile.host is not None and self._atomic:
             self._server = Server(
                 self._meeting, self._paths, party, self._row, self._subscriptions, self._reading,
@@ -223,6 +235,10 @@ class Subscriber:
         """
         if self._closed:
             raise ExchangeError("this subscriber is closed")
+        if newer_than is not None:
+            check_number(newer_than)
+        if timeout is not None:
+            _check_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             with suppress(MeetingLostError):
@@ -266,9 +282,8 @@ class Subscriber:
         """What to pull, and from whom: the same on all ranks. None if there is nothing newer."""
 
         def ask() -> Grant | None:
-            given: object = version
-            if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
-                raise TypeError(f"a version is a whole number, not {version!r}")
+            if version is not None:
+                check_number(version)
             have, base = (self._current, self._target.version_aside) if self._torn is None else (None, None)
             return self._client.request(version, self._profile, have=have, base=base)
 
@@ -299,7 +314,7 @@ class Subscriber:
 
     def _mapped(self, order: Order) -> Callable[[], None]:
         """Map a version of this host. It stays as it is, whoever dies: all ranks can copy it once all have it."""
-        jobs = list[MappedJob]()
+        copies = list[Callable[[], None]]()
 
         def receive() -> None:
             self._answer(order)
@@ -309,16 +324,24 @@ class Subscriber:
             zeros = zeros_memory(zeros_infos((one.link for one in plan.links), plan.targets), me)
             sources = MappedVersion(self._subscriptions.sources(order), pieces)
             here = lambda owner, name: [zeros[name]] if owner == me else sources(owner, name)  # noqa: E731
-            jobs.append(MappedJob(plan, me, here, self._target.side))
+            job = self._mapped_job(plan, me)
             if self._profile.subscription.overflow == "refuse":
-                jobs[0].refuse_losses()
+                job.refuse_losses(here)
+            copies.append(partial(job.run, here))
 
         try:
             self._callers.all_do(receive)
         except Exception as failure:
             self._after_failure(order, failure)
             raise
-        return jobs[0].run
+        return copies[0]
+
+    def _mapped_job(self, plan: ModelPlan, me: int) -> MappedJob:
+        """The last one, if it is of this plan: it knows where everything lies."""
+        if self._last_mapped is None or self._last_mapped.plan is not plan:
+            keep = not self._target.side.deliveries()  # which get new memory in every pull
+            self._last_mapped = MappedJob(plan, me, self._target.side, keep=keep)
+        return self._last_mapped
 
     def _address(self, party: str, row: int) -> str:
         _, address = checked(
@@ -328,16 +351,18 @@ class Subscriber:
 
     def _received(self, order: Order) -> Callable[[], None]:
         """Receive a version, aside or in place. All ranks have it when this returns."""
+        before = self._torn, self._client.weights
+        if not self._atomic:  # unless it is taken over
+            self._tear(f"a pull of version {order.version[1]} was broken off. {TORN}")
         try:
             self._callers.all_do(lambda: self._receive_or_say_why(order))
             self._target.received(order.version)
             valid = self._callers.by_first(lambda: self._client.confirm(order, holds=self._serves_aside))
         except Exception as failure:
-            self._after_failure(order, failure)
+            self._after_failure(order, failure, before)
             raise
         if not valid:
             self._target.version_aside = None
-            self._tear(order)
             raise LostError("the publisher has cancelled the pull: this job gave no sign of life for too long")
         return self._target.copy_aside
 
@@ -353,9 +378,9 @@ class Subscriber:
         except ExchangeError as error:
             if isinstance(error, RefusedValueError | RefusedTypeError):
                 raise
-            weights = f"The weights are still of version {self._current and self._current[1]}" if self._atomic else TORN
-            broken = f"the pull of version {order.version[1]} of {self.name!r} was broken off: {error}. {weights}"
-            raise ExchangeError(broken) from error
+            what = f"the pull of version {order.version[1]} of {self.name!r}"
+            weights = f". {self._client.weights}" if self._atomic else ""  # in place, not before all ranks have told
+            raise ExchangeError(f"{what} was broken off: {error}{weights}") from error
 
     def _receive(self, order: Order) -> None:
         target = self._target.memory_to_receive(aside=self._atomic)
@@ -365,7 +390,10 @@ class Subscriber:
             job = job_of(order, transport, self._subscriptions)
             zeros = zeros_memory(zeros_infos((one.link for one in job.plan.links), job.plan.targets), row)
             source, verify = LiveSide(zeros, job.plan.sources), self._profile.subscription.verify
-            job.run(source, target, check=lambda: None, fresh=self._atomic, verify=verify, delta=order.delta)
+            try:
+                job.run(source, target, check=lambda: None, fresh=self._atomic, verify=verify, delta=order.delta)
+            finally:
+                self._touched.update(() if self._atomic else job.touched)
 
     def _answer(self, order: Order) -> None:
         path = self._paths.pull(order.id)
@@ -382,23 +410,44 @@ class Subscriber:
 
         return check
 
-    def _after_failure(self, order: Order, failure: Exception) -> None:
-        """On all ranks: tell the publisher; pull again if only the job that passes the version on was lost."""
-        why = str(failure)
-        self._tear(order)
-        lives = self._callers.by_first(lambda: self._client.give_up(order, why))
+    def _after_failure(self, order: Order, failure: Exception, before: tuple[str | None, str] | None = None) -> None:
+        """On all ranks: tell the publisher; pull again if only the job that passes the version on was lost.
+
+        `before`: why the weights were of no version, and what they were, before they were received in place.
+        """
+        why, lives = str(failure), self._tell_failure(order, str(failure))
+        if before is not None and not self._touched:
+            self._torn, self._client.weights = before
+        elif before is not None:
+            self._name_touched(order)
+        said = why if self._atomic else f"{why}. {self._client.weights}"
+        refused = isinstance(failure, RefusedValueError | RefusedTypeError)
         if self._torn is not None:
             failure.add_note(self._torn)
-        elif lives and (order.source is not None or order.mapped) and not isinstance(failure, RefusedValueError):
+        elif lives and (order.source is not None or order.mapped) and not refused:
             if self._map_failures:  # the next time it is sent: it could not be mapped twice
                 self._profile = replace(self._profile, maps=False)
             self._map_failures += order.mapped
             self._client.forget_registration()
-            raise LostError(why) from failure
+            raise LostError(said) from failure
+        if not (self._atomic or refused):
+            raise ExchangeError(said) from failure
 
-    def _tear(self, order: Order) -> None:
-        if not self._atomic and not order.mapped:
-            self._torn = f"a pull of version {order.version[1]} was broken off. {TORN}"
+    def _tell_failure(self, order: Order, why: str) -> bool:
+        """The publisher why, and the other ranks which tensors this one has touched. True if the publisher lives."""
+        say = lambda: (None, (self._callers.first and self._client.give_up(order, why), self._touched))  # noqa: E731
+        told = self._callers.tell(say)[1].values()
+        self._touched = {name for _, touched in told for name in touched}
+        return any(lives for lives, _ in told)
+
+    def _name_touched(self, order: Order) -> None:
+        names = [name for name in self._target.infos if name in self._touched]
+        which = f"{len(names)} of {len(self._target.infos)} tensors may be written ({some(names)})"
+        self._tear(f"a pull of version {order.version[1]} was broken off, and {which}", f"{TORN}: {which}")
+
+    def _tear(self, why: str, weights: str = TORN) -> None:
+        """From now on the weights are of no version, until one is taken over."""
+        self._torn, self._client.weights = why, f"{weights}: pull again"
 
     def _take_over(self, order: Order, copy: Callable[[], None]) -> None:
         """All ranks have the whole version: one copy on each makes it that of the weights."""
@@ -408,16 +457,14 @@ class Subscriber:
             if self._may_lose:
                 self._callers.all_do(lambda: refuse_loss(self._losses.per_tensor(), "All tensors were written"))
         except BaseException:
-            self._torn = f"version {order.version[1]} was not taken over by all ranks"
+            self._tear(f"version {order.version[1]} was not taken over by all ranks")
             raise
         self._current, self._torn, self._map_failures = order.version, None, 0
+        self._touched.clear()
         self._client.took_over(order.version)
-        if order.mapped:  # what was mapped was not written meanwhile, also where the publisher has given this job up
-            self._callers.by_first(lambda: self._confirm_mapped(order))
-
-    def _confirm_mapped(self, order: Order) -> None:
-        with suppress(ExchangeError):
-            self._client.confirm(order, holds=False)
+        if order.mapped and self._callers.first:  # it was not written meanwhile, even if this job was given up
+            with suppress(ExchangeError):
+                self._client.confirm(order, holds=False)
 
     # --- beside pulls ------------------------------------------------------------------------------------------------
 
@@ -425,15 +472,6 @@ class Subscriber:
     def _reading(self, order: Order) -> Iterator[ReadVersion]:
         """Another job of this host reads what arrived here."""
         yield ReadVersion(self._target.wait_for_aside(order.version, self._patience))
-
-    def _tell_new(self, on_commit: Callable[[int], object]) -> None:
-        newest = self._client.newest()
-        if newest is None:
-            return
-        publisher, (_, number) = newest
-        if publisher != self._told[0] or number > self._told[1]:
-            self._told = publisher, number
-            on_commit(number)
 
     def close(self) -> None:
         """Leave. The weights stay. A rank may call it alone."""
@@ -458,8 +496,12 @@ class Subscriber:
         self.close()
 
 
-def _check_options(timeout: object, on_commit: object) -> None:
+def _check_timeout(timeout: object) -> None:
     if not isinstance(timeout, int | float) or not timeout >= 0:
         raise RefusedValueError(f"timeout={timeout!r}: give seconds, 0 or more")
+
+
+def _check_options(timeout: object, on_commit: object) -> None:
+    _check_timeout(timeout)
     if on_commit is not None and not callable(on_commit):
         raise RefusedTypeError(f"on_commit= is called with a version: give a function, not {on_commit!r}")

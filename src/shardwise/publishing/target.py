@@ -29,20 +29,22 @@ class PullTarget:
     def __init__(self, side: LiveSide, known: Infos, infos: Infos, links: Sequence[Link], me: int) -> None:
         self.side, self.infos = side, infos
         self._known, self._links, self._me = known, links, me
-        self._stamp: object = None  # of memory that was found to be apart
+        self._stamp: object = None  # of memory that was checked
         self._aside: Snapshot | None = None
         self.version_aside: Version | None = None  # None while it is not whole
 
     def check(self) -> None:
         """Refuse tensors that do not match their layouts, cannot be written, or would be written twice."""
+        stamp = self.side.stamp()
+        if stamp == self._stamp:
+            self.side.forget_buffers()
+            return
         targets = self.side.checked("target", {**self._known, **self.infos}, self._me)
         for name, memory in targets.items():
             for tensor in memory:
                 check_written(tensor, f"{name!r} of the target")
-        stamp = self.side.stamp()
-        if stamp != self._stamp:  # their memory is elsewhere now
-            check_apart(targets, {})
-            self._stamp = stamp
+        check_apart(targets, {})
+        self._stamp = stamp
 
     def memory_to_receive(self, *, aside: bool) -> Side:
         """Where the next version is received: the version aside is overwritten."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Condition, Lock
+from threading import Condition, Lock, Thread
 
 import torch
 
@@ -43,6 +43,10 @@ class HeldVersions:
         self._changed, self._comparing = Condition(), Lock()
         self._masks = dict[tuple[Ends, str, torch.dtype], Tensors | None]()  # what has changed between two versions
         self._compared = set[tuple[str, torch.dtype]]()  # what was ever compared
+        self._next, self._ahead, self._closed = None, None, False
+
+    _next: Ends | None  # to compare ahead
+    _ahead: Thread | None  # which does it
 
     def __contains__(self, number: int) -> bool:
         return number in self._versions
@@ -55,10 +59,11 @@ class HeldVersions:
 
     @property
     def bytes(self) -> int:
-        """Of all copies, also of memory that waits for the next version."""
+        """Of all copies, also of memory that waits for the next version, and of what has changed between them."""
         with self._changed:
             sides = [one.side for one in self._versions.values()]
-            return sum(side.bytes for side in (*sides, *self._spare) if isinstance(side, Snapshot))
+            copies = sum(side.bytes for side in (*sides, *self._spare) if isinstance(side, Snapshot))
+            return copies + sum(mask.nbytes for masks in self._masks.values() for mask in masks or ())
 
     def warm_up(self, tensors: Mapping[str, Tensors]) -> None:
         """Allocate and touch memory for versions: the first copy into new memory takes ten times as long."""
@@ -151,16 +156,43 @@ class HeldVersions:
                 self._masks[key] = mask
             return mask
 
+    # --- compared before anybody pulls -------------------------------------------------------------------------------
+
     def compare_ahead(self, ends: Ends) -> None:
-        """Compare two versions before anybody pulls: all tensors that were compared in earlier ones."""
-        with suppress(ExchangeError), self.reading(ends[0], 0.0) as base, self.reading(ends[1], 0.0) as side:
-            with self._changed:
-                compared = list(self._compared)
-            for name, dtype in compared:
-                self.changed(ends, name, dtype, (base, side))
+        """Let a thread compare all tensors that were compared in earlier versions. It leaves out older ends."""
+        with self._changed:
+            self._next = ends
+            if self._ahead is None and not self._closed:
+                self._ahead = Thread(target=self._run_ahead, name="shardwise comparison", daemon=True)
+                self._ahead.start()
+
+    def _run_ahead(self) -> None:
+        while (ends := self._take_next()) is not None:
+            with suppress(ExchangeError), self.reading(ends[0], 0.0) as base, self.reading(ends[1], 0.0) as side:
+                self._compare_all(ends, (base, side))
+
+    def _take_next(self) -> Ends | None:
+        with self._changed:
+            ends, self._next = self._next, None
+            if ends is None or self._closed:
+                self._ahead = None
+                return None
+            return ends
+
+    def _compare_all(self, ends: Ends, sides: tuple[Side, Side]) -> None:
+        with self._changed:
+            compared = list(self._compared)
+        for name, dtype in compared:
+            if self._closed or self._next is not None:  # a newer version is there: nobody needs these
+                return
+            self.changed(ends, name, dtype, sides)
 
     def close(self) -> None:
         """Free all memory that nobody reads."""
+        with self._changed:
+            self._closed, ahead = True, self._ahead
+        if ahead is not None:  # a thread that is inside torch when the interpreter ends may abort the process
+            ahead.join()
         with self._changed:
             self._spare.clear()
             for version in list(self._versions.values()):

@@ -107,7 +107,7 @@ def figures(plan: Plan) -> Figures:
         "balance": plan.balance,
         "seconds": plan.estimate(),
         "hosts": None if plan.hosts is None else plan.hosts.count,
-        "across": int(plan.traffic.size[~plan.traffic.inside].sum()),
+        "across": plan.bytes_across,
         "redistribute": [transport.bytes for transport in transports],
         "steps": [list(transport.steps) for transport in transports],
         "why_not": transports[0].why_not,

@@ -157,7 +157,7 @@ def _whole(by_rank: Mapping[int, Mapping[OBJ_PATH, NestedDescription]]) -> dict[
 def _flat(flat: FlatTensor, parts: list[PlainShard], group: dist.ProcessGroup | None) -> ShardedTensor:
     """A ShardedTensor of the familiar API where that can express it: its shards must not overlap."""
     if not prod(flat.layout.shape):
-        return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype), flat.layout, group)
+        return ShardedTensor(torch.empty(flat.layout.shape, dtype=flat.dtype, device="cpu"), flat.layout, group)
     tensors = [part.tensor for part in parts]
     if not flat.layout.form.holders.single or not has_default_group():
         return ShardedTensor(tensors, flat.layout, group)

@@ -18,7 +18,7 @@ from shardwise.job.agree import agree_on, refusals, tell_all
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, check_change, check_changes
 from shardwise.job.job import Job
 from shardwise.job.names import Rename
-from shardwise.job.plan import HostsOption, ModelPlan, TensorInfo
+from shardwise.job.plan import HostsOfGroup, HostsOption, ModelPlan, TensorInfo
 from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.job.remap import Link, Remap, Shapes, links, shapes_after
 from shardwise.job.remap_rules import list_rules
@@ -50,7 +50,7 @@ def reshard_state_dict(
     dtype: Cast = None,
     overflow: Overflow = "refuse",
     max_bytes: int | None = None,
-    hosts: HostsOption = None,
+    hosts: HostsOption = "auto",
     free: bool = False,
     verify: bool = False,
     progress: Progress = None,
@@ -176,7 +176,7 @@ def _plan(
     check_changes(changes, lambda change: check_change(change, sources, named=change.target in named))
     if unused := casts.unused(targets):
         raise ValueError(f"dtype= has {unused[0]!r}, which matches no tensor that is moved")
-    return ModelPlan.of(planned, sources, targets, max_bytes=max_bytes, hosts=hosts)
+    return ModelPlan.of(planned, sources, targets, max_bytes=max_bytes, hosts=HostsOfGroup.of(hosts, transport.hosts))
 
 
 class FreedSide(LiveSide):

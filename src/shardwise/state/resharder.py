@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Losses, Overflow, check_overflow, refuse_loss
 from shardwise.job.agree import agree_on, refusals, tell_all, total_of_all
-from shardwise.job.background import BackgroundRun, OwnStream, RunHandle
+from shardwise.job.background import BackgroundRun, OwnStream, OwnThread, RunHandle
 from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.deltas import DeltaOption, DeltaRuns, check_delta
 from shardwise.job.job import Job, Tell
@@ -29,6 +29,7 @@ from shardwise.job.session import accepts_wire, group_transport
 from shardwise.job.side import FailedSide, FreshSide, LiveSide, combine_descriptions, refuse_several_jobs
 from shardwise.job.snapshot import Snapshot
 from shardwise.job.zeros import zeros_memory
+from shardwise.planning import size
 from shardwise.quantized.moves import Rule, split_rules
 from shardwise.quantized.sides import CodedLinks, QuantizingSide
 from shardwise.state.memory_checks import check_apart, check_memory, check_unshared, checked_target
@@ -72,7 +73,7 @@ class Resharder:
         overflow: Overflow = "refuse",
         strict: bool = True,
         max_bytes: int | None = None,
-        hosts: HostsOption = None,
+        hosts: HostsOption = "auto",
         verify: bool = False,
         plan: str | None = None,
         progress: Progress = None,
@@ -114,7 +115,7 @@ class Resharder:
         self._choice, self._overflow, self._zeros = transport, overflow, frozenset(self._coded.zeros())
         self._use(self._transport)
         self._own: OwnGroup | None = None  # of asynchronous runs
-        self._stream, self._copy, self._last = OwnStream(), None, None
+        self._thread, self._stream, self._copy, self._last = OwnThread(), OwnStream(), None, None
         linked = delta == "always" or transport == "group" or not self._transport.on_one_host
         total = lambda numbers: total_of_all(self._transport, "sync", numbers)  # noqa: E731  # which may become another
         self._deltas = DeltaRuns(delta if linked else False, total)
@@ -123,9 +124,29 @@ class Resharder:
     def delta_bytes(self) -> int:
         """Bytes of memory in which this rank keeps what it sent last, to find out what changed.
 
-        While a run compares, it takes one more byte for each element of the tensors of one exchange.
+        It is allocated in the first run, and given back while "auto" pauses. While a run compares, it takes one more
+        byte for each element of the tensors of one exchange.
         """
-        return self._deltas.base.bytes
+        return self._job.delta_bytes(self._deltas.mode)
+
+    def explain(self) -> str:
+        """The plan in words, and the memory that this rank keeps between runs.
+
+        >>> import shardwise as sw
+        >>> from shardwise.testing import on_ranks
+        >>> def work(rank):
+        ...     source, target = sw.ShardedTensor(torch.ones(2, 2), "4x2/S0@2"), sw.empty("4x2/S1@2")
+        ...     return sw.Resharder({"w": source}, {"w": target}, delta="always").explain()
+        >>> print(on_ranks(2, work)[0])
+        1 tensors become 1, in 1 exchange
+        16 B between ranks, 16 B stay; no rank stages more than 36 B
+             1 x 4x2/S0@2 float32 -> 4x2/S1@2 float32: 16 B move, as w
+        this rank keeps 16 B for deltas
+        run(async_op=True) takes 16 B on this rank, for a copy of its source
+        """
+        kept = [f"this rank keeps {size(self.delta_bytes)} for deltas"] if self._deltas.mode else []
+        copied = f"run(async_op=True) takes {size(self.snapshot_bytes)} on this rank, for a copy of its source"
+        return "\n".join([self.plan.explain(), *kept, copied])
 
     def __repr__(self) -> str:
         return f"Resharder({self.plan!r})"
@@ -182,7 +203,7 @@ class Resharder:
             work = partial(self._fail, error)
         # what autograd has saved of the target is no longer to be used, although it changes only later
         increment_version([*chain(*self._target.lasting().values())])
-        return BackgroundRun(work, self._transport, self._stream)
+        return BackgroundRun(work, self._transport, self._thread, self._stream)
 
     def _take(self) -> _Copy:
         """Copy this rank's source, into the memory of the last run if it fits."""
@@ -190,14 +211,16 @@ class Resharder:
         if self._copy is None or stamp != self._copy.stamp:
             sources = self._live.checked("source", {**self._infos[0], **self.plan.sources}, self._transport.me)
             check_unshared(self._target.lasting(), sources)
-        if self._copy is None or not self._copy.snapshot.fits(changing):
-            self._copy = None  # released before the next is allocated
-            snapshot = Snapshot(changing, {name: self._live.memory(name) for name in self._zeros})
-            source = QuantizingSide(snapshot, self._coded.quantized, self._transport)
-            self._copy = _Copy(snapshot, self._new_job(), source)
-        self._copy.stamp = stamp
+            if self._copy is None or not self._copy.snapshot.fits(changing):
+                self._copy = None  # released before the next is allocated
+                self._copy = self._new_copy(changing)
+            self._copy.stamp = stamp
         self._copy.snapshot.take(changing)
         return self._copy
+
+    def _new_copy(self, changing: dict[str, Tensors]) -> _Copy:
+        snapshot = Snapshot(changing, {name: self._live.memory(name) for name in self._zeros})
+        return _Copy(snapshot, self._new_job(), QuantizingSide(snapshot, self._coded.quantized, self._transport))
 
     def _changing(self) -> dict[str, Tensors]:
         """The memory of the source that has to be copied: not the zeros of padding."""

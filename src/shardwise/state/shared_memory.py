@@ -56,17 +56,20 @@ def empty(
 def share_(x: T) -> T:
     """Move tensors to shared memory, in place: a tensor of any kind, a module, or all tensors of a state dict.
 
-    All tensors of the same storage follow: parameters, their views, FSDP's own references. A rank may call it alone.
-    Memory is taken from /dev/shm.
+    All tensors of the same storage follow: parameters, their views, FSDP's own references. All of them together take
+    one descriptor. Their storages can no longer be resized. A rank may call it alone. Before torch 2.13 each storage
+    takes a descriptor, and its memory from /dev/shm.
     """
     if not (x is None or isinstance(x, nn.Module | Mapping | list | tuple) or is_tensor(x)):
         raise TypeError(f"share_ takes a tensor, a module, or a dict or list of tensors, not a {type(x).__name__}")
-    for tensor in _tensors(x):
+    tensors = _tensors(x)
+    for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ExchangeError(f"share_: only CPU tensors can be in shared memory, not {tensor.device}")
         if tensor.layout != torch.strided:
             raise ExchangeError(f"share_: only dense tensors can be in shared memory, not {tensor.layout}")
-        _memory().move(tensor.untyped_storage())
+    if tensors:
+        _memory().move(tensor.untyped_storage() for tensor in tensors)
     return x
 
 

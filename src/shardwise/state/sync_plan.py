@@ -10,7 +10,7 @@ import torch
 from shardwise.containers.description import Descriptions, describe_all, tensors_in
 from shardwise.job.casts import Change, TargetCasts, check_changes
 from shardwise.job.names import Rename
-from shardwise.job.plan import HostsOption, ModelPlan
+from shardwise.job.plan import HostsOfGroup, HostsOption, ModelPlan
 from shardwise.job.remap import Remap, check_kept, links
 from shardwise.job.session import check_owners
 from shardwise.job.zeros import zeros_infos
@@ -58,7 +58,8 @@ def plan_sync(
     for side, tensors in zip(("source", "target"), known, strict=True):
         check_owners(transport.owners, {f"{name!r} of the {side},": tensor.layout for name, tensor in tensors.items()})
     coded, sources, targets = coded_links_between(known, rename, rules, cast, strict=strict)
-    return ModelPlan.of(coded.links, sources, targets, max_bytes=max_bytes, hosts=hosts), coded
+    heeded = HostsOfGroup.of(hosts, transport.hosts)
+    return ModelPlan.of(coded.links, sources, targets, max_bytes=max_bytes, hosts=heeded), coded
 
 
 def coded_links_between(

@@ -23,8 +23,9 @@ from shardwise.exchange.messages import Tensors
 from shardwise.exchange.overflow import Overflow, check_overflow
 from shardwise.job.casts import check_dtype
 from shardwise.job.job import Job
-from shardwise.job.plan import ModelPlan, TensorInfo, single
+from shardwise.job.plan import HostsOfGroup, ModelPlan, TensorInfo, single
 from shardwise.job.session import check_owners
+from shardwise.job.verify import key_part
 from shardwise.layout import Layout, local_shapes
 from shardwise.planning import Plan
 from shardwise.tensor.output import Shapes, memory_for
@@ -40,7 +41,7 @@ class Options:
 
     dtype: torch.dtype | None = None
     max_bytes: int | None = None
-    hosts: Any = None
+    hosts: Any = "auto"
     verify: bool = False
     transport: TransportChoice = "auto"
     overflow: Overflow = "refuse"
@@ -152,10 +153,12 @@ class Call:
                 raise self.source.error
             if unknown:
                 lacking = {name: facts.get(name, "unknown") for name in FACTS}
-                return Exchange(self.transport, self._proposal(lacking, "unknown", unknown | {"target"}))
+                proposal = self._proposal(lacking, "unknown", unknown | {"target"})
+                return Exchange(self.transport, proposal, note=key_part() if self.options.verify else ())
             self._prepare(Facts(**facts))
             proposal = self._proposal(facts, self.plan.target, unknown)
-            return self.job.exchange(0, [self.move], proposal, fresh=self._out is None, part_of=part_of)
+            fresh, verify = self._out is None, self.options.verify
+            return self.job.exchange(0, [self.move], proposal, fresh=fresh, part_of=part_of, verify=verify)
         except Exception as error:
             return Exchange(self.transport, Proposal({"operation": self.operation}, error=error), part_of=part_of)
 
@@ -275,5 +278,6 @@ class Plans:
         check_owners(self._transport.owners, {"the source": facts.source, "the target": target})
         ours = TensorInfo(facts.shape, facts.dtype, facts.source, facts.device)
         theirs = TensorInfo(target.shape, options.dtype or facts.dtype, target, facts.device)
-        plan, me = single(ours, theirs, options.max_bytes, options.hosts), self._transport.me
+        hosts, me = HostsOfGroup.of(options.hosts, self._transport.hosts), self._transport.me
+        plan = single(ours, theirs, options.max_bytes, hosts)
         return PlannedCall(plan, local_shapes(facts.source, me), local_shapes(target, me))

@@ -91,7 +91,7 @@ def reshard(
     out: Output = None,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
-    hosts: HostsOption = None,
+    hosts: HostsOption = "auto",
     verify: bool = False,
     async_op: bool = False,
     transport: TransportChoice = "auto",
@@ -106,7 +106,8 @@ def reshard(
     `group`: the ranks that call; by default the group of a ShardedTensor that has one, the mesh of a DTensor that stays
     on it, or the default group. `out`: write the result there. `dtype`: cast while moving. `overflow="refuse"`: move
     nothing if a value is out of range for that dtype; "allow" casts it. `max_bytes`: stage at most this much at a time.
-    `hosts`: as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `transport`:
+    `hosts`: "auto" asks the group, so that values cross between hosts once; a `Network` says what the network can do;
+    else as in `plan`. `verify`: compare fingerprints of both sides. `async_op`: return a Handle. `transport`:
     "auto" uses shared memory between ranks on one host, "group" only the group, "shared" requires that all ranks can
     share memory.
     """
@@ -229,7 +230,7 @@ def with_autograd(call: Call) -> tuple[Tensors, torch.Tensor | None]:
     inputs = call.source.tensors or (call.source.stand_in,)
     with torch.enable_grad():  # as it was when the call was made, wherever it is waited for
         if inputs == (None,):
-            inputs = (torch.empty(0, requires_grad=True),)  # so that backward comes by here too
+            inputs = (torch.empty(0, requires_grad=True, device="cpu"),)  # so that backward comes by here too
         results = Reshard.apply(call, outputs, *inputs)  # type: ignore[no-untyped-call]
     return (list(results), None) if outputs else ([], results[0])
 
@@ -242,7 +243,7 @@ class Reshard(torch.autograd.Function):
         """Nothing is left to do."""
         ctx.source, ctx.target, ctx.holds = call.source.container, call.target, bool(outputs)
         ctx.transport, ctx.facts, ctx.options = call.transport, call.facts, call.options
-        return tuple(outputs) or (torch.empty(0),)
+        return tuple(outputs) or (torch.empty(0, device="cpu"),)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -258,4 +259,4 @@ class Reshard(torch.autograd.Function):
         operation = "backward of a reshard"
         call = Call(ctx.transport, gradient, lambda _: source.gradient(arrived), options, operation=operation)
         moved, _ = with_autograd(call.start().run())
-        return (None, None, *moved) if moved else (None, None, torch.zeros(0))  # of a stand-in
+        return (None, None, *moved) if moved else (None, None, torch.zeros(0, device="cpu"))  # of a stand-in

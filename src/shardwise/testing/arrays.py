@@ -73,17 +73,25 @@ def simulate(plan: Plan, shards: Mapping[int, Sequence[Array]]) -> Shards:
     [[2, 3], [6, 7], [10, 11], [14, 15]]
     """
     dtype = _dtype(shards, plan.source)
-    parts = {owner: plan.for_owner(owner) for owner in plan.owners}
-    result = empty(plan.target, dtype)
+    for leg in plan.legs:
+        averaged = leg.makes_sums and leg.source.op == "avg"
+        shards = _simulate(leg, shards, np.result_type(dtype, np.int64) if averaged else dtype)
+    return {owner: list(buffers) for owner, buffers in shards.items()}
+
+
+def _simulate(leg: Plan, shards: Mapping[int, Sequence[Array]], dtype: np.dtype[Any]) -> Shards:
+    """One leg of a plan, whose results have this dtype."""
+    parts = {owner: leg.part(owner) for owner in leg.owners}
+    result = empty(leg.target, dtype)
     for owner, buffers in result.items():
         for buffer in buffers:
             buffer[...] = parts[owner].fill or 0
     todo = {owner: _by_stage(part) for owner, part in parts.items()}
     for stage in sorted({stage for stages in todo.values() for stage in stages}):
         now = {owner: stages.get(stage, []) for owner, stages in todo.items()}
-        transport = _packed(plan, now, shards, result, stage)
+        transport = _packed(leg, now, shards, result, stage)
         for owner, copies in now.items():
-            _unpack(plan, owner, copies, result.get(owner, []), stage, transport)
+            _unpack(leg, owner, copies, result.get(owner, []), stage, transport)
         if any(len(message) for message in transport.values()):
             raise PlanError(f"step {stage[0]}, round {stage[1]}: cells were sent that no owner expected")
     return result
@@ -126,13 +134,22 @@ def _unpack(
         arrived.sort(key=lambda item: (item[0].box.lo, item[0].box.hi, item[0].term))
         for (_, _), terms in groupby(arrived, key=lambda item: (item[0].box.lo, item[0].box.hi)):
             several = list(terms)
-            if [copy.term for copy, _ in several] != list(range(plan.source.terms)):
+            if [copy.term for copy, _ in several] != _terms_of(plan, owner):
                 raise PlanError(f"owner {owner} gets terms {[c.term for c, _ in several]} of {several[0][0].box}")
-            value = _combined([cells for _, cells in several], plan.source.op)
+            op = "sum" if plan.makes_sums and plan.source.op == "avg" else plan.source.op
+            sizes = plan.sums.sizes if plan.sums and plan.takes_sums else None
+            value = _combined([cells for _, cells in several], op, sizes)
             write(buffers, plan.target, owner, several[0][0].box, value)
     else:
         for copy, cells in arrived:
             write(buffers, plan.target, owner, copy.box, cells)
+
+
+def _terms_of(leg: Plan, owner: int) -> list[int]:
+    """The terms that an owner reduces: all, or those of its own term of the target."""
+    edges = leg.sums.edges if leg.sums and leg.sums.made else (0, leg.source.terms)
+    term = term_of(leg.target, owner) if len(edges) > 2 else 0
+    return list(range(edges[term], edges[term + 1]))
 
 
 def _by_stage(part: Part) -> dict[tuple[int, int], list[Copy]]:
@@ -195,17 +212,28 @@ def term_of(layout: Layout, owner: int) -> int:
     return int(layout.form.holders.term_of(ints([owner]))[0])
 
 
-def _combined(terms: Sequence[Array], op: str | None) -> Array:
+def _combined(terms: Sequence[Array], op: str | None, sizes: Sequence[int] | None = None) -> Array:
+    """The reduction of terms, each of which is the sum of so many others."""
     if op is None:
         return terms[0]
+    sizes = sizes or [1] * len(terms)
     if op != "avg":
-        return reduce(COMBINE[op], terms)
+        return _in_a_tree(COMBINE[op], terms, sizes)
     wide = np.result_type(terms[0], np.int64)  # a sum of narrow numbers may not fit
-    value = reduce(np.add, [term.astype(wide) for term in terms])
+    value, count = _in_a_tree(np.add, [term.astype(wide) for term in terms], sizes), sum(sizes)
     whole = wide == np.int64
-    if whole and (value % len(terms)).any():
+    if whole and (value % count).any():
         raise PlanError(f"an average of {terms[0].dtype} terms is not an integer: use a float dtype")
-    return (value // len(terms) if whole else value / len(terms)).astype(terms[0].dtype)
+    return (value // count if whole else value / count).astype(terms[0].dtype)
+
+
+def _in_a_tree(combine: Callable[[Array, Array], Array], terms: Sequence[Array], sizes: Sequence[int]) -> Array:
+    """The first 2**k of n terms, the others, and then both: 2**k is the largest power of two below n."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << ((sum(sizes) - 1).bit_length() - 1)
+    first = int(np.searchsorted(np.cumsum(sizes), half)) + 1
+    return combine(_in_a_tree(combine, terms[:first], sizes[:first]), _in_a_tree(combine, terms[first:], sizes[first:]))
 
 
 def _terms(value: Array, layout: Layout, random: np.random.Generator) -> list[Array]:

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 from shardwise.errors import ShardwiseError
+from shardwise.testing.links import SlowSwitch
 from shardwise.testing.ranks import end_with
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class Host:
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
+        self._switch: SlowSwitch | None = None
         self._forked = list[HostProcess[Any]]()
         self._started = list[subprocess.Popen[Any]]()
 
@@ -125,10 +127,7 @@ class Host:
 
     def enter(self) -> None:
         """Move the calling thread to this host for good, and tell gloo about the link. For processes just forked."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{self.name}") as file:
-            if libc.setns(file.fileno(), CLONE_NEWNET):  # os.setns comes with Python 3.12
-                raise HostError(f"cannot enter {self.name}: {os.strerror(ctypes.get_errno())}")
+        _enter(self.name)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # the machine's name may resolve to the loopback device
 
     def sent_bytes(self) -> int:
@@ -147,6 +146,12 @@ class Host:
         """Mend the link."""
         _ip("-n", self.name, "link", "set", INTERFACE, "up")
 
+    def lose(self, share: float) -> None:
+        """Lose this share of the packets of all hosts from now on. Only with `delay`; any process may call."""
+        if self._switch is None:
+            raise HostError("only hosts(..., delay=) lose packets: the kernel's own switch loses none")
+        self._switch.lose(share)
+
     def _counter(self, way: str) -> int:
         (link,) = json.loads(_ip("-n", self.name, "-s", "-j", "link", "show", "dev", INTERFACE))
         return int(link["stats64"][way]["bytes"])
@@ -160,8 +165,11 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, *, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
+def hosts(count: int, *, rate: str | None = None, delay: float | None = None) -> Iterator[tuple[Host, ...]]:
     """So many hosts on this machine, each with a link to one switch. `rate` limits what each host sends: "1gbit".
+
+    `delay`: so many seconds pass until a packet of one host reaches another. Such a switch is a process of its own, for
+    some 10,000 packets a second, and can lose some (`Host.lose`).
 
     >>> if why_no_hosts() is None:
     ...     from shardwise.testing import on_ranks
@@ -179,15 +187,21 @@ def hosts(count: int, *, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
     _remove_leftovers()
     prefix = f"{PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
     switch = f"{prefix}-switch"
-    made = [Host(f"{prefix}-{n}", f"{NETWORK}.{n + 1}") for n in range(count)]
+    made, slow = [Host(f"{prefix}-{n}", f"{NETWORK}.{n + 1}") for n in range(count)], None
     try:
-        _make_switch(switch)
+        _ip("netns", "add", switch)
         for host in made:
             _connect(host, switch, shaped)
+        if delay is None:
+            _bridge(switch, made)
+        else:
+            slow = _slow_switch(switch, made, delay)
         yield tuple(made)
     finally:
         for host in made:
             host._end_processes()
+        if slow is not None:
+            slow.end()
         for name in {switch, *(host.name for host in made)} & _namespaces():
             _remove(name)
 
@@ -205,18 +219,41 @@ def why_no_hosts() -> str | None:
 # --- namespaces and links --------------------------------------------------------------------------------------------
 
 
-def _make_switch(name: str) -> None:
-    """A bridge in a namespace of its own: the machine's own network has no part in it."""
-    _ip("netns", "add", name)
-    _ip("-n", name, "link", "add", "bridge", "type", "bridge")
-    _ip("-n", name, "link", "set", "bridge", "up")
+def _bridge(switch: str, made: Sequence[Host]) -> None:
+    """Connect all ports of a namespace, in which the machine's own network has no part."""
+    _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", switch, "link", "set", "bridge", "up")
+    for host in made:
+        _ip("-n", switch, "link", "set", _port(host), "master", "bridge")
+
+
+def _slow_switch(switch: str, made: Sequence[Host], delay: float) -> SlowSwitch:
+    """The same by a process, that sees every packet alone."""
+    for host in made:
+        _ip("-n", host.name, "link", "set", INTERFACE, "gso_max_segs", "1")
+    slow = SlowSwitch(lambda: _enter(switch), list(map(_port, made)), delay)
+    for host in made:
+        host._switch = slow
+    return slow
+
+
+def _enter(namespace: str) -> None:
+    """Move the calling thread there for good."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):  # os.setns comes with Python 3.12
+            raise HostError(f"cannot enter {namespace}: {os.strerror(ctypes.get_errno())}")
+
+
+def _port(host: Host) -> str:
+    """The end of a host's link at the switch."""
+    return f"port{host.address.rpartition('.')[2]}"
 
 
 def _connect(host: Host, switch: str, shaped: Sequence[str] | None) -> None:
-    port = f"port{host.address.rpartition('.')[2]}"
     _ip("netns", "add", host.name)
-    _ip("-n", host.name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-    _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+    _ip("-n", host.name, "link", "add", INTERFACE, "type", "veth", "peer", "name", _port(host), "netns", switch)
+    _ip("-n", switch, "link", "set", _port(host), "up")
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", INTERFACE)
     if shaped is not None:

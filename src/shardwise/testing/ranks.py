@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from io import BytesIO
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,7 @@ def on_ranks(
     patience: float = 60.0,
     dying: Collection[int] = (),
     hosts: Sequence[Host] | None = None,
+    backend: str = "gloo",
 ) -> list[T]:
     """Call `work(rank)` on so many ranks of this machine; their results, in the order of the ranks.
 
@@ -50,12 +52,17 @@ def on_ranks(
     The ranks are forked, so that torch is imported once and `work` may be any function, and meet in a file, not on a
     port; each uses one thread. After `timeout` seconds all are ended. `patience` is the timeout of their process
     group. Ranks that are `dying` may die without a report: their result is None. `hosts`: the host of each rank, of
-    `shardwise.testing.hosts`; this machine by default. POSIX only.
+    `shardwise.testing.hosts`; this machine by default. `backend`: of the group, as torch names it, such as
+    "cpu:gloo,cuda:nccl", where rank n uses GPU number n; or one of `shardwise.testing.ordered_group`. Tensors of a
+    device come back on the CPU. POSIX only.
     """
     import torch
     import torch.distributed as dist
 
-    import shardwise.tensor  # noqa: F401  # once, and not on every rank
+    import shardwise.tensor  # once, and not on every rank
+
+    if sys.platform == "linux":
+        import shardwise.transports.shared_memory  # noqa: F401
 
     if dist.is_initialized():
         raise RankError("on_ranks makes a process group of its own: call it where there is none, not on a rank")
@@ -65,7 +72,8 @@ def on_ranks(
     torch.set_num_threads(1)  # a forked child of one that runs several would wait for threads that it does not have
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-            return _run(hosts or [None] * count, work, os.path.join(folder, "store"), timeout, patience, dying)
+            store = os.path.join(folder, "store")
+            return _run(hosts or [None] * count, work, store, timeout, patience, dying, backend)
     finally:
         torch.set_num_threads(threads)
 
@@ -77,11 +85,14 @@ def _run(
     timeout: float,
     patience: float,
     dying: Collection[int],
+    backend: str,
 ) -> list[T]:
     fork = multiprocessing.get_context("fork")
     pipes: Pipes = [fork.Pipe(duplex=False) for _ in hosts]
     together = not dying  # else the others cannot meet at the end
-    start = [(rank, host, work, store, patience, pipes, together, os.getpid()) for rank, host in enumerate(hosts)]
+    start = [
+        (rank, host, work, store, patience, pipes, together, os.getpid(), backend) for rank, host in enumerate(hosts)
+    ]
     processes = [fork.Process(target=_rank, args=args, daemon=True) for args in start]
     try:
         with warnings.catch_warnings():
@@ -106,6 +117,7 @@ def _rank(
     pipes: Pipes,
     together: bool,
     parent: int,
+    backend: str,
 ) -> None:
     """The life of one rank: meet, work, report, and leave together."""
     import torch
@@ -114,24 +126,54 @@ def _rank(
     torch.set_num_threads(1)  # torch makes its pool anew after a fork; threads that ask for it first, together, abort
     gc.freeze()  # the collector would visit, and so copy, all that the parent has
     end_with(parent)
-    for _, end in pipes[:rank] + pipes[rank + 1 :]:
-        end.close()  # or the death of another rank would not be seen
+    for ours, end in enumerate(end for ends in pipes for end in reversed(ends)):
+        if ours != 2 * rank:
+            end.close()  # or the death of another rank would not be seen
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     pipe, limit = pipes[rank][1], timedelta(seconds=patience)
     try:
         if host is not None:
             host.enter()
         files = dist.FileStore(store, len(pipes))  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=files, rank=rank, world_size=len(pipes), timeout=limit)
+        _prepare_device(backend, rank)
+        dist.init_process_group(backend, store=files, rank=rank, world_size=len(pipes), timeout=limit)
         result = work(rank)
         if together:
-            dist.barrier()
-        pipe.send_bytes(pickle.dumps((time.monotonic(), None, result)))  # tensors by value: this process ends
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that it uses the current device
+                dist.barrier()
+        pipe.send_bytes(_by_value((time.monotonic(), None, result)))
     except BaseException:
         pipe.send_bytes(pickle.dumps((time.monotonic(), traceback.format_exc(), None)))
     finally:
         pipe.close()
         os._exit(0)  # no handler of the parent runs here
+
+
+def _prepare_device(backend: str, rank: int) -> None:
+    """What has to be known before the group is made."""
+    import torch
+
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    elif "ordered" in backend:
+        from shardwise.testing.ordered_group import register_backends
+
+        register_backends()
+
+
+def _by_value(report: Report[Any]) -> bytes:
+    """A report with tensors by value, of the CPU: this process ends, and the parent knows no device."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, x: Any) -> Any:
+            away = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type not in ("cpu", "meta")
+            return x.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL) if away else NotImplemented
+
+    room = BytesIO()
+    Pickler(room).dump(report)
+    return room.getvalue()
 
 
 def end_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""What all transports have in common: small collectives and rounds, made of messages; the queue that runs calls.
+"""What all transports have in common: collectives and rounds, made of messages; the queue that runs calls.
 
 The tag of a collective keeps it apart from other messages, so it may run between other calls of the same owners.
 """
@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import count
 from threading import Condition, Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 from zlib import crc32
 
@@ -24,114 +24,24 @@ import torch
 
 from shardwise.exchange.buffers import Staging, ViewCache
 from shardwise.exchange.transport import PeerBuffer, PostedMessages, PostedRound, Receive, ReduceOp, Send
+from shardwise.transports import collectives
 
 T = TypeVar("T")
 
 
-def all_to_all(over: Endpoint, rows: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
-    """Send row i to `owners[i]`; the function that is returned waits for the rows of all owners."""
-    mine, result = over.rows[over.me], torch.empty_like(rows)
-    result[mine] = rows[mine]
-    others = [(row, owner) for row, owner in enumerate(over.owners) if row != mine]
-    receives = [(owner, result[row]) for row, owner in others]
-    posted = over.post_messages(receives, [(owner, rows[row]) for row, owner in others], tag)
-
-    def wait() -> torch.Tensor:
-        wait_for(posted)
-        return result
-
-    return wait
-
-
-def all_reduce(over: Endpoint, numbers: torch.Tensor, op: ReduceOp, tag: int) -> torch.Tensor:
-    """By doubling: after step k an owner has the result of 2**k owners. Those past a power of two join in first."""
-    me, count = over.rows[over.me], len(over.owners)
-    most = 1 << (count.bit_length() - 1)
-    if me >= most:
-        _exchange_numbers(over, me - most, tag, send=numbers)
-        return _exchange_numbers(over, me - most, tag, like=numbers)
-    if me + most < count:
-        numbers = _combine(numbers, _exchange_numbers(over, me + most, tag, like=numbers), op)
-    for step in (1 << k for k in range(most.bit_length() - 1)):
-        numbers = _combine(numbers, _exchange_numbers(over, me ^ step, tag, send=numbers, like=numbers), op)
-    if me + most < count:
-        _exchange_numbers(over, me + most, tag, send=numbers)
-    return numbers
-
-
-def all_gather(over: Endpoint, value: T, tag: int, device: torch.device) -> list[T]:
-    """Everybody's values. Equal values are one object: they must not be changed.
-
-    After step k an owner has the values of the next 2**k owners, so large groups need few messages too.
-    """
-    me, count = over.rows[over.me], len(over.owners)
-    texts = [over.encode(value)]  # of this owner and the next ones, in a circle
-    while len(texts) < count:
-        step = len(texts)
-        target, source = over.owners[me - step], over.owners[(me + step) % count]
-        texts += _pass_on(over, texts[: count - step], target, source, tag, device)
-    values = {text: over.decode(text) for text in set(texts)}
-    return [values[texts[(row - me) % count]] for row in range(count)]
-
-
-def wait_for(posted: PostedMessages) -> None:
-    """Wait until all messages have arrived and are sent."""
-    for _ in posted.arrivals():
-        pass
-
-
-def _exchange_numbers(
-    over: Endpoint, row: int, tag: int, *, send: torch.Tensor | None = None, like: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Send numbers to an owner, and receive as many as `like` has."""
-    peer, result = over.owners[row], torch.empty(0) if like is None else torch.empty_like(like)
-    receives = [] if like is None else [(peer, result.view(torch.uint8))]
-    sends = [] if send is None else [(peer, send.view(torch.uint8))]
-    wait_for(over.post_messages(receives, sends, tag))
-    return result
-
-
-def _combine(a: torch.Tensor, b: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    return torch.maximum(a, b) if op == "max" else a + b
-
-
-def _pass_on(
-    over: Endpoint, texts: list[bytes], target: int, source: int, tag: int, device: torch.device
-) -> list[bytes]:
-    """Send encoded values to one owner and receive those of another: the size first, since only the sender knows it."""
-    mine = torch.frombuffer(bytearray(_joined(texts)), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(mine)], device=device)
-    size_there = torch.empty_like(size)
-    wait_for(over.post_messages([(source, size_there)], [(target, size)], tag))
-    received = mine.new_empty(int(size_there))
-    wait_for(over.post_messages([(source, received)], [(target, mine)], tag))
-    return _separated(received.cpu().numpy().tobytes())
-
-
-def _joined(texts: Sequence[bytes]) -> bytes:
-    """Several strings of bytes as one: equal ones travel once."""
-    once = list(dict.fromkeys(texts))
-    rows = {text: row for row, text in enumerate(once)}
-    numbers = [len(texts), len(once), *(rows[text] for text in texts), *map(len, once)]
-    return np.array(numbers, np.int64).tobytes() + b"".join(once)
-
-
-def _separated(data: bytes) -> list[bytes]:
-    """The inverse.
-
-    >>> _separated(_joined([b"a", b"", b"a"]))
-    [b'a', b'', b'a']
-    """
-    count, different = np.frombuffer(data, np.int64, 2).tolist()
-    numbers = np.frombuffer(data, np.int64, 2 + count + different)[2:]
-    ends = [0, *np.cumsum(numbers[count:]).tolist()]
-    body = data[8 * (2 + len(numbers)) :]
-    once = [body[start:stop] for start, stop in pairwise(ends)]
-    return [once[row] for row in numbers[:count].tolist()]
-
-
 EARLY_BYTES = 2**22  # of a round that is worth posting before all have agreed, although it needs staging
+MOST_IN_SLOT = 2**14  # bytes of a message beside a header
+MOST_SLOTS = 256  # in larger groups nobody writes to everybody; headers are reduced instead
 CPU = torch.device("cpu")
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """A resource that keeps memory for later."""
+
+    def release(self) -> int:
+        """Give it back; the number of bytes."""
+        ...
 
 
 class Endpoint:
@@ -169,6 +79,14 @@ class Endpoint:
         """By default as other messages."""
         return self.post_messages(receives, sends, tag)
 
+    def message_device(self, device: torch.device) -> torch.device:
+        """Where messages of tensors on this device lie: by default in CPU memory."""
+        return CPU
+
+    def post_small(self, receives: Sequence[PeerBuffer], sends: Sequence[PeerBuffer], tag: int) -> PostedMessages:
+        """Messages of small collectives: by default as others."""
+        return self.post_messages(receives, sends, tag)
+
     def shares_memory(self, peer: int) -> bool:
         """By default all goes by messages."""
         return False
@@ -189,6 +107,28 @@ class Endpoint:
         """By default a transport has no timeout."""
         return nullcontext()
 
+    def together(self) -> AbstractContextManager[None]:
+        """By default what is sent leaves at once."""
+        return nullcontext()
+
+    @property
+    def most_slots(self) -> int:
+        """By default so many owners write to everybody."""
+        return MOST_SLOTS
+
+    @property
+    def most_in_slot(self) -> int:
+        """By default what costs little more than the header beside it."""
+        return MOST_IN_SLOT
+
+    @property
+    def most_unasked(self) -> int:
+        """By default nothing: a message that nobody receives would stay."""
+        return 0
+
+    def discard_unasked(self, number: int) -> None:
+        """By default there are none."""
+
     def early_limit(self, device: torch.device, *, direct: bool) -> int:
         """Nothing where messages cannot be told apart."""
         return EARLY_BYTES if self.tagged else -1
@@ -197,18 +137,24 @@ class Endpoint:
         self, rows: npt.NDArray[np.uint8], sizes: Sequence[int], number: int, *, in_order: bool = True
     ) -> Callable[[], Sequence[memoryview]]:
         """Whole rows, by messages."""
-        wait = all_to_all(self, torch.from_numpy(rows), self.collective_tag("all_to_all", number))
+        wait = collectives.all_to_all(self, torch.from_numpy(rows), self.collective_tag("all_to_all", number))
         return lambda: [memoryview(row) for row in wait().numpy()]
 
     def all_reduce(
         self, numbers: torch.Tensor, op: ReduceOp, number: int, *, in_order: bool = True
     ) -> Callable[[], torch.Tensor]:
         """By messages."""
-        return lambda: all_reduce(self, numbers, op, self.collective_tag("all_reduce", number))
+        return lambda: collectives.all_reduce(self, numbers, op, self.collective_tag("all_reduce", number))
 
     def all_gather(self, value: T) -> list[T]:
         """By messages."""
-        return all_gather(self, value, self.collective_tag("all_gather"), CPU)
+        return collectives.all_gather(self, value, self.collective_tag("all_gather"), CPU)
+
+    def gather(self, value: T, among: Sequence[int]) -> list[T]:
+        """The values of some owners, this one among them, which alone call."""
+        return collectives.all_gather(
+            Some(self, among), value, self.collective_tag("all_gather"), self.message_device(CPU)
+        )
 
     def post_round(
         self,
@@ -244,7 +190,19 @@ class Endpoint:
         self.staging.release()
         for views in list(self.views):
             views.release()
-        return size
+        return size + sum(one.release() for one in self._resources.values() if isinstance(one, Releasing))
+
+
+class Some(Endpoint):
+    """Some owners of a transport, for a collective of their own."""
+
+    def __init__(self, over: Endpoint, owners: Sequence[int]) -> None:
+        super().__init__(over.me, owners)
+        self.encode, self.decode, self._over = over.encode, over.decode, over
+
+    def post_messages(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> PostedMessages:
+        """Over the transport of all."""
+        return self._over.post_messages(receives, sends, tag)
 
 
 class MessageRound:

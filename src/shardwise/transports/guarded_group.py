@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from shardwise.errors import ExchangeError
 from shardwise.exchange import in_words
 from shardwise.transports.endpoint import Endpoint
+from shardwise.transports.notice_board import NoticeBoard
 from shardwise.transports.torch_groups import backend_names, timeout_of
 
 CONNECTION_LOST, TIMED_OUT = "gloo/transport", "imed out"  # in the messages of gloo's errors
 BRIEFLY = timedelta(milliseconds=1)
 NEVER = timedelta(days=365)
-GRACE = 1.0  # seconds in which live ranks answer: all hear of a broken connection at once
 MANY = 256  # ranks; in larger groups nobody asks them one by one
 
 
@@ -31,52 +31,23 @@ class CauseError(RuntimeError):
     """Why a transport broke, in words that name the rank. Other ranks report it unchanged."""
 
 
-def publish(group: dist.ProcessGroup, transport: str, cause: str) -> None:
-    """Write the cause into the store, unless there is one: what breaks later follows from the first."""
-    with suppress(Exception):  # the store may be gone too
-        group.get_group_store().compare_set(cause_key(transport), "", cause)
-
-
-def published_cause(group: dist.ProcessGroup, transports: Iterable[str]) -> str | None:
-    """The cause that a rank has published for one of these transports, if any."""
-    with suppress(Exception):
-        store = group.get_group_store()
-        for key in map(cause_key, transports):
-            if store.check([key]):
-                return store.get(key).decode(errors="replace")
-    return None
-
-
-def silent_ranks(group: dist.ProcessGroup, ranks: Sequence[int], transports: Sequence[str]) -> list[int]:
-    """The ranks among these that do not answer after connections broke. Stops once a cause is published.
-
-    If all answer, one of them is about to publish the cause.
-    """
-    end, missing = time.monotonic() + GRACE, [rank for rank in ranks if rank != group.rank()]
-    with suppress(Exception):
-        store = group.get_group_store()
-        store.set(_answer_key(group.rank()), "here")
-        while published_cause(group, transports) is None and time.monotonic() < (end if missing else end + GRACE):
-            time.sleep(0.01)
-            missing = [rank for rank in missing if not store.check([_answer_key(rank)])]
-    return missing
-
-
-def late_ranks(group: dist.ProcessGroup, transports: Sequence[str], tag: int) -> list[int]:
+def late_ranks(board: NoticeBoard, group: dist.ProcessGroup, transports: Sequence[str], tag: int) -> list[int]:
     """The ranks of a group that do not answer after a wait for all of them timed out. Other waits end with this one.
 
     Empty if nothing can be said: nobody answers, the store is gone, or the group is large.
     """
-    close_connections(group, tag)
+    close_connections(board, group, tag)
     others = group.size() - 1
-    missing = silent_ranks(group, range(group.size()), transports) if others < MANY else []
+    missing = board.silent_ranks(group.rank(), range(group.size()), transports) if others < MANY else []
     return missing if len(missing) < others or others == 1 else []
 
 
-def ended_ranks(group: dist.ProcessGroup, ranks: Sequence[int], transports: Sequence[str], tag: int) -> list[int]:
+def ended_ranks(
+    board: NoticeBoard, group: dist.ProcessGroup, ranks: Sequence[int], transports: Sequence[str], tag: int
+) -> list[int]:
     """The ranks among these that closed their connection to this process and do not answer."""
     closed = closed_ranks(group, ranks, tag)
-    return silent_ranks(group, closed, transports) if closed else []
+    return board.silent_ranks(group.rank(), closed, transports) if closed else []
 
 
 def closed_ranks(group: dist.ProcessGroup, ranks: Sequence[int], tag: int) -> list[int]:
@@ -88,24 +59,23 @@ def closed_ranks(group: dist.ProcessGroup, ranks: Sequence[int], tag: int) -> li
     for rank in ranks:
         try:
             if rank != group.rank():
-                group.recv([torch.empty(1, dtype=torch.uint8)], rank, tag)
+                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, tag)
         except RuntimeError as error:
             closed += [rank] if CONNECTION_LOST in str(error) else []
     return closed
 
 
-def close_connections(group: dist.ProcessGroup, tag: int) -> None:
+def close_connections(board: NoticeBoard, group: dist.ProcessGroup, tag: int) -> None:
     """Close the connections of this process in a group over gloo, so that nobody waits for it.
 
     gloo closes them when a wait times out, and offers no other way. First this process writes into the store that it
     lives: a process that closed its connections without that has ended.
     """
-    with suppress(Exception):
-        group.get_group_store().set(_answer_key(group.rank()), "here")
+    board.say_alive(group.rank())
     for peer in range(group.size()):  # a wait for a rank that is gone would not time out
         if peer != group.rank():
             with suppress(RuntimeError):
-                work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag)
+                work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag)
                 with suppress(RuntimeError):
                     work.wait(BRIEFLY)
                 return
@@ -141,15 +111,6 @@ class MessageWatcher:
         return True
 
 
-def _answer_key(rank: int) -> str:
-    return f"shardwise/answers/{rank}"
-
-
-def cause_key(transport: str) -> str:
-    """Where the cause of a failure lies in the store of a group."""
-    return f"shardwise/broken/{transport}"
-
-
 POLL = 1.0  # seconds between looks at the store
 HINT = (
     "Most often a rank did not call (a branch, an error before, no backward: handle.backward() of a Handle, or "
@@ -174,7 +135,7 @@ class GuardedGroup(Endpoint):
         self._backends = backend_names(group)
         self.tagged = set(self._backends.values()) <= {"gloo", "mpi"}  # others may know only the order of messages
         self._gloo = set(self._backends.values()) == {"gloo"}
-        self.name = transport_name(self.ranks)
+        self.name, self._board = transport_name(self.ranks), NoticeBoard(group)
         self._notices = (self.name, transport_name(everybody))
         self.seconds = timeout_of(group)
         self._end = ContextVar[float | None]("end", default=None)  # until when the current call may wait
@@ -261,7 +222,7 @@ class GuardedGroup(Endpoint):
                 raise RuntimeError(f"timed out: nothing came within {self.seconds:g} s")
 
     def _check_store(self) -> None:
-        cause = published_cause(self.group, self._notices)
+        cause = self._board.cause(self._notices)
         if cause is not None:
             raise CauseError(cause)
 
@@ -287,9 +248,9 @@ class GuardedGroup(Endpoint):
         """To ranks that may wait for a message of this one. Connections that other transports may use stay open."""
         group = self._group()
         if group is not None and self._gloo and len(self.ranks) > 1:
-            publish(group, self.name, cause)
+            self._board.publish(self.name, cause)
             if self._whole_group:
-                close_connections(group, self.collective_tag("close"))
+                close_connections(self._board, group, self.collective_tag("close"))
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[None]:
@@ -317,15 +278,23 @@ class GuardedGroup(Endpoint):
         if TIMED_OUT in str(error):
             alternative = "not called"
             if self._whole_group:
-                ranks = late_ranks(self.group, self._notices, self.collective_tag("close"))
+                ranks = late_ranks(self._board, self.group, self._notices, self.collective_tag("close"))
         elif CONNECTION_LOST in str(error):
-            ranks = ended_ranks(self.group, self.ranks, self._notices, self.collective_tag("closed"))
-        cause = published_cause(self.group, self._notices)
-        if cause is not None or not ranks:
+            ranks = ended_ranks(self._board, self.group, self.ranks, self._notices, self.collective_tag("closed"))
+        cause = self._board.cause(self._notices)
+        if cause is not None or (not ranks and self._board.answers):
             return cause
+        if not ranks:
+            return self._out_of_reach()
         has = "has" if len(ranks) == 1 else "have"
         owners = [self.owners[self.ranks.index(rank)] for rank in ranks]
-        return f"{in_words(owners)} {has} ended, or {has} {alternative}"
+        far = alternative == "not called" and not all(map(self.shares_memory, owners))
+        return f"{in_words(owners)} {has} ended, or {has} {alternative}" + ", or cannot be reached" * far
+
+    def _out_of_reach(self) -> str | None:
+        """What can be said where the store of the group does not answer, which tells dead ranks from late ones."""
+        far = [owner for owner in self.owners if owner != self.me and not self.shares_memory(owner)]
+        return f"neither {in_words(far)} on other hosts nor the store of the group can be reached" if far else None
 
 
 def transport_name(ranks: Sequence[int]) -> str:

@@ -8,8 +8,9 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +18,8 @@ import numpy as np
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.geometry import Ints
+from shardwise.geometry import Ints, ints
+from shardwise.planning import Hosts
 from shardwise.transports.segments import this_process
 from shardwise.transports.unix_packets import PATIENCE, PeerEndedError
 
@@ -26,10 +28,13 @@ T = TypeVar("T")
 HostId = tuple[str, str, int, int]  # host name, boot, network namespace, user
 
 
-class AllGather(Protocol):
-    """Everybody's values, in the order of the owners."""
+class Gather(Protocol):
+    """The values of some owners, which all call."""
 
-    def __call__(self, value: T, /) -> list[T]: ...
+    def __call__(self, value: T, among: Sequence[int], /) -> list[T]: ...
+
+
+Told = Sequence[Any] | None  # what a process tells others of itself, as plain values; None if it has nothing to tell
 
 
 class PeerCard(NamedTuple):
@@ -53,40 +58,43 @@ class PeerCard(NamedTuple):
 
 
 class LocalPeers(NamedTuple):
-    """The owners on this host, by number: their addresses, and the process of each whose memory this one can read.
+    """The owners on this host, by number: their addresses, and which of them can read the memory of this process.
 
-    `readers` can read the memory of this process; these may be others. `transport` is the number that packets of this
-    transport carry. `all`: everybody is on one host. `hosts`: the owners of each host, the same for all.
+    `transport` is the number that packets of this transport carry. `all`: everybody is on one host. `hosts`: the owners
+    of each host, the same for all.
     """
 
     transport: int = 0
     addresses: Mapping[int, str] = {}
-    processes: Mapping[int, int] = {}
     readers: frozenset[int] = frozenset()
     all: bool = False
     hosts: Sequence[Sequence[int]] = ()
 
     @staticmethod
-    def find(me: int, owners: Sequence[int], all_gather: AllGather) -> LocalPeers:
-        """Everybody calls. Two owners are local peers if each connects to the other; both know the result."""
-        mine = _card()
-        with nullcontext() if mine is None else this_process.packets.accept_in_background():
-            told = all_gather(None if mine is None else mine.plain())
-            cards = {owner: PeerCard.of(card) if card else None for owner, card in zip(owners, told, strict=True)}
-            near = _alone_in_their_processes(me, cards)
-            pids = {owner: pid for owner, card in near.items() if (pid := _connect(card.address)) is not None}
-            callers = [owner for owner, others in zip(owners, all_gather(sorted(pids)), strict=True) if me in others]
-            peers = _accepted({owner: near[owner].address for owner in callers if owner in pids})
-            readable = {owner: pids[owner] for owner in peers if near[owner].probe.is_readable(pids[owner])}
-            reports = dict(zip(owners, all_gather((peers, sorted(readable))), strict=True))
-        peers = [owner for owner in peers if me in reports[owner][0]]
+    def find(me: int, owners: Sequence[int], told: Sequence[Told], gather: Gather) -> LocalPeers:
+        """Everybody calls, inside of `introduced`, with what all were told.
+
+        Each tries to connect to the next one of its host, and to read from its memory. Those for whom both ways work
+        are local peers, which all know: they connect to the others when they need to. Owners of one host ask each
+        other, and nobody else: other hosts may be far.
+        """
+        cards = {owner: PeerCard.of(card) if card else None for owner, card in zip(owners, told, strict=True)}
+        hosts = _hosts(cards)
+        here = next(some for some in hosts if me in some)
+        near = _alone_in_their_processes(me, cards)
+        after, before = _neighbours(me, list(near), owners)
+        pid = None if after is None else _connect(near[after].address)
+        called = dict(zip(here, gather(pid is not None, here), strict=True))
+        heard = before is not None and called[before] and _accepted(near[before].address)
+        reads = pid is not None and after is not None and near[after].probe.is_readable(pid)
+        reports = dict(zip(here, gather((called[me] and heard, reads), here), strict=True))
+        peers = [owner for owner in near if reports[owner][0] and reports[me][0]]
         return LocalPeers(
             _number(cards.values()),
             {owner: near[owner].address for owner in peers},
-            {owner: readable[owner] for owner in peers if owner in readable},
-            frozenset(owner for owner in peers if me in reports[owner][1]),
-            all(len(others) == len(owners) - 1 for others, _ in reports.values()),
-            _hosts(cards),
+            _readers(before, peers, {me: reads, **{owner: reports[owner][1] for owner in near}}),
+            len(owners) == 1 or (len(near) == len(owners) - 1 and all(met for met, _ in reports.values())),
+            hosts,
         )
 
     def renumbered(self, token: str) -> LocalPeers:
@@ -102,6 +110,25 @@ def _alone_in_their_processes(me: int, cards: Mapping[int, PeerCard | None]) -> 
     return {owner: card for owner, card in alone.items() if owner != me and mine and card.host == mine.host}
 
 
+def _neighbours(me: int, near: Sequence[int], owners: Sequence[int]) -> tuple[int | None, int | None]:
+    """The next owner of this host, and the one before, in a circle."""
+    if not near:
+        return None, None
+    team = [owner for owner in owners if owner == me or owner in near]
+    at = team.index(me)
+    return team[(at + 1) % len(team)], team[at - 1]
+
+
+def _readers(before: int | None, peers: Sequence[int], reads: Mapping[int, bool]) -> frozenset[int]:
+    """All, where each can read from the next one: who may is a matter of the process, or of where it runs.
+
+    Otherwise only the one that has tried.
+    """
+    if all(reads.values()):
+        return frozenset(peers)
+    return frozenset(owner for owner in peers if owner == before and reads[owner])
+
+
 def _connect(address: str) -> int | None:
     """The process at an address of this host; None if it cannot be reached."""
     try:
@@ -110,16 +137,14 @@ def _connect(address: str) -> int | None:
         return None
 
 
-def _accepted(callers: Mapping[int, str]) -> list[int]:
-    """The owners among these whose connection was accepted here. All have connected, but some may have been refused."""
-    if not callers:
-        return []
+def _accepted(address: str) -> bool:
+    """True if the connection of a peer is accepted here. It has connected, but may have been refused."""
     packets, start = this_process.packets, time.monotonic()
-    while not all(map(packets.has_hello_from, callers.values())):
-        if time.monotonic() - start > (SHORT if packets.refused_a_peer else PATIENCE):
-            break
+    while not packets.has_hello_from(address):
+        if time.monotonic() - start > (SHORT if packets.refused_peers else PATIENCE):
+            return False
         time.sleep(1e-3)
-    return [owner for owner, address in callers.items() if packets.has_hello_from(address)]
+    return True
 
 
 def _number(cards: Iterable[PeerCard | None]) -> int:
@@ -137,6 +162,21 @@ def _hosts(cards: Mapping[int, PeerCard | None]) -> list[list[int]]:
     for owner, card in cards.items():
         hosts.setdefault(owner if card is None else card.host, []).append(owner)
     return list(hosts.values())
+
+
+@lru_cache(maxsize=64)
+def hosts_of(owners: tuple[tuple[int, ...], ...]) -> Hosts | None:
+    """From the owners of each host; None if there is one host, or one owner on each."""
+    by_owner = {owner: number for number, several in enumerate(owners) for owner in several}
+    return Hosts.of(by_owner, ints(sorted(by_owner))) if 1 < len(owners) < len(by_owner) else None
+
+
+@contextmanager
+def introduced() -> Iterator[Told]:
+    """What this process tells others of itself. Inside, those of its host can connect."""
+    mine = _card()
+    with nullcontext() if mine is None else this_process.packets.accept_in_background():
+        yield None if mine is None else mine.plain()
 
 
 def _card() -> PeerCard | None:
@@ -158,7 +198,7 @@ def host_id() -> HostId:
 MAX_RANGES = 1024  # of one call
 MAX_BYTES = 2**30  # of a range, and about as many of a call
 
-_token = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8)
+_token = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device="cpu")
 
 
 class MemoryProbe(NamedTuple):
@@ -174,7 +214,7 @@ class MemoryProbe(NamedTuple):
 
     def is_readable(self, pid: int) -> bool:
         """True if this process can read the probe in the memory of process `pid`."""
-        room = torch.zeros(len(self.content), dtype=torch.uint8)
+        room = torch.zeros(len(self.content), dtype=torch.uint8, device="cpu")
         try:
             read(pid, *np.array([[room.data_ptr()], [self.address], [len(self.content)]], np.int64))
         except (ExchangeError, AttributeError):  # the system may not have the call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ class MessageLocation(NamedTuple):
     segments: Sequence[SharedSegment] = ()
 
 
-def in_segment(segment: SharedSegment, start: int) -> MessageLocation:
-    """The message is packed in a segment, from this byte on."""
-    return MessageLocation(_words(IN_SEGMENT, segment.number, segment.size, start), [segment])
+def in_segment(segment: SharedSegment, start: int, round_number: int = 0) -> MessageLocation:
+    """The message is in a segment, from this byte on. If it was packed for a round, its reader marks that there."""
+    return MessageLocation(_words(IN_SEGMENT, segment.number, segment.size, start, round_number), [segment])
 
 
 def in_group_message() -> MessageLocation:
@@ -45,7 +46,12 @@ def in_tensors(tensors: Sequence[torch.Tensor], places: Sequence[SegmentPlace]) 
 
 
 def _words(*words: int) -> bytes:
-    return np.array(words, np.int64).tobytes()
+    return struct.pack(f"{len(words)}q", *words)
+
+
+def words_of(payload: bytes) -> tuple[int, ...]:
+    """The words of a location."""
+    return struct.unpack(f"{len(payload) // 8}q", payload)
 
 
 class LocatedTensors:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from shardwise.errors import ExchangeError, RefusedValueError
 from shardwise.exchange import PeerBuffer, in_words
-from shardwise.exchange.transport import PostedRound, ReduceOp
-from shardwise.transports import endpoint
+from shardwise.exchange.transport import PostedMessages, PostedRound, ReduceOp
+from shardwise.planning import Hosts
+from shardwise.transports import collectives, direct
 from shardwise.transports.guarded_group import GuardedGroup
 from shardwise.transports.members import GroupMember, Members, registered_ranks, remember
 from shardwise.transports.torch_groups import asynchronous, post_as_batch
@@ -36,13 +37,18 @@ class GroupTransport(GuardedGroup):
         self._abandoned = list[PostedRound]()
 
     def rendezvous(self) -> None:
-        """Everybody on the transport calls, before anything else: find out whether the group is of one job."""
-        members = self.all_gather(GroupMember.here(self.group) if self._whole_group else None)
+        """Everybody on the transport calls, before anything else."""
+        self.meet(None)
+
+    def meet(self, said: T) -> list[T]:
+        """Find out whether the group is of one job; what everybody on the transport said."""
+        told = self.all_gather((GroupMember.here(self.group) if self._whole_group else None, said))
         self._rendezvous_done = True
         if self._whole_group:
-            self.members = Members.of([one for one in members if one is not None], self.group.rank())
+            self.members = Members.of([one for one, _ in told if one is not None], self.group.rank())
             self.assign_owners(self.members.owners[self.ranks.index(self.group.rank())], self.members.owners)
             remember(self.group, self.members)
+        return [one for _, one in told]
 
     def twin(self, group: dist.ProcessGroup, token: str) -> Self:
         """A transport of the same owners over another group, whose ranks are these owners in their order.
@@ -58,6 +64,11 @@ class GroupTransport(GuardedGroup):
     def on_one_host(self) -> bool:
         """True if all ranks share memory. All know the same."""
         return len(self.owners) == 1
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Where owners live, the same on all ranks; None where that is not known, or makes no difference."""
+        return None
 
     def check_choice(self, choice: object) -> None:
         """Refuse a transport= that does not exist, or that this group does not have."""
@@ -97,7 +108,7 @@ class GroupTransport(GuardedGroup):
         if in_order and self._whole_group:
             wait = self._collective_all_to_all(ours)
         else:
-            wait = endpoint.all_to_all(self, ours, self.collective_tag("all_to_all", number))
+            wait = collectives.all_to_all(self, ours, self.collective_tag("all_to_all", number))
         return lambda: [memoryview(row) for row in wait().cpu().numpy()]
 
     def _collective_all_to_all(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -109,10 +120,13 @@ class GroupTransport(GuardedGroup):
     def all_reduce(
         self, numbers: torch.Tensor, op: ReduceOp, number: int, *, in_order: bool = True
     ) -> Callable[[], torch.Tensor]:
-        """One all-reduce of the whole group, if possible; otherwise messages."""
+        """By messages along a tree; where only their order tells them apart, one all-reduce of the whole group.
+
+        gloo would send numbers round a ring: as many steps as there are ranks.
+        """
         result = numbers.to(self._small_device, copy=True)
-        if not self._whole_group or not in_order:
-            return partial(endpoint.all_reduce, self, result, op, self.collective_tag("all_reduce", number))
+        if self.tagged or not self._whole_group or not in_order:
+            return partial(collectives.all_reduce, self, result, op, self.collective_tag("all_reduce", number))
         with self.guard("starting to agree"):
             options = asynchronous(dist.AllreduceOptions())
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
@@ -133,7 +147,7 @@ class GroupTransport(GuardedGroup):
 
     def all_gather(self, value: T) -> list[T]:
         """By messages, because other ranks may make other collective calls meanwhile."""
-        return endpoint.all_gather(self, value, self.collective_tag("all_gather"), self._small_device)
+        return collectives.all_gather(self, value, self.collective_tag("all_gather"), self._small_device)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +156,13 @@ class GroupTransport(GuardedGroup):
         with self.guard("posting messages"):
             works = self._post(receives, sends, tag) if self.tagged else self._post_batch(receives, list(sends), tag)
         return GroupMessages(self, receives, works)
+
+    def post_small(self, receives: Sequence[PeerBuffer], sends: Sequence[PeerBuffer], tag: int) -> PostedMessages:
+        """As other messages; who waits for one waits for all to call."""
+        messages = self.post_messages(receives, sends, tag)
+        if len(self.owners) > direct.MOST:  # in a tree, a neighbour that is silent may only wait for others
+            messages.doing = self._waiting_for_all
+        return messages
 
     def _post(self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int) -> list[dist.Work]:
         works = [self.group.recv([room], self._rank_of(peer), tag) for peer, room in receives]
@@ -168,15 +189,16 @@ class GroupMessages:
 
     def __init__(self, transport: GroupTransport, receives: Sequence[PeerBuffer], works: Sequence[dist.Work]) -> None:
         self._transport, self._receives, self._works = transport, receives, works
+        self.doing: str | None = None
 
     def arrivals(self) -> Iterator[int]:
         """In the order of the receives."""
         wait = self._transport.wait_in_order(self._works)
         for at, (peer, room) in enumerate(self._receives):
-            with self._transport.guard(f"waiting for {room.numel()} bytes from rank {peer}"):
+            with self._transport.guard(self.doing or f"waiting for {room.numel()} bytes from rank {peer}"):
                 wait(at)
             yield at
-        with self._transport.guard("waiting for its messages to be taken"):
+        with self._transport.guard(self.doing or "waiting for its messages to be taken"):
             for at in range(len(self._receives), len(self._works)):
                 wait(at)
 

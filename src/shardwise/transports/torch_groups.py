@@ -60,6 +60,13 @@ def new_group(
     return group
 
 
+def alike(group: dist.ProcessGroup, store: Store, rank: int, size: int, *, seconds: float) -> dist.ProcessGroup:
+    """A new group with the backends of this one. A group that is written in Python has a method that makes it."""
+    if hasattr(group, "alike"):
+        return group.alike(store, seconds)
+    return new_group(store, rank, size, backends=backend_names(group), seconds=seconds)
+
+
 def _new_gloo(store: Store, rank: int, size: int, timeout: timedelta, hostname: str | None) -> Any:
     if hostname is None:
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -84,7 +91,8 @@ def post_as_batch(
     group: dist.ProcessGroup, device: torch.device, post: Callable[[], list[dist.Work]]
 ) -> list[dist.Work]:
     """Post messages as one batch where the backend can. The work of the batch then stands for each of its messages."""
-    if type(group) is not dist.ProcessGroup or not group._get_backend(device).supports_coalescing:
+    kinds = {one.type for one in group._device_types}
+    if device.type not in kinds or not group._get_backend(device).supports_coalescing:
         return post()
     group._start_coalescing(device)
     works = post()
@@ -107,3 +115,11 @@ def move_to_shared_memory(storage: torch.UntypedStorage) -> tuple[int, int]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Tells apart storages that live at the same time, also at one address."""
     return int(storage._cdata)
+
+
+def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory of two CPU storages: all tensors that use the one use that of the other now."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # not before torch 2.13

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
-from shardwise.checkpoint.files import ByteRange, Files, inside
+from shardwise.checkpoint.files import ByteRange, Files
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, ArchiveTemplates, read_archives, tensor_reader
 from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, FunctionStub, NameStub, RecordStub, sizes
@@ -26,8 +26,10 @@ from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, exact_sum, ints
 from shardwise.quoting import brief
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, get_element
+from shardwise.storage.paths import inside
+from shardwise.storage.sums import damaged, without_trailer
 
-METADATA, TIED = ".metadata", "shardwise_tied"
+METADATA, TIED, SUMS = ".metadata", "shardwise_tied", "shardwise_sums"
 ABSENT = object()
 DcpPath = tuple[str | int | float | tuple[int], ...]  # a path as `.metadata` has it
 ChunkKey = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -98,10 +100,14 @@ class StorageTable(NamedTuple):
 def open_dcp(files: Files) -> Checkpoint:
     """The tensors and values that `.metadata` lists."""
     where = files.label(METADATA)
-    data = files.read(METADATA)
+    data, intact = without_trailer(files.read(METADATA))
+    if intact is False:
+        raise damaged(where)
     metadata, budget = unpickle(data, where, NAMES), Budget(len(data))
     if not isinstance(metadata, Metadata):
         raise _not_dcp(where)
+    if metadata.get(SUMS) is not None and not intact:
+        raise damaged(where)
     described, stored = _described(where, metadata)
     paths = _paths(where, metadata, len(described))
     with _well_formed(where, "storage_data"):
@@ -121,7 +127,11 @@ def open_dcp(files: Files) -> Checkpoint:
     inner = _inner_leaves(paths, values)
     whole = values.keys() - {leaf.outer for leaf in inner.values()}
     nested = {name: path for name, path in paths.items() if name in entries or name in inner or name in whole}
-    return Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: _lazy_values(files, table, values, inner))
+    checkpoint = Checkpoint(
+        files, "dcp", entries, paths=nested, objects=lambda: _lazy_values(files, table, values, inner)
+    )
+    checkpoint.sums = intact is True
+    return checkpoint
 
 
 def _not_dcp(where: object) -> CheckpointError:

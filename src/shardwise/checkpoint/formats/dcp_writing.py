@@ -26,14 +26,16 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 import torch
 
-from shardwise.checkpoint.atomic_files import OutputFolder
-from shardwise.checkpoint.formats.dcp import METADATA, TIED, DcpPath
-from shardwise.checkpoint.formats.torch_save import TensorRecord, torch_save_bytes, write_archive
+from shardwise.checkpoint.formats.dcp import METADATA, SUMS, TIED, DcpPath
+from shardwise.checkpoint.formats.torch_save import tensor_archive, torch_save_bytes
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_key_types, check_overlaps
+from shardwise.checkpoint.segments import Data, Segment, size_of, write_segments
 from shardwise.checkpoint.values import CARRIED, encode
 from shardwise.containers.torch_private import storage_info
 from shardwise.errors import CheckpointError
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted, set_element
+from shardwise.storage.folders import OutputFolder
+from shardwise.storage.sums import ALGORITHM, with_trailer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import metadata as torch_metadata
@@ -78,28 +80,40 @@ class DcpWriter(Writer):
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> list[Item]:
         """Write the archives of an owner one after the other, unless an earlier try has written them."""
-        items, at, name = list[Item](), 0, self.file(me)
+        name = self.file(me)
         values = nesting(contents).values if self.numbers[me] == 0 else {}
         earlier = _read_items(self.folder, name)
         if [item[:3] for item in earlier] == _item_keys(parts, values) and earlier:
-            self.folder.reused.append(name)
+            self.folder.reuse(name)
             return earlier
+        segments, items = _file(parts, values, name)
         with self.folder.write(name) as file:
-            for part in parts:
-                size = write_archive(file, TensorRecord("0", part.dtype, part.shape), {"0": (part.bytes, part.write)})
-                items.append(Item(part.name, part.box.lo, part.shape, name, at, size))
-                at += size
-            for key, value in values.items():
-                data = torch_save_bytes(value)
-                file.write(data)
-                items.append(Item(key, None, (), name, at, len(data)))
-                at += len(data)
-            file.write(_items_bytes(items))
+            write_segments(file, segments)
         return items
 
     def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
-        """A pickle of torch's metadata."""
-        return pickle.dumps(_metadata([item for items in results.values() for item in items], contents))
+        """A pickle of torch's metadata; after it, where torch does not look, a digest of it."""
+        made = _metadata([item for items in results.values() for item in items], contents)
+        if not self.folder.sums:
+            return pickle.dumps(made)
+        made.__dict__[SUMS] = ALGORITHM  # torch ignores it
+        return with_trailer(pickle.dumps(made))
+
+
+def _file(parts: Sequence[TensorPart], values: Mapping[str, object], name: str) -> tuple[list[Segment], list[Item]]:
+    """A file of these parts and values: its segments, and where everything is."""
+    segments, items, at = list[Segment](), list[Item](), 0
+    for part in parts:
+        archive = tensor_archive(part.dtype, part.shape, Data(part.bytes, part.write))
+        items.append(Item(part.name, part.box.lo, part.shape, name, at, size_of(archive)))
+        segments += archive
+        at += items[-1].size
+    for key, value in values.items():
+        data = torch_save_bytes(value)
+        items.append(Item(key, None, (), name, at, len(data)))
+        segments.append(data)
+        at += len(data)
+    return [*segments, _items_bytes(items)], items
 
 
 def _items_bytes(items: Sequence[Item]) -> bytes:

@@ -20,7 +20,7 @@ import torch
 from shardwise.checkpoint.axis_rules import AxisRule, Known, Word
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
 from shardwise.checkpoint.file_patterns import axis_positions, file_name
-from shardwise.checkpoint.files import FileLabel, Files, inside
+from shardwise.checkpoint.files import FileLabel, Files
 from shardwise.checkpoint.formats import safetensors, torch_save
 from shardwise.checkpoint.rules import Rules, RulesSource, rules_for
 from shardwise.checkpoint.sharding_rule import layout_on, ranks_of, without_heads
@@ -30,6 +30,7 @@ from shardwise.job.names import missing
 from shardwise.layout import Mesh, Partial, Replicate, Shard
 from shardwise.layout.checks import checked_dim
 from shardwise.state.traverse import OBJ_PATH
+from shardwise.storage.paths import inside
 
 NUMBER = re.compile("[0-9]+")
 SAMPLE = 1024  # cells of replicas that are compared

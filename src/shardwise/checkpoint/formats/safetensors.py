@@ -14,14 +14,17 @@ from typing import NamedTuple, TypeGuard, cast
 
 import torch
 
-from shardwise.checkpoint.atomic_files import OutputFolder
 from shardwise.checkpoint.entry import Checkpoint, Entry, whole_entry
-from shardwise.checkpoint.files import Files, inside
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_dotted
+from shardwise.checkpoint.segments import Data, write_segments
 from shardwise.checkpoint.unpickle_stubs import MAX_DIMS, MAX_SIZE
 from shardwise.checkpoint.values import JsonObject, JsonValue
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
+from shardwise.storage.folders import OutputFolder
+from shardwise.storage.paths import inside
+from shardwise.storage.sums import ALGORITHM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OUTPUT_NAME = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # of the files that SafetensorsWriter writes
@@ -188,13 +191,21 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
     return NAMES[dtype]
 
 
-def read_index(files: Files, name: str) -> dict[str, str]:
-    """The file of each tensor, by an index as Hugging Face writes it."""
-    where = files.label(name)
-    weight_map = parse_json(files.read(name), where).get("weight_map")
+class Index(NamedTuple):
+    """An index as Hugging Face writes it: the file of each tensor. `sums`: the files have checksums beside them."""
+
+    files: dict[str, str]
+    sums: bool
+
+
+def read_index(files: Files, name: str) -> Index:
+    """The index of a checkpoint."""
+    where, fields = files.label(name), parse_json(files.read(name), files.label(name))
+    weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{where} has no weight_map")
-    return {tensor: inside(file, where) for tensor, file in weight_map.items()}
+    ours = isinstance(metadata, dict) and "shardwise" in metadata and "sums" in metadata
+    return Index({tensor: inside(file, where) for tensor, file in weight_map.items()}, ours)
 
 
 def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
@@ -222,8 +233,10 @@ def open_indexed(
     opener: Callable[[Files, Sequence[str], Mapping[str, str]], Checkpoint] = open_files,
 ) -> Checkpoint:
     """The files that an index lists."""
-    expected = read_index(files, index)
-    return opener(files, sorted(set(expected.values())), expected)
+    listed = read_index(files, index)
+    checkpoint = opener(files, sorted(set(listed.files.values())), listed.files)
+    checkpoint.sums = listed.sums
+    return checkpoint
 
 
 def looks_like_one(files: Files, name: str) -> bool:
@@ -238,12 +251,10 @@ def write_parts(folder: OutputFolder, file: str, parts: Mapping[str, TensorPart]
         {key: (part.dtype, part.shape) for key, part in parts.items()}, {"format": "pt", "shardwise": token}
     )
     if folder.has(file, header, len(header) + sum(part.bytes for part in parts.values())):
-        folder.reused.append(file)
+        folder.reuse(file)
         return
     with folder.write(file) as opened:
-        opened.write(header)
-        for part in parts.values():
-            part.write(opened)
+        write_segments(opened, [header, *(Data(part.bytes, part.write) for part in parts.values())])
 
 
 class SafetensorsWriter(Writer):
@@ -310,5 +321,5 @@ class SafetensorsWriter(Writer):
         """As Hugging Face has it."""
         where = {name: self.file(next(iter(layout.owners()))) for name, (_, layout) in contents.tensors.items()}
         total = sum(prod(layout.shape) * dtype.itemsize for dtype, layout in contents.tensors.values())
-        metadata = {"total_size": total, "shardwise": self.token}
+        metadata = {"total_size": total, "shardwise": self.token, **({"sums": ALGORITHM} if self.folder.sums else {})}
         return json.dumps({"metadata": metadata, "weight_map": where}, indent=2).encode()

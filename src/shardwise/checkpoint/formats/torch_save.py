@@ -1,6 +1,6 @@
 """torch.save files: one archive with nested dicts of tensors and other values, or several with an index.
 
-`write_archive` streams tensors, so that none has to be in memory.
+`archive_of` describes an archive; its tensors are written one after the other, so that none has to be in memory.
 """
 
 from __future__ import annotations
@@ -8,38 +8,35 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from math import prod
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from shardwise.checkpoint.atomic_files import OutputFolder, write_tensor
 from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
 from shardwise.checkpoint.files import ByteRange, Files
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, data_starts, read_archives, tensor_reader
 from shardwise.checkpoint.formats.safetensors import open_indexed as open_by_index
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_keys, check_overlaps
+from shardwise.checkpoint.formats.zips import archive_segments
 from shardwise.checkpoint.opaque import Opaque, OpaqueError, UnknownObject, is_unknown_class, opaque_in
 from shardwise.checkpoint.pickles import count_tensors, refuse, without_stubs
+from shardwise.checkpoint.segments import Checksum, Data, Segment, write_segments, write_tensor
 from shardwise.checkpoint.unpickle_stubs import TensorStub
 from shardwise.containers.sharded import is_sharded
 from shardwise.containers.torch_private import rebuild_tensor, rebuild_typed_tensor
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints, ints, row_major
 from shardwise.state.traverse import OBJ_PATH, flatten_state_dict, unflatten_state_dict
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from shardwise.storage.folders import OutputFolder
 
 Reduction = tuple[Callable[..., object], tuple[object, ...]]
-ALIGN = 64
 IMPORTABLE = re.compile(r"\w+(\.\w+)*")
 TYPED_STORAGES = {
     torch.float32: torch.FloatStorage,
@@ -177,7 +174,7 @@ class TorchSaveWriter(Writer):
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
         """Write everything."""
         keys = {part.name: str(at) for at, part in enumerate(parts)}
-        records: Records = {keys[part.name]: (part.bytes, part.write) for part in parts}
+        records = {keys[part.name]: Data(part.bytes, part.write) for part in parts}
         tensors = {
             name: TensorRecord(keys[contents.tied.get(name, name)], dtype, layout.shape)
             for name, (dtype, layout) in contents.tensors.items()
@@ -185,7 +182,7 @@ class TorchSaveWriter(Writer):
         flat = {**tensors, **contents.values}
         paths = {name: contents.path_of(name) for name in flat}
         with self.folder.write(self.main) as file:
-            write_archive(file, unflatten_state_dict(flat, paths), records)
+            write_segments(file, archive_of(unflatten_state_dict(flat, paths), records))
 
     def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
         """Nothing to do."""
@@ -220,7 +217,7 @@ class _StorageRecord:
         self.tensor = tensor
 
 
-Records = dict[str, tuple[int, Callable[[IO[bytes]], None]]]  # by key: the number of bytes, and what writes them
+Records = dict[str, Data]  # by key
 
 
 class _Pickler(pickle.Pickler):
@@ -238,7 +235,7 @@ class _Pickler(pickle.Pickler):
                 f"{obj!r} is inside a value that one rank saves whole: put it into a dict or list of the state dict"
             )
         key = f"value{len(self._records)}"
-        self._records[key] = obj.numel() * obj.element_size(), partial(write_tensor, obj)
+        self._records[key] = Data(obj.numel() * obj.element_size(), partial(write_tensor, obj))
         return TensorRecord(key, obj.dtype, tuple(obj.shape)).__reduce__()
 
     def persistent_id(self, obj: object) -> tuple[object, ...] | None:
@@ -298,38 +295,25 @@ class _OpaquePickler(PYTHON_PICKLER):  # type: ignore[misc]
             self.write(pickle.BUILD)
 
 
-class _CountingStream(io.RawIOBase):
-    """A stream that begins here, and cannot seek: an archive may be inside a file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._at = file, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Buffer) -> int:
-        self._file.write(data)
-        self._at += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def tell(self) -> int:
-        return self._at
-
-
-def write_archive(file: IO[bytes], value: object, records: Records) -> int:
-    """Write a value with a TensorRecord for each of `records`; returns the number of bytes."""
-    stream = _CountingStream(file)
+def archive_of(value: object, records: Records) -> list[Segment]:
+    """The archive of a value with a TensorRecord for each of `records`."""
     text, records = _pickle(value, records)
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in ("data.pkl", text), ("byteorder", b"little"):
-            with _new_member(archive, stream, name, len(data)) as record:
-                record.write(data)
-        for key, (size, write) in records.items():
-            with _new_member(archive, stream, f"data/{key}", size) as record:
-                write(record)
-        with _new_member(archive, stream, "version", 2) as record:
-            record.write(b"3\n")
-    return stream.tell()
+    data = [(f"archive/data/{key}", record) for key, record in records.items()]
+    return archive_segments(
+        [("archive/data.pkl", text), ("archive/byteorder", b"little"), *data, ("archive/version", b"3\n")]
+    )
+
+
+def tensor_archive(dtype: torch.dtype, shape: tuple[int, ...], data: Data) -> list[Segment]:
+    """The archive of a tensor."""
+    same = _tensor_archive(dtype, shape, data.bytes)
+    return [one if isinstance(one, bytes) else data if isinstance(one, Data) else Checksum(data) for one in same]
+
+
+@lru_cache(maxsize=4096)
+def _tensor_archive(dtype: torch.dtype, shape: tuple[int, ...], size: int) -> list[Segment]:
+    """The same for all tensors of a shape, but for the data."""
+    return archive_of(TensorRecord("0", dtype, shape), {"0": Data(size, lambda _: None)})
 
 
 def _pickle(value: object, records: Records) -> tuple[bytes, Records]:
@@ -342,20 +326,11 @@ def _pickle(value: object, records: Records) -> tuple[bytes, Records]:
     return text.getvalue(), extended
 
 
-def _new_member(archive: zipfile.ZipFile, stream: _CountingStream, name: str, size: int) -> IO[bytes]:
-    """A member whose first byte is aligned, by padding in its header."""
-    info, large = zipfile.ZipInfo(f"archive/{name}"), size >= zipfile.ZIP64_LIMIT
-    start = stream.tell() + 30 + len(info.filename) + 4 + (20 if large else 0)
-    padding = -start % ALIGN
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    return archive.open(info, "w", force_zip64=large)
-
-
 def torch_save_bytes(value: object) -> bytes:
     """What torch.save writes of a value without TensorRecords."""
     file = io.BytesIO()
     if opaque_in(value) is None:
         torch.save(value, file)
     else:
-        write_archive(file, value, {})
+        write_segments(file, archive_of(value, {}))
     return file.getvalue()

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.atomic_files import INDEXES, OutputFolder, indexed_files
-from shardwise.checkpoint.files import OutputFile
 from shardwise.checkpoint.opaque import UnknownObject, is_unknown_class
 from shardwise.checkpoint.unpickle_stubs import RecordStub, Stub
 from shardwise.errors import CheckpointError
@@ -17,6 +15,9 @@ from shardwise.geometry import Box
 from shardwise.layout import Layout
 from shardwise.quoting import brief
 from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted
+from shardwise.storage.appending import OutputFile
+from shardwise.storage.folders import INDEXES, OutputFolder
+from shardwise.storage.orders import commit_index
 
 
 class TensorPart(NamedTuple):
@@ -143,21 +144,7 @@ class Writer(ABC):
 
     def finish(self, results: Mapping[int, Any], contents: Contents) -> list[str]:
         """Write the index, which makes the checkpoint valid. Returns files that are not needed any more."""
-        self._check_exist()
-        old = indexed_files(self.folder, [self.main])
-        with self.folder.write(self.main) as file:
-            file.write(self.index(results, contents))
-        self._check_exist()
-        return sorted(old - set(self.files))
-
-    def _check_exist(self) -> None:
-        """Refuse to continue if files that were written do not exist any more."""
-        missing = self.folder.missing(self.files)
-        if missing:
-            raise CheckpointError(
-                f"{self.folder.path_of(missing[0])} was written, but does not exist any more: does something else "
-                f"write to the same path? Give every checkpoint a path of its own"
-            )
+        return commit_index(self.folder, self.main, self.index(results, contents), self.files)
 
     def names_token(self) -> bool:
         """True if the index lists files of this checkpoint, or cannot be read."""

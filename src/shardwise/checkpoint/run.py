@@ -1,0 +1,283 @@
+"""Run: the checkpoints of one training, a folder for each step; saves, resumes, and removes old ones."""
+
+from __future__ import annotations
+
+import logging
+from operator import index as whole_number
+from types import TracebackType
+from typing import Any, Self, cast
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.async_saves import SaveHandle
+from shardwise.checkpoint.resuming import Resuming
+from shardwise.checkpoint.retention import Retention
+from shardwise.checkpoint.run_claim import RunClaim
+from shardwise.checkpoint.saving import save
+from shardwise.checkpoint.step_folders import StepFolders
+from shardwise.checkpoint.stopping import StopSignals
+from shardwise.errors import CheckpointError
+from shardwise.job.agree import Callers, total_of_all
+from shardwise.quoting import brief
+from shardwise.state.traverse import StateDict
+from shardwise.storage.paths import PathLike
+
+STEPS = 10**18  # steps are less than that: more digits than names and files hold are no step
+log = logging.getLogger("shardwise")
+
+
+class Run:
+    """The checkpoints of one training in one folder. All ranks of the group make it, and call its methods together.
+
+    >>> from shardwise import checkpoint
+    >>> state = {"w": torch.zeros(2), "step": 0}
+    >>> with checkpoint.Run("memory://trained", keep=2) as run:
+    ...     start = run.resume(into=state) or 0
+    ...     for step in range(start + 1, 5):
+    ...         state["w"] += 1
+    ...         run.save(step, {**state, "step": step})
+    ...     start, run.steps(), run.latest()
+    (0, [3, 4], 4)
+    >>> with checkpoint.Run("memory://trained") as run:
+    ...     run.resume(into=state), state["w"]
+    (4, tensor([4., 4.]))
+
+    `keep`: so many of the newest steps are kept, None for all; `keep_every=1000`: and every 1000th for good. Others are
+    removed once a newer one is whole. `folder` is a path or URL that all ranks share. As long as a Run is open, another
+    one on the same folder is refused.
+    """
+
+    def __init__(
+        self,
+        folder: PathLike,
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group, self._kept = group, f"keep={keep}, keep_every={keep_every}"
+        self._claim: RunClaim | None = None
+        self._at: int | None = None  # the step that this training goes on from
+        self._pending: tuple[int, SaveHandle] | None = None
+        self._signals, self._stopping, self._closed = StopSignals(), False, False
+        finalize(self, self._signals.restore)
+        callers = Callers("Run", group)
+
+        def start() -> tuple[StepFolders, None]:
+            self._retention = Retention(keep, keep_every)
+            folders = StepFolders(folder)
+            folders.check()
+            self._claim = RunClaim(folders.run) if callers.first else None
+            return folders, None
+
+        try:
+            same = {"folder": str(folder), "keep": keep, "keep_every": keep_every}
+            self._folders, _ = callers.tell(start, same)
+        except BaseException:
+            self._leave()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Run({self._folders.run.path!r}, {self._kept}{', closed' * self._closed})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+        """Close it. After an error of this rank, others may be elsewhere: then it does not wait for them."""
+        if kind is None:
+            self.close()
+        else:
+            self._leave()
+
+    def close(self) -> None:
+        """Wait for the save that is running, and let other jobs write to the folder."""
+        if not self._closed:
+            try:
+                self._collect()
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._closed = True
+        self._signals.restore()
+        if self._claim is not None:
+            self._claim.release()
+
+    def _callers(self, operation: str) -> Callers:
+        if self._closed:
+            raise CheckpointError(f"{operation}: the run {self._folders.run.path} is closed: make a new Run")
+        return Callers(operation, self._group)
+
+    def _callers_in_place(self, operation: str) -> Callers:
+        """They look at the files."""
+        callers = self._callers(operation)
+        if self._folders.relative:
+            callers.all_do(self._folders.check_directory)
+        return callers
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: StateDict, *, async_op: bool = False, **options: Any) -> SaveHandle | None:
+        """Save the state of a step; then remove old steps. `options` are those of `checkpoint.save`.
+
+        Steps rise. Saving the same step again replaces it. After `resume(step=...)` from an earlier step, the first
+        save drops the later ones. With `async_op=True` it returns the handle of `checkpoint.save`: the step is whole
+        after its `wait()`, or after the next call of this run that says so. One save runs at a time: the next waits.
+        """
+        callers = self._callers_in_place("Run.save")
+        self._collect()
+
+        def begin() -> tuple[int, None]:
+            number = _checked_step(step)
+            if callers.first:
+                self._begin(number)
+            return number, None
+
+        number, _ = callers.tell(begin, {"step": brief(step), "async_op": async_op})
+        path, options = self._folders.path_of(number), options | ({"async_op": True} if async_op else {})
+        handle = cast("SaveHandle | None", save(state, path, group=self._group, **options))
+        self._at = number
+        if handle is None:
+            self._conclude(callers)
+        else:
+            self._pending = number, handle
+        return handle
+
+    def _begin(self, step: int) -> None:
+        """Refuse a step that would not come last. Later ones that this training did not resume from go first."""
+        assert self._claim is not None
+        self._claim.check()
+        if self._at is None:
+            newest = next(iter(self._folders.saved()), None)
+            if newest is not None and newest >= step:
+                raise CheckpointError(
+                    f"{self._folders.run.path} has step {newest}, so step {step} would not be the newest: resume() "
+                    f"first, resume(step=...) to go on from an earlier one, or give another folder"
+                )
+        elif step < self._at:
+            raise CheckpointError(
+                f"step {step} comes before step {self._at} of this run: steps must rise. "
+                f"resume(step=...) goes on from an earlier one"
+            )
+        else:
+            self._drop([later for later in self._folders.all() if later > self._at and self._folders.is_saved(later)])
+
+    def _drop(self, later: list[int]) -> None:
+        """They must be gone before the next save is whole: a crash in between must not bring them back."""
+        if later:
+            assert self._at is not None
+            log.warning("%s: dropping %s: the training went on from %s", self._folders.run.path, later, self._at)
+            self._folders.set_latest(self._at)
+        for step in reversed(later):
+            self._folders.set_aside(step)
+
+    def _collect(self) -> None:
+        """Wait for the save that is running; its error is raised on all ranks."""
+        if self._pending is not None:
+            (_, handle), self._pending = self._pending, None
+            if handle.error is None:  # otherwise it was raised by a wait() of the caller
+                handle.wait()
+                self._conclude(Callers("Run", self._group))
+
+    def _collect_if_done(self, callers: Callers) -> None:
+        if self._pending is not None:
+            handle = self._pending[1]
+            _, done = callers.tell(lambda: (None, handle.done()))
+            if all(done.values()):
+                self._collect()
+
+    def _conclude(self, callers: Callers) -> None:
+        """The step is whole on all ranks: say so, and remove old ones. What fails here is tried again at the next."""
+        if callers.first and self._at is not None:
+            try:
+                self._folders.check_directory()
+                self._folders.set_latest(self._at)
+                self._retention.remove_old(self._folders, self._at)
+            except CheckpointError as error:
+                log.warning("step %s is saved, but old steps could not be removed: %s", self._at, error)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that are whole, ascending."""
+        callers = self._callers_in_place("Run.steps")
+        self._collect_if_done(callers)
+        return callers.by_first(lambda: list(self._folders.whole())[::-1])
+
+    def latest(self) -> int | None:
+        """The newest step that is whole; None if there is none."""
+        callers = self._callers_in_place("Run.latest")
+        self._collect_if_done(callers)
+        return callers.by_first(lambda: next(self._folders.whole(), None))
+
+    def path(self, step: int) -> str:
+        """The path or URL of a step, for `checkpoint.open` and `load`. Each rank may call it alone."""
+        return self._folders.path_of(_checked_step(step))
+
+    # --- resume -------------------------------------------------------------------------------------------------------
+
+    def resume(self, into: dict[Any, Any] | torch.nn.Module, *, step: int | None = None, **options: Any) -> int | None:
+        """Load the newest step that is whole on all ranks; returns its number, or None if there is none.
+
+        A damaged step is named in a warning of the logger "shardwise", and the one before it is loaded. If all are
+        damaged, that is an error: training must not start anew unnoticed. So are values that do not fit `into`.
+        `step`: load this one, and no other. `options` are those of `checkpoint.load`.
+        """
+        resuming = Resuming(self._callers_in_place("Run.resume"), self._folders, into, options)
+        self._collect()
+        if step is None:
+            found = resuming.newest()
+        else:
+            number, _ = resuming.callers.tell(lambda: (_checked_step(step), None), {"step": brief(step)})
+            found = resuming.one(number)
+        if found is not None:
+            self._at = found
+        return found
+
+    # --- stop ---------------------------------------------------------------------------------------------------------
+
+    def save_on(self, *signals: int) -> None:
+        """Let `should_stop` be true on all ranks once one of them has received such a signal. `close` ends that.
+
+        Each rank calls it, in its main thread. The handler only remembers the signal, also the second time.
+        """
+        self._callers("Run.save_on")
+        self._signals.watch(*signals)
+
+    def should_stop(self) -> bool:
+        """True on all ranks, in the same step, once one of them has received a signal of `save_on`: save, and end.
+
+        All ranks call it in every step, or in every tenth. It takes one message between all ranks.
+        """
+        callers = self._callers("Run.should_stop")
+        mine, handle = self._signals.received is not None, self._pending and self._pending[1]
+        if callers.transport is None:
+            stop, done = mine, handle is not None and handle.done()
+        else:
+            numbers = [mine, handle is not None and handle.done()]
+            stopping, finished = total_of_all(callers.transport, "Run.should_stop", numbers)
+            stop, done = stopping > 0, finished == len(callers.owners)
+        if done:
+            self._collect()
+        if stop and not self._stopping and callers.first:
+            log.warning("%s: a rank has received a signal: stopping", self._folders.run.path)
+        self._stopping = self._stopping or stop
+        return self._stopping
+
+
+def _checked_step(step: object) -> int:
+    """Whole numbers of any type, such as numpy's."""
+    try:
+        number = None if isinstance(step, bool) else whole_number(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"a step is a whole number, not {brief(step)}")
+    if number < 0:
+        raise ValueError(f"a step is not negative, but {brief(number)} is given")
+    if number >= STEPS:
+        raise ValueError(f"a step is less than {STEPS}, but {brief(number)} is given")
+    return number

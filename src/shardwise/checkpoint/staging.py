@@ -1,0 +1,152 @@
+"""Files that are put together in memory: a save copies this rank's tensors there, and another process writes them.
+
+The memory is that of snapshots: shared, allocated once, and used again by later saves.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from shardwise.checkpoint.files import WORDS
+from shardwise.checkpoint.segments import Checksum, Data, Segment, SegmentList, TensorSink, size_of
+from shardwise.exchange.buffers import bytes_at, copy_all
+from shardwise.job.snapshot import shared_memory
+from shardwise.storage.appending import OutputFile
+from shardwise.storage.folders import OutputFolder
+from shardwise.storage.orders import Crc
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class StagedFolder(OutputFolder):
+    """A folder whose one file is described, not written: `segments` has its contents, `name` its name."""
+
+    name, segments = "", list[Segment]()
+
+    @contextmanager
+    def write(self, name: str, *, sums: bool = True) -> Iterator[OutputFile]:
+        """Take the contents of the file. Who writes it makes its checksums."""
+        file = SegmentList()
+        yield cast("OutputFile", file)
+        self.name, self.segments = name, file.segments
+
+    def has(self, name: str, start: bytes, size: int) -> bool:
+        """Nothing of an earlier try is used again."""
+        return False
+
+    def tail(self, name: str, count: int) -> bytes:
+        """No file exists yet."""
+        return b""
+
+
+class StagedFile(NamedTuple):
+    """A file in memory, complete but for its checksums. `memory` has whole pages."""
+
+    name: str
+    size: int
+    memory: torch.Tensor
+    checksums: tuple[Crc, ...]
+
+    @property
+    def view(self) -> memoryview:
+        """Of all pages. The memory stays as long as the view."""
+        return self.memory.numpy().data
+
+
+class SaveMemory:
+    """Memory for staged files: as much as saves needed at a time. It is allocated when first needed."""
+
+    def __init__(self) -> None:
+        self._spare, self._lock = list[torch.Tensor](), Lock()
+
+    def take(self, size: int) -> torch.Tensor:
+        """At least so many bytes, in whole pages."""
+        pages = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:  # no two threads get the same
+            fitting = sorted((one for one in self._spare if one.numel() >= pages), key=torch.Tensor.numel)
+            self._spare = [one for one in self._spare if not fitting or one is not fitting[0]]
+            if fitting:
+                return fitting[0]
+            self._spare = self._spare[1:]  # too small: given back before more is asked for
+        return shared_memory(pages)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """For the next save."""
+        self._spare.append(memory)
+
+    def release(self) -> int:
+        """Free what no save uses; the number of bytes."""
+        size = sum(one.numel() for one in self._spare)
+        self._spare.clear()
+        return size
+
+
+def stage(name: str, segments: Sequence[Segment], memory: SaveMemory) -> StagedFile:
+    """Put a file together. All its tensors are copied at once."""
+    size = size_of(segments)
+    room = memory.take(size)
+    try:
+        return StagedFile(name, size, room, _fill(room, segments))
+    except BaseException:
+        memory.give_back(room)
+        raise
+
+
+def _fill(room: torch.Tensor, segments: Sequence[Segment]) -> tuple[Crc, ...]:
+    at, writing = 0, _Room(room)
+    starts, places = dict[int, tuple[int, int]](), dict[int, list[int]]()
+    for one in segments:
+        writing.at, size = at, size_of([one])
+        if isinstance(one, bytes):
+            writing.write(one)
+        elif isinstance(one, Checksum):
+            places.setdefault(id(one.of), []).append(at)
+        else:
+            starts[id(one)] = at, at + size
+            _write(one, writing)
+        at += size
+    with torch.no_grad():
+        copy_all(writing.rooms, writing.tensors)
+    return tuple(Crc(*starts[data], tuple(several)) for data, several in places.items())
+
+
+def _write(data: Data, writing: _Room) -> None:
+    end = writing.at + data.bytes
+    data.write(cast("OutputFile", writing))
+    if writing.at != end:
+        raise AssertionError(f"{data.bytes} bytes were promised, but {writing.at - end + data.bytes} were written")
+
+
+class _Room(TensorSink):
+    """Memory that is written to like a file, from `at` on. Tensors are copied later."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self._memory, self._bytes, self.at = memory, bytes_at(memory.data_ptr(), memory.numel()), 0
+        self.rooms = list[torch.Tensor]()
+
+    def write(self, data: Buffer) -> int:
+        """Copy it."""
+        view = memoryview(data).cast("B")
+        self._bytes.data[self.at : self.at + len(view)] = view
+        self.at += len(view)
+        return len(view)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Its values follow, row-major. They may begin anywhere: files have no gaps between tensors."""
+        size, values = tensor.numel() * tensor.element_size(), tensor.detach()
+        if values.is_complex():  # processors read pairs of numbers from aligned memory only
+            values = torch.view_as_real(values)
+        if size:
+            words = WORDS[values.element_size()]
+            flat = torch.frombuffer(self._bytes, dtype=words, count=values.numel(), offset=self.at)
+            self.rooms.append(flat.view(values.dtype).view(values.shape))
+            self.tensors.append(values)
+        self.at += size
