@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy.random  # noqa: F401  # once
@@ -126,8 +127,11 @@ class Job:
 
     def stop(self, rank=None):
         """Let ranks do nothing, as if the system had forgotten them."""
-        for process in self.processes if rank is None else [self.processes[rank]]:
-            os.kill(process.pid, signal.SIGSTOP)
+        ranks = range(self.size) if rank is None else [rank]
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGSTOP)
+        for rank in ranks:
+            self.wait_stopped(rank)
 
     def go_on(self, rank=None):
         """End a stop."""
@@ -137,7 +141,7 @@ class Job:
     def wait_stopped(self, rank=0, limit=LIMIT):
         """Wait until a rank has stopped itself."""
         end = time.monotonic() + limit
-        while _state(self.processes[rank].pid) != "T":
+        while _states(self.processes[rank].pid) != {"T"}:
             assert time.monotonic() < end, f"rank {rank} of {self.name} did not stop"
             time.sleep(0.005)
 
@@ -453,7 +457,7 @@ def _close(me, what):
     getattr(me, what).close()
 
 
-def _state(pid):
-    """As the system says it: R(uns), S(leeps), T (stopped)."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
+def _states(pid):
+    """Of its threads, as the system says it: R(uns), S(leeps), T (stopped)."""
+    files = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {file.read_text().rpartition(")")[2].split()[0] for file in files}

@@ -38,6 +38,7 @@ FOREVER = timedelta(days=365)
 ABSENT = "-"  # not an entry
 WAITS = 1000  # for messages, on one connection
 SHORTEST = 0.0002  # seconds between two looks at an entry, at first
+CHECKING = 0.2  # seconds between two looks whether a wait should end
 LOST = (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError)
 
 
@@ -248,12 +249,16 @@ class MeetingPoint:
 
         return self._do(swap)
 
-    def wait(self, path: str, seconds: float, check: Callable[[], None] = lambda: None) -> object:
-        """The entry, once there is one. `check` raises if the wait is to end."""
-        end, pause = time.monotonic() + seconds, SHORTEST
+    def wait(self, path: str, seconds: float, check: Callable[[], None]) -> object:
+        """The entry, once there is one. `check` raises if the wait is to end; it is called every `CHECKING` seconds."""
+        now, pause = time.monotonic(), SHORTEST
+        end, next_check = now + seconds, now
         while (value := self.get(path)) is None:
-            check()
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now >= next_check:
+                check()
+                next_check = now + CHECKING
+            if now > end:
                 raise ExchangeError(f"no entry {path} at the meeting point within {seconds:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.002)

@@ -211,7 +211,7 @@ class Server:
         """Let the subscriber in once each of its ranks has shown that it knows the secret; their addresses."""
         path, addresses = self._paths.pull(order.id), list[str]()
         if self._row != 0 and not order.mapped:
-            wait_until_admitted(self._meeting, path, order, self._patience)
+            wait_until_admitted(self._meeting, path, order, self._patience, self._check_open)
             return []
         for row in range(order.subscriber_rows):
             answer: Any = self._meeting.wait(f"{path}/answer/{row}", self._patience, self._check_open)
@@ -229,8 +229,10 @@ def answer_challenge(meeting: MeetingPoint, path: str, row: int, order: Order) -
     meeting.put(f"{path}/answer/{row}", {"challenge": order.challenge, "row": row, "address": address})
 
 
-def wait_until_admitted(meeting: MeetingPoint, path: str, order: Order, patience: float) -> None:
-    """Until the server lets all ranks in; raises if the pull was cancelled."""
-    told: Any = meeting.wait(f"{path}/admitted", 2 * patience)
+def wait_until_admitted(
+    meeting: MeetingPoint, path: str, order: Order, patience: float, check: Callable[[], None]
+) -> None:
+    """Until the server lets all ranks in; raises if the pull was cancelled, or if `check` does."""
+    told: Any = meeting.wait(f"{path}/admitted", 2 * patience, check)
     if told.get("order") != order.id or told.get("why") is not None:
         raise ExchangeError(f"the pull was cancelled: {told.get('why')}")

@@ -330,7 +330,7 @@ class Subscriber:
             copies.append(partial(job.run, here))
 
         try:
-            self._callers.all_do(receive)
+            self._callers.all_do(lambda: self._say_why(order, receive))
         except Exception as failure:
             self._after_failure(order, failure)
             raise
@@ -355,7 +355,7 @@ class Subscriber:
         if not self._atomic:  # unless it is taken over
             self._tear(f"a pull of version {order.version[1]} was broken off. {TORN}")
         try:
-            self._callers.all_do(lambda: self._receive_or_say_why(order))
+            self._callers.all_do(lambda: self._say_why(order, lambda: self._receive(order)))
             self._target.received(order.version)
             valid = self._callers.by_first(lambda: self._client.confirm(order, holds=self._serves_aside))
         except Exception as failure:
@@ -371,10 +371,10 @@ class Subscriber:
         partial_sums = any(info.layout.op for info in self._target.infos.values())  # of which others can copy nothing
         return self._target.version_aside is not None and self._server is not None and not partial_sums
 
-    def _receive_or_say_why(self, order: Order) -> None:
+    def _say_why(self, order: Order, receive: Callable[[], None]) -> None:
         """Ranks and groups of a pull mean nothing to users: say what was broken off, and what the weights are."""
         try:
-            self._receive(order)
+            receive()
         except ExchangeError as error:
             if isinstance(error, RefusedValueError | RefusedTypeError):
                 raise
@@ -398,15 +398,20 @@ class Subscriber:
     def _answer(self, order: Order) -> None:
         path = self._paths.pull(order.id)
         answer_challenge(self._meeting, path, self._row, order)
-        wait_until_admitted(self._meeting, path, order, self._patience)
+        wait_until_admitted(self._meeting, path, order, self._patience, self._check_server(order))
+
+    def _check_server(self, order: Order) -> Callable[[], None]:
+        """Raise if the server is gone. Only the first rank looks; the others hear of it."""
+        beats = [self._paths.beat(order.server, row) for row in range(order.server_rows if self._row == 0 else 0)]
+        return lambda: self._watch.check(beats, self._patience, f"the server of {self.name!r}")
 
     def _check_of(self, order: Order) -> Callable[[], None]:
-        """Raise if the pull was cancelled. The first rank also looks whether the server lives."""
-        beats = [self._paths.beat(order.server, row) for row in range(order.server_rows if self._row == 0 else 0)]
+        """Raise if the pull was cancelled, or the server is gone."""
+        path, check_server = self._paths.pull(order.id), self._check_server(order)
 
         def check() -> None:
-            wait_until_admitted(self._meeting, self._paths.pull(order.id), order, self._patience)
-            self._watch.check(beats, self._patience, f"the server of {self.name!r}")
+            wait_until_admitted(self._meeting, path, order, self._patience, check_server)
+            check_server()
 
         return check
 
