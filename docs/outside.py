@@ -1,4 +1,7 @@
-"""A hook of mkdocs.yml: files outside of docs/ are pages of the site, and links to them work there as on GitHub."""
+"""A hook of mkdocs.yml: files outside docs/ are pages of the site, with links that work there as on GitHub.
+
+Examples with prompts are marked as such, so that site.css can leave prompts and output out of what is copied.
+"""
 
 import posixpath
 import re
@@ -12,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 SAME = ["LICENSE", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*.py")))]
 ON_THE_SITE = PAGES | {path: path for path in SAME} | {"docs/decisions": "decisions/0000-what-a-decision-page-is.md"}
+PROMPT = re.compile(r"^```python\n(?=>>> )", re.MULTILINE)
 LINK = re.compile(r"""(\]\(|\b(?:src|srcset|href)=")(?![a-z]+:|#)([^)#"\s]+)""")
 
 
@@ -31,7 +35,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         found = ON_THE_SITE.get(asked, asked.removeprefix("docs/"))
         return match[1] + posixpath.relpath(found, posixpath.dirname(page.file.src_uri) or ".")
 
-    return LINK.sub(linked, markdown)
+    return LINK.sub(linked, PROMPT.sub("```pycon\n", markdown))
 
 
 def _in_the_repository(uri: str) -> str:
