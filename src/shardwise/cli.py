@@ -23,10 +23,12 @@ from shardwise.quoting import in_line, printable
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint, Rules
+    from shardwise.checkpoint.listing import Row
+
+MOST_ROWS = 1000  # of a table with folded columns, which takes rich a third of a millisecond each
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="Reshard tensors, models and checkpoints: show layouts, plan moves, convert and compare checkpoints.",
@@ -175,27 +177,57 @@ Bar = Annotated[bool, typer.Option(help="Show a progress bar.")]
 @app.command()
 def inspect(
     checkpoint: Path_,
+    all: Annotated[bool, typer.Option("--all", help="Each tensor by itself.")] = False,
+    filter: Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.0.*'.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many lines.")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Names by their parts, with sizes.")] = False,
+    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree; it implies --tree.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
     html: Page = None,
     rules: RulesFile = None,
     mesh: MeshSizes = None,
 ) -> None:
-    """List the tensors of a checkpoint, without reading their values."""
+    """List the tensors of a checkpoint, without reading their values.
+
+    Tensors that are alike share a line: layers.{0..31}.w are layers.0.w to layers.31.w.
+    """
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import terminal
+    from shardwise.checkpoint import listing, terminal
 
     opened = checkpoints.open(checkpoint, rules=_rules(rules, mesh))
-    console = Console(highlight=False)
-    if not console.is_terminal:  # another program may read the names: do not cut them
-        console.width = max(console.width, 10_000)
     if html is not None:  # before the listing: its reader may close the pipe
         report.write(html, terminal.page(opened))
     if json:
         _say(terminal.as_json(opened))
+        return
+    rows = list(listing.rows(opened, every=all, only=filter))
+    _say(f"{terminal.summary(opened)}\n")
+    if tree or depth is not None:
+        _wide_console().print(terminal.tree(opened, only=filter, depth=depth), soft_wrap=True)
+        return
+    _list_rows(rows[:limit])
+    if limit is not None and limit < len(rows):
+        _say(f"... and {len(rows) - limit:,} more lines")
+
+
+def _list_rows(rows: Sequence[Row]) -> None:
+    """As a table where a person reads; lines are not cut where a program may."""
+    from shardwise.checkpoint import listing
+
+    console = Console(highlight=False)
+    if console.is_terminal and len(rows) <= MOST_ROWS:
+        console.print(listing.table(rows))
     else:
-        console.print(terminal.tree(opened) if tree else terminal.table(opened), soft_wrap=True)
-        console.print(f"\n{escape(terminal.summary(opened))}", soft_wrap=True)
+        for line in listing.columns(rows):
+            _say(line)
+
+
+def _wide_console() -> Console:
+    """Another program may read the names: do not cut them."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 10_000)
+    return console
 
 
 @app.command()

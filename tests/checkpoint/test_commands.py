@@ -54,7 +54,10 @@ def saved(tmp_path):
 def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
     code, table = shell("inspect", saved)
     assert code == 0
-    assert [line.split() for line in table.splitlines()][1] == [
+    summary, _, titles, first, *_ = table.splitlines()
+    assert summary.endswith("saved: sharded, 3 tensors (168 B float32) in 1 file, 1 other value")
+    assert titles.split() == ["name", "tensors", "dtype", "shape", "shards", "layout", "size"]
+    assert first.split() == [
         "layers.0.q",
         "float32",
         "4",
@@ -65,8 +68,7 @@ def test_a_checkpoint_is_listed_as_a_table_a_tree_or_json(shell, saved):
         "96",
         "B",
     ]
-    assert "step        int" in table
-    assert table.endswith("saved: sharded, 3 tensors (168 B float32) in 1 file, 1 other value\n")
+    assert re.search("step +int +7", table)
     code, tree = shell("inspect", saved, "--tree")
     assert code == 0
     assert "├── layers  144 B" in tree
@@ -236,6 +238,30 @@ def test_inspect_shows_ties_and_other_values(shell, tmp_path, format):
         "embed.w": None,
         "head.w": "embed.w",
     }
+
+
+def test_alike_tensors_share_a_line(shell):
+    layers = {f"h.{n}.{part}": torch.ones(4, 2) for n in range(12) for part in ("q", "k")}
+    odd = {"h.7.k": torch.ones(4, 3), "h.12.k": torch.ones(4, 2), "h.01.k": torch.ones(4, 2), "norm": torch.ones(2)}
+    torch.save({**layers, **odd, "step": 7}, "p.pt")
+    _, text = shell("inspect", "p.pt")
+    assert [line.split()[:2] for line in text.splitlines()[3:]] == [
+        ["h.{0..11}.q", "12"],
+        ["h.{0..6,8..12}.k", "12"],
+        ["h.7.k", "float32"],
+        ["h.01.k", "float32"],
+        ["norm", "float32"],
+        ["step", "int"],
+    ]
+    assert "  384 B\n" in text
+    _, text = shell("inspect", "p.pt", "--all", "--filter", "h.?.q")
+    assert [line.split()[0] for line in text.splitlines()[3:]] == [f"h.{n}.q" for n in range(10)]
+    _, text = shell("inspect", "p.pt", "--limit", "2")
+    assert text.splitlines()[-1] == "... and 4 more lines"
+    _, text = shell("inspect", "p.pt", "--depth", "1")
+    assert [line.split("  ")[0] for line in text.splitlines()[3:]] == ["├── h", "├── norm", "└── step"]
+    code, text = shell("inspect", "p.pt", "--filter", "hh.0.q")
+    assert (code, text) == (2, "error: ./p.pt: no name matches 'hh.0.q' (nearest: 'h.0.q')\n")
 
 
 def test_a_conversion_to_where_another_one_writes_says_so(shell, saved):

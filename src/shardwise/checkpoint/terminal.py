@@ -1,4 +1,4 @@
-"""Checkpoints on the command line: options as the values that functions take; tables, trees, JSON and pages."""
+"""Checkpoints on the command line: options as the values that functions take; trees, JSON and pages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypedDict
 
 import torch
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from shardwise import report
 from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
-from shardwise.checkpoint.opaque import Objects, Opaque, opaque_in, tensors_in
+from shardwise.checkpoint.listing import dtype_name, inside, kind, several, short, tied
+from shardwise.checkpoint.opaque import Objects, opaque_in
 from shardwise.checkpoint.rules import Rules, read_rules
-from shardwise.checkpoint.streams import Select, duplicates
+from shardwise.checkpoint.streams import Select, selector
 from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
 from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
@@ -198,19 +198,13 @@ def summary(checkpoint: Checkpoint) -> str:
     """A summary in one line."""
     dtypes, ties = Counter[str](), tied(checkpoint)
     for name, entry in checkpoint.items():
-        dtypes[_dtype_name(entry)] += entry.bytes if name not in ties else 0
+        dtypes[dtype_name(entry)] += entry.bytes if name not in ties else 0
     files = len({path for entry in checkpoint.values() for path in entry.used()})
     kinds = ", ".join(f"{size(amount)} {name}" for name, amount in dtypes.most_common())
     others = f", {several(len(checkpoint.objects), 'other value')}" if checkpoint.objects else ""
     tensors, where = several(len(checkpoint), "tensor"), several(files, "file")
     tensors += f", {len(ties)} of them tied" if ties else ""
     return f"{in_line(checkpoint.path)}: {checkpoint.format}, {tensors} ({kinds}) in {where}{others}"
-
-
-def tied(checkpoint: Checkpoint) -> dict[str, str]:
-    """The names whose tensors share the bytes of an earlier name, with that name."""
-    shared = {name: entry for name, entry in checkpoint.items() if entry.shared is not None and entry.bytes}
-    return duplicates({name: (entry.shared, entry.shape, entry.dtype) for name, entry in shared.items()})
 
 
 def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) -> Iterator[str]:
@@ -248,40 +242,6 @@ def _named(source: Checkpoint, names: Sequence[str]) -> str:
     return in_line(name) + (f" ({in_line(one.name)})" if one is not None else "")
 
 
-def several(count: int, what: str) -> str:
-    """
-    >>> several(1, "file"), several(2, "file")
-    ('1 file', '2 files')
-    """
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
-def table(checkpoint: Checkpoint) -> Table:
-    """A row for every tensor."""
-    rows = Table("name", "dtype", "shape", "shards", "layout", "size", box=None, header_style="bold", pad_edge=False)
-    for column in rows.columns[3::2]:
-        column.justify = "right"
-    ties = tied(checkpoint)
-    for name, entry in checkpoint.items():
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        where = f"tied to {ties[name]}" if name in ties else _layout(entry)
-        cells = name, _dtype_name(entry), shape, str(entry.shards), where, "" if name in ties else size(entry.bytes)
-        rows.add_row(*map(_text, cells))
-    for name, value in checkpoint.objects.items():
-        rows.add_row(*map(_text, (name, _kind(value), _short(value), "", _inside(value))))
-    return rows
-
-
-def _inside(value: object) -> str:
-    count = tensors_in(value)
-    return f"with {several(count, 'tensor')} inside" if count else ""
-
-
-def _kind(value: object) -> str:
-    """The type of a value; the class of an object that is not rebuilt."""
-    return value.name if isinstance(value, Opaque) else type(value).__name__
-
-
 class NameNode:
     """A part of names: what is stored there, and the parts below it."""
 
@@ -301,31 +261,31 @@ class NameNode:
         """Of it and of all below."""
         return self.size + sum(node.bytes for node in self.below.values())
 
-    def grow(self, tree: Tree) -> Tree:
-        """Add what is below to a tree."""
-        for part, node in self.below.items():
+    def grow(self, tree: Tree, depth: int) -> Tree:
+        """Add what is below to a tree, down to some levels."""
+        for part, node in self.below.items() if depth else ():
             amount = size(node.bytes) if node.bytes or not node.about else ""
-            node.grow(tree.add(_text("  ".join(text for text in (part, node.about, amount) if text))))
+            node.grow(tree.add(_text("  ".join(text for text in (part, node.about, amount) if text))), depth - 1)
         return tree
 
 
-def tree(checkpoint: Checkpoint) -> Tree:
-    """Names by their parts, with the bytes below each; other values, too."""
-    root, ties = NameNode(), tied(checkpoint)
-    for name, entry in checkpoint.items():
-        node, about = root.at(name), f"{_dtype_name(entry)} {list(entry.shape)}"
+def tree(checkpoint: Checkpoint, *, only: Select = None, depth: int | None = None) -> Tree:
+    """Names by their parts, with the bytes below each; other values, too. `depth`: levels to show."""
+    root, ties, wanted = NameNode(), tied(checkpoint), selector(checkpoint, only)
+    for name, entry in filter(lambda item: wanted(item[0]), checkpoint.items()):
+        node, about = root.at(name), f"{dtype_name(entry)} {list(entry.shape)}"
         node.about = f"{about}  tied to {ties[name]}" if name in ties else about
         node.size = 0 if name in ties else entry.bytes
-    for name, value in checkpoint.objects.items():
-        root.at(name).about = "  ".join(filter(None, (_kind(value), _short(value), _inside(value))))
-    return root.grow(Tree(_text(f"{checkpoint.path}  {size(root.bytes)}")))
+    for name, value in filter(lambda item: wanted(item[0]), checkpoint.objects.items()):
+        root.at(name).about = "  ".join(filter(None, (kind(value), short(value), inside(value))))
+    return root.grow(Tree(_text(f"{checkpoint.path}  {size(root.bytes)}")), MAX_DEPTH + 1 if depth is None else depth)
 
 
 def page(checkpoint: Checkpoint) -> str:
     """An HTML page: all tensors by size, and the files of each."""
     entries = checkpoint.values()
     rows = [
-        report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=_dtype_name(e)) for name, e in checkpoint.items()
+        report.Row(name, e.layout, itemsize=e.dtype.itemsize, dtype=dtype_name(e)) for name, e in checkpoint.items()
     ]
     files = {path for entry in entries for path in entry.used()}
     facts = {
@@ -348,7 +308,7 @@ def as_json(checkpoint: Checkpoint) -> str:
     ties = tied(checkpoint)
     tensors = {
         name: {
-            "dtype": _dtype_name(entry),
+            "dtype": dtype_name(entry),
             "shape": list(entry.shape),
             "bytes": entry.bytes,
             "tied": ties.get(name),
@@ -378,18 +338,3 @@ def _plain(value: object) -> object:
 def _text(text: str) -> Text:
     """Plain text: brackets are not markup, and control characters are escaped."""
     return Text(in_line(text))
-
-
-def _dtype_name(entry: Entry) -> str:
-    return str(entry.dtype).removeprefix("torch.")
-
-
-def _layout(entry: Entry) -> str:
-    if entry.shards <= 1:
-        return "whole"
-    return entry.layout.brief(width=40).partition("/")[2] if entry.shards <= 4096 else "many boxes"
-
-
-def _short(value: object) -> str:
-    text = brief(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

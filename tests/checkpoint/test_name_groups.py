@@ -1,0 +1,25 @@
+"""Patterns that stand for names."""
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.checkpoint.name_groups import grouped, products
+
+numbers = st.integers(0, 3)
+
+
+@given(st.sets(st.tuples(numbers, numbers, numbers)))
+def test_each_row_is_in_one_product_and_nothing_else_is(rows):
+    found = [row for slots in products(rows) for row in product(*slots)]
+    assert sorted(found) == sorted(rows)
+
+
+@given(st.dictionaries(st.from_regex(r"\A(a|0|1|2|00|10)(\.(a|0|1|2|00|10)){0,3}\Z"), st.booleans()))
+def test_each_name_has_one_pattern_of_its_kind(names):
+    groups = grouped(names)
+    assert sorted(name for _, alike in groups for name in alike) == sorted(names)
+    for pattern, alike in groups:
+        assert len({names[name] for name in alike}) == 1
+        assert len(alike) > 1 or pattern == alike[0]
