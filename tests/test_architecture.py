@@ -34,6 +34,7 @@ LAYERS = [
     "testing",
     "bench",
     "demo",
+    "doctor",
     "cli",
     "__main__",
     "__init__",

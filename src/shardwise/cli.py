@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -271,7 +272,7 @@ def convert(
     If it is interrupted, run the same command again: files that are whole are not written again.
     """
     from shardwise import checkpoint as checkpoints
-    from shardwise.checkpoint import terminal
+    from shardwise.checkpoint import listing, terminal
     from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
@@ -295,7 +296,7 @@ def convert(
             progress="bar" if bar else None,
         )
     if made.reused:
-        again = terminal.several(len(made.reused), "file")
+        again = listing.several(len(made.reused), "file")
         _say(f"reused {again} of an earlier conversion, such as {made.reused[0]}")
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(terminal.summary(made))}{checked}", soft_wrap=True)
@@ -442,6 +443,37 @@ def _rules(rules: str | None, mesh: list[str] | None) -> Rules | None:
 
 
 @app.command()
+def diff(
+    a: Path_,
+    b: Path_,
+    rename: Renames = None,
+    select: Selects = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 40,
+    jobs: Jobs = 1,
+    bar: Bar = True,
+) -> None:
+    """Show what changed from A to B, by tensor, the largest relative change first. To prove equality, use verify.
+
+    The change of a tensor is the norm of B - A, relative to that of A.
+    """
+    from shardwise import checkpoint as checkpoints
+    from shardwise.checkpoint import changes
+
+    progress: Literal["bar"] | None = "bar" if bar else None
+    found = changes.changes(
+        checkpoints.open(a), checkpoints.open(b), rename=_pairs(rename), select=select, jobs=jobs, progress=progress
+    )
+    for line in changes.lines(found, limit):
+        _say(line)
+
+
+def _pairs(rename: list[str] | None) -> list[tuple[str, str]] | None:
+    from shardwise.checkpoint.terminal import pairs
+
+    return pairs(rename or (), "--rename") or None
+
+
+@app.command()
 def hub(
     port: Annotated[int | None, typer.Option(help="Where to listen.", show_default=False)] = None,
     host: Annotated[str, typer.Option(help="The address of this host to listen on.")] = "127.0.0.1",
@@ -491,6 +523,22 @@ def bench(
         moves = list(benchmark.bench(ranks, bytes_moved, device))
     console.print(benchmark.table(moves))
     console.print(benchmark.LEGEND.format(size=size, ranks=ranks), style="dim")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do, and what to change. Exit code 1 if there is something to change.
+
+    Under torchrun (torchrun ... -m shardwise doctor) also how the ranks of the job reach each other. The first prints.
+    """
+    from shardwise.doctor import examine
+
+    findings = list(examine())
+    if os.environ.get("RANK", "0") == "0":
+        for found in findings:
+            _say(f"{found.verdict:5}{found.what}" + (f": {found.fix}" if found.fix else ""))
+    if any(found.fix for found in findings):
+        raise SystemExit(1)
 
 
 def main() -> None:
