@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from shardwise import Layout, ShardedTensor, parse, plan
+from shardwise import Layout, Resharder, ShardedTensor, checkpoint, parse, plan, receipt
 from shardwise.planning import size
 from shardwise.report.tiles import COLOURS
+from shardwise.testing import on_ranks
 
 
 def rectangles(html):
@@ -94,3 +95,37 @@ def test_without_matplotlib_a_figure_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
     assert done.stdout == "a figure needs matplotlib: pip install 'shardwise[plot]'\n"
+
+
+def cells(html):
+    tree = ET.fromstring(html)
+    return [[cell.text or "" for cell in row] for row in tree.iter("tr")]
+
+
+def test_a_checkpoint_and_a_receipt_show_rows_and_escape_names(tmp_path):
+    evil = "<b>&\x1b[2J"
+    torch.save({f"h.{n}.w": torch.ones(2, 3) for n in range(3)} | {evil: torch.ones(1)}, tmp_path / "p.pt")
+    opened = checkpoint.open(tmp_path / "p.pt")
+    titles, alike, other = cells(opened._repr_html_())
+    assert titles == ["name", "tensors", "dtype", "shape", "shards", "layout", "size"]
+    assert alike == ["h.{0..2}.w", "3", "float32", "2 x 3", "1", "whole", "72 B"]
+    assert other[0] == "<b>&\\x1b[2J"
+    rows = cells(receipt(opened)._repr_html_())
+    assert [row[0] for row in rows] == ["name", "h.0.w", "h.1.w", "h.2.w", "<b>&\\x1b[2J"]
+    assert rows[1][1:3] == ["[2, 3]", "float32"]
+
+
+def test_long_listings_show_the_first_rows_and_count_the_others(tmp_path):
+    torch.save({f"w{n:03d}": torch.ones(1) for n in range(70)}, tmp_path / "p.pt")
+    html = checkpoint.open(tmp_path / "p.pt")._repr_html_()
+    assert len(cells(html)) == 51
+    assert "... and 20 more" in html
+
+
+def test_a_plan_of_a_model_shows_its_totals_and_every_kind_of_move():
+    source, target = {"w": torch.ones(4, 2), "b": torch.ones(3)}, {"w": torch.zeros(4, 2), "b": torch.zeros(3)}
+    made = on_ranks(1, lambda rank: (lambda p: (p.explain(), p._repr_html_()))(Resharder(source, target).plan))[0]
+    titles, *rows = cells(made[1])
+    assert titles == ["tensors", "move", "between ranks", "such as"]
+    assert len(rows) == 2
+    assert made[0].splitlines()[0] in made[1]

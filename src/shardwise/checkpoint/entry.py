@@ -494,3 +494,10 @@ class Checkpoint(LazyMapping[Entry]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {self.format}, {len(self)} tensor{'s' * (len(self) != 1)})"
+
+    def _repr_html_(self) -> str:
+        """Alike tensors in one row, in notebooks; no value is read."""
+        from shardwise import report
+        from shardwise.checkpoint.listing import Row, rows
+
+        return report.listed(repr(self), Row._fields, rows(self))

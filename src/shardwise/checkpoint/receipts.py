@@ -87,6 +87,16 @@ class Receipt:
     def __repr__(self) -> str:
         return f"Receipt({len(self.tensors)} tensors, version={self.version}, time={self.time!r})"
 
+    def _repr_html_(self) -> str:
+        """A row for every tensor, in notebooks."""
+        from shardwise import report
+
+        titles = "name", "shape", "dtype", "fingerprint", "layout"
+        rows = (
+            (name, str(list(one.shape)), one.dtype, one.fingerprint, one.layout) for name, one in self.tensors.items()
+        )
+        return report.listed(repr(self), titles, rows)
+
     @staticmethod
     def from_json(text: str) -> Receipt:
         """The receipt of a text; refused unless it is one of this version of fingerprints."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -288,20 +288,33 @@ class ModelPlan:
 
     def explain(self) -> str:
         """A summary in words, with a line for every kind of move."""
-        kinds = dict[str, list[PlannedLink]]()
-        for planned in self.links:
-            kinds.setdefault(self._in_words(planned), []).append(planned)
+        rows = [f"{count:6d} x {words}: {moved} move, as {named}" for count, words, moved, named in self._kinds()]
+        return "\n".join([*self._totals(), *rows])
+
+    def _repr_html_(self) -> str:
+        """The totals, and a row for every kind of move, in notebooks."""
+        from shardwise import report
+
+        rows = ((f"{count:,}", words, moved, named) for count, words, moved, named in self._kinds())
+        return report.listed("; ".join(self._totals()), ["tensors", "move", "between ranks", "such as"], rows)
+
+    def _totals(self) -> list[str]:
         buckets, peak = len(self.buckets()), size(self.peak_bytes)
-        lines = [
+        return [
             f"{len(self.sources)} tensors become {len(self.targets)}, in {buckets} exchange" + "s" * (buckets != 1),
             f"{size(self.bytes_moved)} between ranks, {size(self.bytes_local)} stay; no rank stages more than {peak}",
             *(f"{what} between {hosts}" for hosts, what in self._across().items()),
         ]
+
+    def _kinds(self) -> Iterator[tuple[int, str, str, str]]:
+        """How many links of each kind of move, the move, what it brings between ranks, and the name of the first."""
+        kinds = dict[str, list[PlannedLink]]()
+        for planned in self.links:
+            kinds.setdefault(self._in_words(planned), []).append(planned)
         for words, several in kinds.items():
             moved, link = size(sum(planned.plan.bytes_moved for planned in several)), several[0].link
             named = link.source if link.source == link.target else f"{link.source} -> {link.target}"
-            lines.append(f"{len(several):6d} x {words}: {moved} move, as {named}")
-        return "\n".join(lines)
+            yield len(several), words, moved, named
 
     def _across(self) -> dict[str, str]:
         """What crosses between so many hosts, if the plan heeds any."""

@@ -4,9 +4,9 @@ Pure: it looks at values, and runs nothing.
 """
 
 from shardwise.report.html import page, write
-from shardwise.report.notebook import glance
+from shardwise.report.notebook import glance, listed
 from shardwise.report.plot import figure
 from shardwise.report.rows import Row
 from shardwise.report.text import draw, matrix
 
-__all__ = ["Row", "draw", "figure", "glance", "matrix", "page", "write"]
+__all__ = ["Row", "draw", "figure", "glance", "listed", "matrix", "page", "write"]

@@ -1,17 +1,20 @@
-"""A layout or a plan at a glance, for notebooks: static HTML without scripts."""
+"""Values at a glance, for notebooks: static HTML without scripts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import islice
 
 from shardwise.geometry import Box
 from shardwise.layout import Layout
 from shardwise.planning import Plan, count, size
+from shardwise.quoting import in_line
 from shardwise.report.groups import Groups
 from shardwise.report.tiles import COLOURS, TileHolders, Tiles, tiles
 
 WIDTH, HEIGHT = 220, 130
-MOST_GROUPS, MOST_TILES = 64, 256
+MOST_GROUPS, MOST_TILES, MOST_ROWS = 64, 256, 50
 STYLE = "font:12px system-ui,sans-serif;display:inline-block;margin:4px 18px 4px 0;vertical-align:top"
 
 
@@ -27,6 +30,26 @@ def glance(shown: Layout | Plan, words: str = "") -> str:
     drawn = "".join(_layout(layout, owners) for layout in layouts)
     caption = words or (_totals(shown) if isinstance(shown, Plan) else count(len(owners.owners), "owner"))
     return f'<div>{drawn}<div style="font:12px system-ui,sans-serif">{escape(caption)}</div></div>'
+
+
+def listed(words: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of the first rows, with some words above and the number of the rest below.
+
+    >>> listed("1 tensor", ["name"], [["w"]]).count("<td")
+    1
+    """
+    rest = iter(rows)
+    head, body = _cells("th", titles), "".join(_cells("td", row) for row in islice(rest, MOST_ROWS))
+    left = sum(1 for _ in rest)
+    more = f"<div>... and {left:,} more</div>" if left else ""
+    return (
+        f'<div style="font:12px system-ui,sans-serif"><div>{escape(words)}</div><table>{head}{body}</table>{more}</div>'
+    )
+
+
+def _cells(kind: str, row: Sequence[str]) -> str:
+    cells = "".join(f'<{kind} style="text-align:left">{escape(in_line(cell))}</{kind}>' for cell in row)
+    return f"<tr>{cells}</tr>"
 
 
 def _totals(plan: Plan) -> str:
