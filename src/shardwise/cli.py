@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,6 +21,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layout import parse
 from shardwise.notation import write_ranges
 from shardwise.planning import plan as make_plan
+from shardwise.planning import size_in_bytes
 from shardwise.quoting import in_line, printable
 
 if TYPE_CHECKING:
@@ -36,27 +38,53 @@ app = typer.Typer(
     epilog="Layouts are written like 4096x1024/S0@8 or 4096x1024/S0,R@fsdp=4,tp=2.",
 )
 
+C = TypeVar("C", bound=Callable[..., None])
+
+
+def command(function: C) -> C:
+    """Make it a command. Ctrl-C ends it with one line and the code of a signal."""
+
+    @wraps(function)
+    def stoppable(*args: object, **kwargs: object) -> None:
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt:
+            _say("stopped", err=True)
+            raise SystemExit(130) from None
+
+    app.command()(stoppable)
+    return function
+
+
 LayoutText = Annotated[str, typer.Argument(help="A layout, such as 4096x1024/S0@8", show_default=False)]
 Page = Annotated[Path | None, typer.Option(help="Also write an HTML page.")]
 
 
 SHELL = {  # options as errors of the library name them, and as the shell does
-    r"\boverflow='allow'": "--allow-overflow",
-    r"\bobjects='(\w+)'": r"--objects \1",
-    r"\bformat='([\w.]+)'": r"--format \1",
-    r"\brules='([\w./-]+)'": r"--rules \1",
-    r"\brules=": "--rules",
-    r"\bsource_rules=": "--source-rules",
+    r"\boverflow=['\"]allow['\"]": "--allow-overflow",
     r"\bkey='([^']*)'": r"--key-file \1",
     r"give key=, .* a file with it": "give --key-file FILE, with a secret that all jobs know",
+    r"\bcast=\[\('([^']+)', torch\.(\w+)\)\]": r"--cast '\1=\2'",
 }
+KEYWORDS = re.compile(
+    r"\b(cast|exclude|format|hosts|itemsize|jobs|max_bytes|max_shard_size|objects|other_rules|rename|rules|select"
+    r"|source_rules)=(?:'([\w./*-]+)'|\"([\w./*-]+)\"|(\d+)\b)?(?![\w\[])"
+)
 
 
 def _in_shell(text: str) -> str:
     """With the options of the shell in place of those of Python."""
     for python, shell in SHELL.items():
         text = re.sub(python, shell, text)
-    return text
+    return KEYWORDS.sub(lambda match: _option(*match.groups()), text)
+
+
+def _option(keyword: str, *values: str | None) -> str:
+    """
+    >>> _option("max_bytes", "4096"), _option("rules", None)
+    ('--max-bytes 4096', '--rules')
+    """
+    return " ".join([f"--{keyword.replace('_', '-')}", *filter(None, values)])
 
 
 def _say(text: str, *, err: bool = False) -> None:
@@ -79,7 +107,7 @@ def shardwise(
     """Reshard tensors, models and checkpoints from any layout to any other."""
 
 
-@app.command()
+@command
 def show(layout: LayoutText, html: Page = None) -> None:
     """Draw who holds what."""
     parsed = parse(layout).validate()
@@ -93,22 +121,29 @@ def show(layout: LayoutText, html: Page = None) -> None:
         report.write(html, report.page(parsed))
 
 
-@app.command()
+@command
 def plan(
     source: LayoutText,
     target: LayoutText,
-    itemsize: Annotated[int, typer.Option(help="Bytes per element.")] = 4,
-    max_bytes: Annotated[int | None, typer.Option(help="Memory limit for staging, in bytes per owner.")] = None,
+    itemsize: Annotated[int | None, typer.Option(help="Bytes per element, by default 4.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Instead of its size: bf16, float32, float8_e4m3fn ...")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Memory limit for staging per owner, such as 64MiB.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Owners per host.")] = None,
     relabel: Annotated[bool, typer.Option(help="Let target owners be permuted so that the least moves.")] = False,
     verify: Annotated[bool, typer.Option(help="Prove the plan against both layouts.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the plan to this file; - prints it instead of the summary.")
+    ] = None,
     html: Page = None,
 ) -> None:
     """Show what moves from SOURCE to TARGET, and who sends how much to whom."""
-    made = make_plan(parse(source), parse(target), itemsize=itemsize, max_bytes=max_bytes, hosts=hosts, relabel=relabel)
+    options = {"max_bytes": None if max_bytes is None else size_in_bytes(max_bytes), "hosts": hosts}
+    made = make_plan(parse(source), parse(target), itemsize=_itemsize(itemsize, dtype), relabel=relabel, **options)
     if verify:
         made.verify()
+    if json == Path("-"):
+        _say(made.to_json())
+        return
     if json is not None:
         report.write(json, made.to_json())
     if html is not None:
@@ -117,6 +152,27 @@ def plan(
     _say(f"\n{report.matrix(made)}")
     if verify:
         _say("\nverified: every target cell is written exactly once, by an owner that has it")
+
+
+DTYPE_BITS = re.compile(r"(?:bool|[a-z]+?)(\d+)?(?:_e\d+m\d+\w*)?")  # float32, bf16, uint8, float8_e4m3fn
+
+
+def _itemsize(itemsize: int | None, dtype: str | None) -> int:
+    """
+    >>> [_itemsize(None, dtype) for dtype in ("bf16", "float64", "float8_e4m3fn", "bool", None)]
+    [2, 8, 1, 1, 4]
+    """
+    if dtype is None:
+        return 4 if itemsize is None else itemsize
+    if itemsize is not None:
+        raise ValueError("--itemsize and --dtype say the same: give one of them")
+    match = DTYPE_BITS.fullmatch(dtype)
+    bits = int(match[1] or 0) if match and dtype != "bool" else 8 * (dtype == "bool")
+    if bits not in (8, 16, 32, 64, 128):
+        raise ValueError(
+            f"--dtype {dtype!r} is not a dtype of whole bytes: write bf16, float32 or float8_e4m3fn, or --itemsize"
+        )
+    return bits // 8
 
 
 Path_ = Annotated[str, typer.Argument(help="A checkpoint: a file, a directory or a URL.", show_default=False)]
@@ -175,7 +231,7 @@ Jobs = Annotated[int, typer.Option(help="Threads.")]
 Bar = Annotated[bool, typer.Option(help="Show a progress bar.")]
 
 
-@app.command()
+@command
 def inspect(
     checkpoint: Path_,
     all: Annotated[bool, typer.Option("--all", help="Each tensor by itself.")] = False,
@@ -231,7 +287,7 @@ def _wide_console() -> Console:
     return console
 
 
-@app.command()
+@command
 def convert(
     source: Path_,
     out: Annotated[str, typer.Argument(help="Where to write it.", show_default=False)],
@@ -273,7 +329,6 @@ def convert(
     """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import listing, terminal
-    from shardwise.checkpoint.converting import size_in_bytes
 
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
@@ -318,7 +373,7 @@ def _continued() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-@app.command()
+@command
 def verify(
     a: Path_,
     b: Annotated[
@@ -442,7 +497,7 @@ def _rules(rules: str | None, mesh: list[str] | None) -> Rules | None:
     return rules_on(rules, mesh or ())
 
 
-@app.command()
+@command
 def diff(
     a: Path_,
     b: Path_,
@@ -473,7 +528,7 @@ def _pairs(rename: list[str] | None) -> list[tuple[str, str]] | None:
     return pairs(rename or (), "--rename") or None
 
 
-@app.command()
+@command
 def hub(
     port: Annotated[int | None, typer.Option(help="Where to listen.", show_default=False)] = None,
     host: Annotated[str, typer.Option(help="The address of this host to listen on.")] = "127.0.0.1",
@@ -494,7 +549,7 @@ def hub(
         hold(where, key_file, lambda at: _say(f"meeting point {at}: interrupt to end it"))
 
 
-@app.command()
+@command
 def demo(
     out: Annotated[Path, typer.Option(help="Where to leave the checkpoints and the page.")] = Path("demo"),
 ) -> None:
@@ -504,7 +559,7 @@ def demo(
     run(Console(), out)
 
 
-@app.command()
+@command
 def bench(
     ranks: Annotated[int, typer.Option(help="Processes of this machine.")] = 4,
     size: Annotated[str, typer.Option(help="The size of the moved tensor, such as 256MiB.")] = "64MiB",
@@ -513,7 +568,6 @@ def bench(
 ) -> None:
     """Time a few moves on this machine: over each transport, by torch's own ways, and as plain memory copies."""
     from shardwise import bench as benchmark
-    from shardwise.checkpoint.converting import size_in_bytes
 
     bytes_moved, console = size_in_bytes(size), Console(highlight=False)
     if json:
@@ -525,7 +579,7 @@ def bench(
     console.print(benchmark.LEGEND.format(size=size, ranks=ranks), style="dim")
 
 
-@app.command()
+@command
 def doctor() -> None:
     """Say what this machine can do, and what to change. Exit code 1 if there is something to change.
 
@@ -545,6 +599,11 @@ def main() -> None:
     """The `shardwise` command. Bad input ends with exit code 2 and one message."""
     try:
         app()
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        Console(stderr=True, highlight=False).print("[bold red]error:[/] this command needs torch: pip install torch")
+        raise SystemExit(2) from None
     except (ShardwiseError, ValueError, TypeError, OSError, MemoryError) as error:
         message = escape(printable(_in_shell(str(error)))) or "out of memory"
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", soft_wrap=True)

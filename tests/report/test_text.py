@@ -97,6 +97,9 @@ def test_owners_with_nothing_are_named():
         (["show", "8x6/s0@4"], "did you mean S0?"),
         (["show", "8x6/boxes=0:4,0:6@1"], "[4:8, 0:6] has no owner"),
         (["plan", "8x6/S0@4", "6x8/S0@4"], "a plan needs one shape"),
+        (["plan", "8x6/S0@4", "8x6/S1@4", "--dtype", "int4"], "'int4' is not a dtype of whole bytes"),
+        (["plan", "8x6/S0@4", "8x6/S1@4", "--dtype", "bf16", "--itemsize", "2"], "give one of them"),
+        (["plan", "8x6/S0@4", "8x6/S1@4", "--max-bytes", "3 apples"], "is not a size"),
         (["plan", "8x6/S0@4", "8x6/S1@4", "--max-bytes", "3"], "give at least 28"),
         (["plan", "8x6/S0@4", "8x6/S1@4", "--json", "/no/such/folder/plan.json"], "No such file"),
     ],
@@ -113,3 +116,8 @@ def test_a_plan_is_written_to_a_file_that_can_be_read(tmp_path):
     done = shardwise("plan", "8x6/S0@4", "8x6/S1@3", "--json", str(path), "--verify")
     assert done.returncode == 0, done.stderr
     assert type(plan("8x6/S0@4", "8x6/S1@3")).from_json(path.read_text()) == plan("8x6/S0@4", "8x6/S1@3")
+    printed = shardwise(
+        "plan", "8x6/S0@4", "8x6/S1@3", "--dtype", "bf16", "--max-bytes", "0.5KiB", "--json", "-"
+    ).stdout
+    made = plan("8x6/S0@4", "8x6/S1@3", itemsize=2, max_bytes=512)
+    assert type(made).from_json(printed) == made

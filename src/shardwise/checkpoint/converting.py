@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,14 +46,13 @@ from shardwise.job.casts import Cast
 from shardwise.job.names import Rename, missing
 from shardwise.job.progress import Count, Progress, check_progress, reporter
 from shardwise.layout import Layout
-from shardwise.planning import size
+from shardwise.planning import size, size_in_bytes
 from shardwise.quantized.moves import Rule
 from shardwise.quoting import brief
 from shardwise.storage.folders import OutputFolder, token_of
 from shardwise.storage.locks import WriteClaim, claim_folder
 from shardwise.storage.paths import PathLike, same_location
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 WRITERS: dict[str, type[Writer]] = {
     "safetensors": SafetensorsWriter,
     "sharded": ShardedWriter,
@@ -230,19 +230,25 @@ def _chunk(max_bytes: int, jobs: int) -> int:
     return min(CHUNK, max_bytes // jobs // 2)  # comparing takes two of them
 
 
+ENDINGS = {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"}
+NEARLY_AN_ENDING = re.compile(r"\.[A-Za-z]\w{0,11}")  # others are parts of names: step.100, v1.5
+
+
 def _place(out: PathLike, format: str | None, *, durable: bool, sums: bool) -> tuple[str, OutputFolder, str | None]:
     """The format, the directory, and the file name if the output is one file."""
-    path, endings = (
-        str(out),
-        {".safetensors": "safetensors", ".pt": "torch.save", ".pth": "torch.save", ".bin": "torch.save"},
-    )
+    path = str(out)
     ending = PurePath(path).suffix
-    chosen_format = format or endings.get(ending, "safetensors")
+    if format is None and ending not in ENDINGS and NEARLY_AN_ENDING.fullmatch(ending):
+        raise ValueError(
+            f"{path} ends with {ending}, which is the ending of no format: end it with one of {', '.join(ENDINGS)}, "
+            f"or give format=, for a directory of that name"
+        )
+    chosen_format = format or ENDINGS.get(ending, "safetensors")
     if chosen_format not in WRITERS:
         raise ValueError(f"format= must be one of {', '.join(map(repr, WRITERS))}, not {format!r}")
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rpartition("/")
-    if endings.get(ending) == chosen_format and name:
+    if ENDINGS.get(ending) == chosen_format and name:
         here = folder or ("/" if path.startswith("/") else "" if separator else ".")
         return chosen_format, OutputFolder(f"{scheme}{separator}{here}", durable=durable, sums=sums), name
     return chosen_format, OutputFolder(path, durable=durable, sums=sums), None
@@ -374,19 +380,3 @@ def _verify(
         raise CheckpointError(
             f"{made.path} does not match the source: {differences[0]} (and {len(differences) - 1} more)"
         )
-
-
-def size_in_bytes(text: int | str) -> int:
-    """
-    >>> size_in_bytes("5GB"), size_in_bytes("0.5 MiB"), size_in_bytes(4096)
-    (5000000000, 524288, 4096)
-    """
-    number = str(text).strip().upper()
-    unit = next((unit for unit in UNITS if number.endswith(unit)), "")
-    try:
-        size = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
-    except ValueError:
-        size = 0.0
-    if not 1 <= size < 2**62:
-        raise ValueError(f"{text!r} is not a size: write 5GB, 512MiB, or a number of bytes")
-    return int(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+MIB = 2**20
 Progress = Callable[[int, int], None] | Literal["bar"] | None
 
 
@@ -23,9 +25,13 @@ def reporter(progress: Progress, total: int, what: str, *, here: bool) -> Iterat
         yield None
     else:
         with _bar() as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done, _: bar.update(task, completed=done)
-            bar.update(task, completed=total)
+            task, start = bar.add_task(what, total=total, told=""), time.monotonic()
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, completed=done, told=in_numbers(done, total, time.monotonic() - start))
+
+            yield show
+            show(total, total)
 
 
 class Count:
@@ -49,13 +55,22 @@ def check_progress(progress: object) -> None:
 
 
 def _bar() -> Bar:
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    """On stderr, where a person looks at it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    return Bar(
-        "{task.description}",
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
+    return Bar(*columns, console=console, disable=not console.is_terminal)
+
+
+def in_numbers(done: int, total: int, seconds: float) -> str:
+    """How much is done, how fast, and how long the rest takes.
+
+    >>> in_numbers(3 << 20, 12 << 20, 1.5)
+    '3.0 of 12.0 MiB  2.0 MiB/s  4 s left'
+    """
+    rate = done / seconds if seconds > 0 else 0.0
+    left = f"  {rate / MIB:.1f} MiB/s  {(total - done) / rate:.0f} s left" if rate else ""
+    return f"{done / MIB:.1f} of {total / MIB:.1f} MiB{left}"

@@ -1,7 +1,7 @@
 """How to turn one layout into another. Nothing here knows whether a transport or a disk carries it out."""
 
 from shardwise.planning.copies import Copies, Copy
-from shardwise.planning.explain import columns, count, size
+from shardwise.planning.explain import columns, count, size, size_in_bytes
 from shardwise.planning.hosts import Hosts, Network
 from shardwise.planning.plan import Part, Plan, plan, reduces
 from shardwise.planning.redistribute import Redistribution, redistributed
@@ -22,4 +22,5 @@ __all__ = [
     "redistributed",
     "reduces",
     "size",
+    "size_in_bytes",
 ]

@@ -74,6 +74,26 @@ def size(amount: int) -> str:
     return f"{amount} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(text: int | str) -> int:
+    """The inverse, for what people write.
+
+    >>> size_in_bytes("5GB"), size_in_bytes("0.5 MiB"), size_in_bytes(4096)
+    (5000000000, 524288, 4096)
+    """
+    number = str(text).strip().upper()
+    unit = next((unit for unit in UNITS if number.endswith(unit)), "")
+    try:
+        amount = float(number.removesuffix(unit)) * UNITS.get(unit, 1)
+    except ValueError:
+        amount = 0.0
+    if not 1 <= amount < 2**62:
+        raise ValueError(f"{text!r} is not a size: write 5GB, 512MiB, or a number of bytes")
+    return int(amount)
+
+
 def count(number: int, noun: str) -> str:
     """A number with its noun."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
