@@ -407,6 +407,7 @@ def verify(
     """
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import receipts, terminal
+    from shardwise.checkpoint.name_groups import rename_between
 
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
@@ -445,6 +446,8 @@ def verify(
     _list(differences, "differences", all=all)
     for line in terminal.uncompared(one, other, select, objects):  # type: ignore[arg-type]
         _say(line)
+    if not any(changed.values()) and (hint := rename_between(one, other)) is not None:
+        _say(f"the names differ in a prefix: try --rename '{hint[0]}={hint[1]}'")
     _verdict("equal, bit-for-bit", any(changed.values()), one.path, other.path, differences)
 
 

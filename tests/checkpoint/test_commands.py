@@ -242,6 +242,15 @@ def test_inspect_shows_ties_and_other_values(shell, tmp_path, format):
     }
 
 
+def test_verify_finds_names_that_differ_in_a_prefix(shell, saved):
+    torch.save({**{f"model.{name}": value for name, value in WEIGHTS.items()}, "step": 7}, "prefixed.pt")
+    code, text = shell("verify", saved, "prefixed.pt")
+    assert (code, text.splitlines()[-1]) == (1, "the names differ in a prefix: try --rename '*=model.*'")
+    torch.save(WEIGHTS, "w.pt")
+    torch.save({f"model.{name}": value for name, value in WEIGHTS.items()}, "prefixed.pt")
+    assert shell("verify", "w.pt", "prefixed.pt", "--rename", "*=model.*")[0] == 0
+
+
 def test_ctrl_c_ends_with_one_line(shell, saved, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

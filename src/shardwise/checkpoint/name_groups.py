@@ -1,4 +1,4 @@
-"""Names that differ only in numbers, as one pattern: `layers.{0..49}.w`."""
+"""Names that differ only in numbers, as one pattern: `layers.{0..49}.w`; names that differ only in a prefix."""
 
 from __future__ import annotations
 
@@ -70,3 +70,30 @@ def _written(numbers: Sequence[int]) -> str:
             runs.append([number])
     text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
     return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def rename_between(one: Iterable[str], other: Iterable[str]) -> tuple[str, str] | None:
+    """The rename that turns all names that only one side has into those of the other, if they differ in a prefix.
+
+    >>> rename_between(["model.a.w", "model.b"], ["a.w", "b"]), rename_between(["a"], ["x.a"])
+    (('model.*', '*'), ('*', 'x.*'))
+    >>> rename_between(["a", "b"], ["x.a", "y.b"]), rename_between(["a"], ["a"])
+    (None, None)
+    """
+    mine, theirs = set(one), set(other)
+    left, right = sorted(mine - theirs), sorted(theirs - mine)
+    if not left or len(left) != len(right):
+        return None
+    for before, after in (_prefixes(left[0], name) for name in right):
+        if {after + name.removeprefix(before) for name in left if name.startswith(before)} == set(right):
+            return f"{before}*", f"{after}*"
+    return None
+
+
+def _prefixes(one: str, other: str) -> tuple[str, str]:
+    """What stands before the longest common end of two names, up to a whole part of them."""
+    parts, others = one.split("."), other.split(".")
+    same = 0
+    while same < min(len(parts), len(others)) and parts[-1 - same] == others[-1 - same]:
+        same += 1
+    return tuple("".join(f"{part}." for part in name[: len(name) - same]) for name in (parts, others))  # type: ignore[return-value]
