@@ -89,8 +89,13 @@ def test_an_error_in_the_training_closes_the_run_without_waiting_for_other_ranks
 class Handle:
     """A save that runs on until it is let go, as `checkpoint.save(..., async_op=True)` returns it."""
 
+    stall = waited = 0.0
+
     def __init__(self, work):
         self.work, self.finished, self.failure, self.error = work, False, None, None
+
+    def stalled(self, seconds, waited):
+        self.stall, self.waited = seconds, waited
 
     def done(self):
         return self.finished

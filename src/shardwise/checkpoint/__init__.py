@@ -1,6 +1,6 @@
 """Checkpoints: open any, load it into any sharding, save, convert offline, compare."""
 
-from shardwise.checkpoint.async_saves import SaveHandle
+from shardwise.checkpoint.async_saves import SaveHandle, SaveReport
 from shardwise.checkpoint.checking import LoadReport
 from shardwise.checkpoint.comparing import Difference, verify
 from shardwise.checkpoint.converting import convert
@@ -34,6 +34,7 @@ __all__ = [
     "Rules",
     "Run",
     "SaveHandle",
+    "SaveReport",
     "Stack",
     "TensorReceipt",
     "Transposed",

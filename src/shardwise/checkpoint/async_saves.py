@@ -16,12 +16,28 @@ from shardwise.errors import CheckpointError
 from shardwise.job.agree import Callers
 from shardwise.job.session import resource_of
 from shardwise.job.snapshot import segment_of
+from shardwise.planning import size
 from shardwise.quoting import in_line
 from shardwise.storage.background import NotSubmitted, Pending, WriterProcess, WriterThread
 from shardwise.storage.locks import FileLock
 from shardwise.storage.orders import WriteOrder, abandon
 
 log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What all ranks of a save have written, and what they have not because an earlier checkpoint has it, in bytes.
+
+    >>> SaveReport(written=4096, referenced=2**20)
+    SaveReport(4.00 KiB written, 1.00 MiB in earlier checkpoints)
+    """
+
+    written: int
+    referenced: int
+
+    def __repr__(self) -> str:
+        return f"SaveReport({size(self.written)} written, {size(self.referenced)} in earlier checkpoints)"
 
 
 class SaveHandle:
@@ -40,6 +56,7 @@ class SaveHandle:
     def __init__(self, saves: RunningSaves, save: Submitted) -> None:
         self._saves, self.save = saves, save
         self._error: CheckpointError | None = None
+        self._report: SaveReport | None = None
         self._lock = Lock()
         self._stall = self._waited = 0.0
 
@@ -66,11 +83,16 @@ class SaveHandle:
         """Why it failed on any rank. None if it did not, or if nobody has waited for it yet."""
         return self._error
 
+    @property
+    def report(self) -> SaveReport | None:
+        """How much was written. None if nobody has waited for it yet, or if it failed."""
+        return self._report
+
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Every rank calls. An error of one is raised on all."""
         with self._lock:  # several threads may wait
             if self in self._saves.running:
-                self._error = self._saves.collect(self, self.save)
+                self._error, self._report = self._saves.collect(self, self.save)
         if self._error is not None:
             raise self._error
 
@@ -143,23 +165,27 @@ class RunningSaves:
     def _submit(self, order: WriteOrder, file: StagedFile, index: bytes, lock: FileLock | None) -> Pending:
         segment = segment_of(file.memory)
         if segment is None or order.out.local is None:  # drivers of object stores live in this process
-            return WriterThread(order, file.view, index, lock)
+            before = self.running[-1].save.pending if self.running else None
+            return WriterThread(order, file.view, index, lock, before)
         return self.process().submit(order, segment.file, index, lock)
 
-    def collect(self, handle: SaveHandle, save: Submitted) -> CheckpointError | None:
-        """Wait for a save; why it failed on any rank. All ranks call."""
+    def collect(self, handle: SaveHandle, save: Submitted) -> tuple[CheckpointError | None, SaveReport | None]:
+        """Wait for a save; why it failed on any rank, or how much all have written. All ranks call."""
         why = save.pending.error()
         if why is not None and save.pending.lost:
             abandon(save.order, why)
-        _, by_rank = save.callers.tell(lambda: (None, why))  # until then it is not known to have ended well
+        _, by_rank = save.callers.tell(
+            lambda: (None, (why, save.pending.written()))
+        )  # until then it is not known to have ended well
         self.running.remove(handle)
         self.memory.give_back(save.file.memory)
-        failed = {rank: why for rank, why in by_rank.items() if why is not None}
+        failed = {rank: why for rank, (why, _) in by_rank.items() if why is not None}
         if not failed:
-            return None
+            written, referenced = zip(*(amounts for _, amounts in by_rank.values()), strict=True)
+            return None, SaveReport(sum(written), sum(referenced))
         rank, why = next(reversed(failed.items()))  # the first one may only have heard of another's failure
         where = "" if save.callers.alone else f"on rank {rank}, "
-        return CheckpointError(f"the asynchronous save to {in_line(save.order.folder)} failed: {where}{why}")
+        return CheckpointError(f"the asynchronous save to {in_line(save.order.folder)} failed: {where}{why}"), None
 
     def release(self) -> int:
         """Free the memory that no save uses; the number of bytes."""

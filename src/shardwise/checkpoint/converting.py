@@ -333,10 +333,11 @@ def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -
 
 def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:
     """Refuse to overwrite the source."""
-    onto = same_location(opened.files.root, folder.path)
+    tables = {id(entry.paths): entry.paths for entry in opened.values()}
+    used = {path for paths in tables.values() for path in paths}
+    beside = {path.rpartition("/")[0] for path in used if path.startswith("../")}  # of an incremental save
+    onto = any(same_location(root, folder.path) for root in (opened.files.root, *map(opened.files.path, beside)))
     if name is not None:
-        tables = {id(entry.paths): entry.paths for entry in opened.values()}
-        used = {path for paths in tables.values() for path in paths}
         onto = any(same_location(opened.files.path(path), folder.path_of(name)) for path in used)
     if onto:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from shardwise.exchange.messages import Tensors
 from shardwise.geometry import Window
 from shardwise.quoting import in_line
 from shardwise.storage.appending import OutputFile
-from shardwise.storage.paths import join_path, readable
+from shardwise.storage.paths import beside, join_path, readable
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -153,8 +153,14 @@ class RemoteFiles(Files):
         return sorted(str(path)[len(self._path) :].lstrip("/") for path in paths)
 
     def _at(self, name: str) -> str:
-        """The path that the driver knows."""
+        """The path that the driver knows, which has no `..`."""
+        if name.startswith("../"):
+            return f"{self._path.rpartition('/')[0]}/{name[3:]}"
         return f"{self._path}/{name}"
+
+    def path(self, name: str) -> str:
+        """The URL of a file."""
+        return beside(self.root, name[3:]) if name.startswith("../") else super().path(name)
 
     def has(self, name: str) -> bool:
         """As the driver says."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from shardwise.checkpoint.step_folders import StepFolders
@@ -19,10 +19,14 @@ class Retention:
         self._keep, self._keep_every = keep, keep_every
         self._settled = set[int]()  # steps that have nothing to remove: their folders need not be listed again
 
-    def remove_old(self, folders: StepFolders, saved: int) -> None:
-        """Remove old steps, and what is left of dead saves and removals. The step `saved` is whole since now."""
+    def remove_old(self, folders: StepFolders, saved: int, in_use: Collection[str] = ()) -> None:
+        """Remove old steps, and what is left of dead saves and removals. The step `saved` is whole since now.
+
+        `in_use`: paths of steps that saves which are running may need.
+        """
+        folders.forget(saved)
         there = folders.all()
-        old = self._old(folders, there)
+        old = [step for step in self._old(folders, there) if folders.path_of(step) not in in_use]
         for step in old:
             folders.set_aside(step)
         self._settled -= {*old, saved}

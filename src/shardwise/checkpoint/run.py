@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
+from itertools import takewhile
 from operator import index as whole_number
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from weakref import finalize
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.async_saves import SaveHandle
+from shardwise.checkpoint.async_saves import SaveHandle, SaveReport
 from shardwise.checkpoint.resuming import Resuming
 from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.run_claim import RunClaim
@@ -26,6 +29,14 @@ from shardwise.storage.paths import PathLike
 
 STEPS = 10**18  # steps are less than that: more digits than names and files hold are no step
 log = logging.getLogger("shardwise")
+
+
+class _Pending(NamedTuple):
+    """A save that runs, and the path of the step that it is compared with."""
+
+    step: int
+    handle: SaveHandle
+    earlier: str | None
 
 
 class Run:
@@ -60,7 +71,7 @@ class Run:
         self._group, self._kept = group, f"keep={keep}, keep_every={keep_every}"
         self._claim: RunClaim | None = None
         self._at: int | None = None  # the step that this training goes on from
-        self._pending: tuple[int, SaveHandle] | None = None
+        self._pending = deque[_Pending]()
         self._signals, self._stopping, self._closed = StopSignals(), False, False
         finalize(self, self._signals.restore)
         callers = Callers("Run", group)
@@ -96,7 +107,7 @@ class Run:
         """Wait for the save that is running, and let other jobs write to the folder."""
         if not self._closed:
             try:
-                self._collect()
+                self._collect_all()
             finally:
                 self._leave()
 
@@ -120,30 +131,51 @@ class Run:
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: StateDict, *, async_op: bool = False, **options: Any) -> SaveHandle | None:
+    def save(
+        self,
+        step: int,
+        state: StateDict,
+        *,
+        async_op: bool = False,
+        in_flight: int = 1,
+        incremental: bool = False,
+        **options: Any,
+    ) -> SaveHandle | SaveReport | None:
         """Save the state of a step; then remove old steps. `options` are those of `checkpoint.save`.
 
         Steps rise. Saving the same step again replaces it. After `resume(step=...)` from an earlier step, the first
         save drops the later ones. With `async_op=True` it returns the handle of `checkpoint.save`: the step is whole
-        after its `wait()`, or after the next call of this run that says so. One save runs at a time: the next waits.
-        """
-        callers = self._callers_in_place("Run.save")
-        self._collect()
+        after its `wait()`, or after the next call of this run that says so. At most `in_flight` saves run at a time:
+        the next one waits for the oldest. They become whole in the order of their steps.
 
-        def begin() -> tuple[int, None]:
+        `incremental=True`: tensors that did not change on a rank since the newest step that is whole are not written
+        again. What newer steps need of a removed one stays in its folder. Returns a `SaveReport`.
+        """
+        callers, begun = self._callers_in_place("Run.save"), time.monotonic()
+        self._collect(max(in_flight - 1, 0) if async_op and type(in_flight) is int else 0)
+        waited = time.monotonic() - begun
+
+        def begin() -> tuple[int, str | None]:
             number = _checked_step(step)
+            if not isinstance(incremental, bool):
+                raise TypeError(f"incremental={brief(incremental)}: give True or False, a run knows the step before")
             if callers.first:
                 self._begin(number)
-            return number, None
+            return number, self._folders.before(number) if callers.first and incremental else None
 
-        number, _ = callers.tell(begin, {"step": brief(step), "async_op": async_op})
-        path, options = self._folders.path_of(number), options | ({"async_op": True} if async_op else {})
-        handle = cast("SaveHandle | None", save(state, path, group=self._group, **options))
+        same = {"step": brief(step), "async_op": async_op, "in_flight": brief(in_flight)}
+        same["incremental"] = brief(incremental)
+        number, earlier = callers.tell(begin, same)
+        before = next(iter(earlier.values()))
+        options |= {"incremental": before or incremental, "async_op": async_op, "in_flight": in_flight}
+        done = save(state, self.path(number), group=self._group, **options)
         self._at = number
-        if handle is None:
-            self._conclude(callers)
-        else:
-            self._pending = number, handle
+        if not async_op:
+            self._conclude(callers, number)
+            return done
+        handle = cast("SaveHandle", done)
+        handle.stalled(handle.stall + waited, handle.waited + waited)
+        self._pending.append(_Pending(number, handle, before))
         return handle
 
     def _begin(self, step: int) -> None:
@@ -174,30 +206,46 @@ class Run:
         for step in reversed(later):
             self._folders.set_aside(step)
 
-    def _collect(self) -> None:
-        """Wait for the save that is running; its error is raised on all ranks."""
-        if self._pending is not None:
-            (_, handle), self._pending = self._pending, None
+    def _collect(self, most: int = 0) -> None:
+        """Wait until at most so many saves are running. An error of one is raised on all ranks."""
+        while len(self._pending) > most:
+            step, handle, _ = self._pending.popleft()
             if handle.error is None:  # otherwise it was raised by a wait() of the caller
                 handle.wait()
-                self._conclude(Callers("Run", self._group))
+                self._conclude(Callers("Run", self._group), step)
+
+    def _collect_all(self) -> None:
+        """Wait for all saves, also after an error of one: nobody else may write meanwhile."""
+        errors = list[CheckpointError]()
+        while self._pending:
+            try:
+                self._collect(len(self._pending) - 1)
+            except CheckpointError as error:
+                errors.append(error)
+        for other in errors[1:]:
+            errors[0].add_note(f"and {other}")
+        if errors:
+            raise errors[0]
+
+    def _done(self) -> int:
+        """How many saves have ended, the oldest first."""
+        return len(list(takewhile(lambda one: one.handle.done(), self._pending)))
 
     def _collect_if_done(self, callers: Callers) -> None:
-        if self._pending is not None:
-            handle = self._pending[1]
-            _, done = callers.tell(lambda: (None, handle.done()))
-            if all(done.values()):
-                self._collect()
+        if self._pending:
+            _, done = callers.tell(lambda: (None, self._done()))
+            self._collect(len(self._pending) - min(done.values()))
 
-    def _conclude(self, callers: Callers) -> None:
+    def _conclude(self, callers: Callers, step: int) -> None:
         """The step is whole on all ranks: say so, and remove old ones. What fails here is tried again at the next."""
-        if callers.first and self._at is not None:
+        if callers.first:
             try:
                 self._folders.check_directory()
-                self._folders.set_latest(self._at)
-                self._retention.remove_old(self._folders, self._at)
+                self._folders.set_latest(step)
+                in_use = {one.earlier for one in self._pending if one.earlier is not None}
+                self._retention.remove_old(self._folders, step, in_use)
             except CheckpointError as error:
-                log.warning("step %s is saved, but old steps could not be removed: %s", self._at, error)
+                log.warning("step %s is saved, but old steps could not be removed: %s", step, error)
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -253,15 +301,14 @@ class Run:
         All ranks call it in every step, or in every tenth. It takes one message between all ranks.
         """
         callers = self._callers("Run.should_stop")
-        mine, handle = self._signals.received is not None, self._pending and self._pending[1]
+        mine, done = self._signals.received is not None, self._done() > 0
         if callers.transport is None:
-            stop, done = mine, handle is not None and handle.done()
+            stop = mine
         else:
-            numbers = [mine, handle is not None and handle.done()]
-            stopping, finished = total_of_all(callers.transport, "Run.should_stop", numbers)
+            stopping, finished = total_of_all(callers.transport, "Run.should_stop", [mine, done])
             stop, done = stopping > 0, finished == len(callers.owners)
         if done:
-            self._collect()
+            self._collect(len(self._pending) - 1)
         if stop and not self._stopping and callers.first:
             log.warning("%s: a rank has received a signal: stopping", self._folders.run.path)
         self._stopping = self._stopping or stop

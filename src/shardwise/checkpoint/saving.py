@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.assignment import assign_writers
-from shardwise.checkpoint.async_saves import RunningSaves, SaveHandle
+from shardwise.checkpoint.async_saves import RunningSaves, SaveHandle, SaveReport
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.host_copies import HostCopies
+from shardwise.checkpoint.increments import place_in
 from shardwise.checkpoint.random_state import with_random_states
 from shardwise.checkpoint.remapping import remap_state_dict
 from shardwise.checkpoint.segments import write_tensor
@@ -71,7 +72,8 @@ def save(
     async_op: Literal[False] = ...,
     in_flight: int = ...,
     patience: float = ...,
-) -> None: ...
+    incremental: bool | PathLike = ...,
+) -> SaveReport | None: ...
 
 
 @overload
@@ -88,6 +90,7 @@ def save(
     async_op: Literal[True],
     in_flight: int = ...,
     patience: float = ...,
+    incremental: bool | PathLike = ...,
 ) -> SaveHandle: ...
 
 
@@ -104,7 +107,8 @@ def save(
     async_op: bool = False,
     in_flight: int = 1,
     patience: float = PATIENCE,
-) -> SaveHandle | None:
+    incremental: bool | PathLike = False,
+) -> SaveHandle | SaveReport | None:
     """Write a state dict to a directory. Every rank of the group calls; without a group, this process alone.
 
     `format`: "safetensors", a file for every rank and our index, or "dcp", which torch.distributed.checkpoint loads.
@@ -119,25 +123,36 @@ def save(
     be changed again. A process beside this one writes it. An error is raised on all ranks by `wait`, or by the next
     save. At most `in_flight` saves run at a time: the next one waits for the oldest. `patience`: seconds after which a
     save is given up if a rank has not written its file.
+
+    `incremental`: an earlier checkpoint in the same directory. Tensors that have the same bytes there on this rank are
+    not written again, and the new checkpoint needs the earlier one from then on. True for the first one: it is written
+    whole, and can be compared with. Returns a `SaveReport` of the bytes that were written and that were not. The
+    state is copied to memory first, as with `async_op=True`.
     """
     begin, callers = time.monotonic(), Callers("save", group)
-    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience)
+    incremental = incremental if isinstance(incremental, bool) else str(incremental)
+    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience, incremental)
     saved = _Saved.of(callers, state_dict, options, rename, remap)
-    waited = RunningSaves.of(callers).make_room(in_flight if async_op else 1)
+    waited, staged = RunningSaves.of(callers).make_room(in_flight if async_op else 1), options.staged
+    earlier = place_in(callers, path, incremental)
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, saved.contents)
-        path = absolute(path) if async_op else path  # its writer has a working directory of its own
-        folder = OutputFolder(path, durable=durable and not async_op, run=token_hex(8))  # its writer waits for the disk
+        path = absolute(path) if staged else path  # its writer has a working directory of its own
+        folder = OutputFolder(path, durable=durable and not staged, run=token_hex(8))  # its writer waits for the disk
         token, claim = _claim(callers, folder, fits, stack)
         handle = None
-        if async_op:
-            handle = _start(callers, StagedFolder(path, durable=durable, run=token, sums=sums), saved, options, claim)
+        if staged:
+            into = StagedFolder(path, durable=durable, run=token, sums=sums)
+            handle = _start(callers, into, saved, options, claim, earlier)
             handle.stalled(time.monotonic() - begin, waited)
         else:
             writer = WRITERS[format](OutputFolder(path, durable=durable, run=token, sums=sums), callers.owners, token)
             _Save(callers, writer, saved.contents, claim).run(saved.parts)
     saved.warn(callers)
-    return handle
+    if handle is None or async_op:
+        return handle
+    handle.wait()
+    return handle.report
 
 
 def prepare(
@@ -217,7 +232,12 @@ class _Saved(NamedTuple):
 
 
 def _start(
-    callers: Callers, folder: StagedFolder, saved: _Saved, options: SaveOptions, claim: WriteClaim
+    callers: Callers,
+    folder: StagedFolder,
+    saved: _Saved,
+    options: SaveOptions,
+    claim: WriteClaim,
+    earlier: str | None,
 ) -> SaveHandle:
     """Copy the parts of this rank to memory, and let another process do the rest."""
     saves, writer = RunningSaves.of(callers), WRITERS[options.format](folder, callers.owners, folder.run)
@@ -241,6 +261,7 @@ def _start(
         count=len(callers.owners),
         patience=options.patience,
         commit=Commit(writer.main, tuple(writer.files)) if callers.first else None,
+        earlier=earlier,
     )
     return saves.submit(callers, order, file, index, claim.give_away())
 
@@ -255,6 +276,12 @@ class SaveOptions:
     async_op: bool
     in_flight: int
     patience: float
+    incremental: bool | str = False
+
+    @property
+    def staged(self) -> bool:
+        """True if this rank's file is put together in memory first."""
+        return self.async_op or self.incremental is not False
 
     def check(self) -> None:
         """Refuse invalid ones."""
@@ -265,6 +292,12 @@ class SaveOptions:
             raise ValueError(f"in_flight={in_flight!r}: give the number of saves that may run at a time, at least 1")
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < inf:
             raise ValueError(f"patience={patience!r}: give a finite number of seconds, more than 0")
+        if self.incremental is not False and (self.format != "safetensors" or not self.sums):
+            raise ValueError(
+                f"incremental={self.incremental!r} with format={self.format!r}, sums={self.sums}: only checkpoints "
+                f"with format='safetensors' and sums=True can be incremental. Remedy: save with these, or without "
+                f"incremental="
+            )
 
 
 @dataclass(frozen=True)

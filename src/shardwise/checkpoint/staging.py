@@ -20,6 +20,7 @@ from shardwise.job.snapshot import shared_memory
 from shardwise.storage.appending import OutputFile
 from shardwise.storage.folders import OutputFolder
 from shardwise.storage.orders import Crc
+from shardwise.storage.sums import Parts
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,7 +32,7 @@ class StagedFolder(OutputFolder):
     name, segments = "", list[Segment]()
 
     @contextmanager
-    def write(self, name: str, *, sums: bool = True) -> Iterator[OutputFile]:
+    def write(self, name: str, *, sums: bool = True, parts: Parts | None = None) -> Iterator[OutputFile]:
         """Take the contents of the file. Who writes it makes its checksums."""
         file = SegmentList()
         yield cast("OutputFile", file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +18,7 @@ from secrets import token_hex
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
 from shardwise.storage.folders import (
+    ASIDE,
     INDEXES,
     OURS,
     OURS_IN_BYTES,
@@ -26,13 +27,13 @@ from shardwise.storage.folders import (
     sidecar_name,
     token_of,
 )
+from shardwise.storage.increments import earlier_files
 from shardwise.storage.locks import LOCK, PARTIAL, claim_folder
 from shardwise.storage.paths import PathLike, file_system, readable
 
 STEP = re.compile(r"step-([0-9]{8,})")
 LATEST, LONGEST_LATEST = "latest", 64
 INDEX_NAMES = INDEXES[:2]  # of the formats that `save` writes
-ASIDE = {index: sidecar_name(index, "removed") for index in INDEX_NAMES}
 REMOVING = 8  # files that are removed at a time
 
 
@@ -56,6 +57,7 @@ class StepFolders:
 
     def __init__(self, path: PathLike) -> None:
         self.run, self._start = OutputFolder(path), os.getcwd()
+        self._earlier = dict[int, frozenset[str]]()
 
     @property
     def relative(self) -> bool:
@@ -105,10 +107,31 @@ class StepFolders:
         if index is None:
             return f"{folder.path} has no index"
         try:
-            missing = sorted(_named(folder.read(index)) - set(folder.names()))
+            data = folder.read(index)
+            earlier = earlier_files(data)
+            missing = sorted(_named(data) - {file for some in earlier.values() for file in some} - set(folder.names()))
+            return f"{folder.path_of(missing[0])} is missing" if missing else _earlier_damage(folder, earlier)
         except CheckpointError as error:
             return str(error)
-        return f"{folder.path_of(missing[0])} is missing" if missing else None
+
+    def before(self, step: int) -> str | None:
+        """The path of the newest whole step before one that an incremental save can be compared with."""
+        older = (one for one in self.whole() if one < step)
+        return next((self.path_of(one) for one in older if self._index(one) == INDEX_NAMES[0]), None)
+
+    def needed_by_newer(self, step: int) -> set[str]:
+        """Files of older steps that steps after this one need. (File names are unique: they have random tokens.)"""
+        return {name for one in self.saved() if one > step for name in self._earlier_of(one)}
+
+    def _earlier_of(self, step: int) -> frozenset[str]:
+        if step not in self._earlier:
+            data = self._folder(step).read(self._index(step) or INDEX_NAMES[0])
+            self._earlier[step] = frozenset(file for files in earlier_files(data).values() for file in files)
+        return self._earlier[step]
+
+    def forget(self, step: int) -> None:
+        """It was saved again."""
+        self._earlier.pop(step, None)
 
     def index_bytes(self, step: int) -> bytes | None:
         """The index of a step; None if it has none."""
@@ -165,13 +188,14 @@ class StepFolders:
     def sweep(self, step: int) -> bool:
         """Remove what a removal or a save that died has left in the folder of a step, and the folder if it is empty.
 
-        True if nothing is left to remove.
+        Files that newer steps need stay, with the index set aside, until no step needs them. True if nothing is left
+        to remove.
         """
         folder = self._folder(step)
         names = folder.names()
         if LOCK in names or not set(names).isdisjoint(ASIDE.values()):
             with suppress(CheckpointError), claim_folder(folder, token_hex(8)):  # which removes files of dead writers
-                _remove_unneeded(folder)
+                _remove_unneeded(folder, lambda: self.needed_by_newer(step))
             names = folder.names()
         with suppress(OSError):
             if folder.local is not None and not names:
@@ -179,18 +203,31 @@ class StepFolders:
         return LOCK not in names and set(names).isdisjoint(ASIDE.values())
 
 
-def _remove_unneeded(folder: OutputFolder) -> None:
-    """If an index was set aside, remove all files of ours that no index names, and at last the one set aside."""
+def _remove_unneeded(folder: OutputFolder, elsewhere: Callable[[], set[str]]) -> None:
+    """If an index was set aside, remove all files of ours that no index names, and at last the one set aside.
+
+    `elsewhere`: files that indexes in other folders name.
+    """
     aside = [name for name in folder.names() if name in ASIDE.values()]
     if not aside:
         return
     needed = indexed_files(folder, INDEX_NAMES)
+    unneeded = [name for name in folder.names() if _belongs_to_none(name, needed | elsewhere())]
     with ThreadPoolExecutor(REMOVING) as pool:
-        list(pool.map(folder.remove, [name for name in folder.names() if _belongs_to_none(name, needed)]))
+        list(pool.map(folder.remove, unneeded))
     if not any(_belongs_to_none(name, needed) for name in folder.names()):
         for name in aside:
             remove_partial(folder, name)
             folder.remove(name)
+
+
+def _earlier_damage(folder: OutputFolder, earlier: Mapping[str, Collection[str]]) -> str | None:
+    """Why files in other folders cannot be read that an index names."""
+    for name, files in earlier.items():
+        missing = folder.beside(name).missing(files)
+        if missing:
+            return f"{folder.beside(name).path_of(missing[0])} is missing, which {folder.path} needs"
+    return None
 
 
 def _named(index: bytes) -> set[str]:

@@ -16,10 +16,12 @@ from typing import Protocol
 
 from shardwise.errors import CheckpointError
 from shardwise.storage.appending import Descriptor
+from shardwise.storage.increments import Written
 from shardwise.storage.locks import FileLock, WriteClaim
 from shardwise.storage.orders import WriteOrder, carry_out
 
 MAX_STDERR = 2**16  # bytes of what a writer that has ended said
+NOTHING = Written(0, 0)
 
 
 class Pending(Protocol):
@@ -38,6 +40,10 @@ class Pending(Protocol):
         """Wait; why it failed, None if it did not."""
         ...
 
+    def written(self) -> Written:
+        """Wait; how much was written. Zero if it failed."""
+        ...
+
 
 class WriterProcess:
     """A process that writes for this one. It ends when it has done its work and this process has ended."""
@@ -45,6 +51,7 @@ class WriterProcess:
     def __init__(self) -> None:
         self._numbers, self._lock = count(), Lock()
         self._answers = dict[int, str | None]()
+        self._written = dict[int, Written]()
         self._lost: str | None = None
         try:
             self._stderr = Descriptor(os.memfd_create("shardwise writer", os.MFD_CLOEXEC))
@@ -99,6 +106,7 @@ class WriterProcess:
             packet = b""
         if packet:
             answer = json.loads(packet)
+            self._written[answer["number"]] = Written(*answer["written"])
             self._answers[answer["number"]] = answer["error"]
         else:
             code, said = self._process.wait(), os.pread(self._stderr.number, MAX_STDERR, 0).decode(errors="replace")
@@ -110,6 +118,11 @@ class WriterProcess:
         """Why an order failed, None if it did not. Waits until that is known."""
         self.answered(number, wait=True)
         return self._answers.get(number, self._lost)
+
+    def written(self, number: int) -> Written:
+        """How much an order has written."""
+        self.answered(number, wait=True)
+        return self._written.get(number, NOTHING)
 
     def lost(self, number: int) -> bool:
         """True if it will never be known what became of an order."""
@@ -152,6 +165,10 @@ class _Submitted:
         """Wait; why it failed, None if it did not."""
         return self._process.error(self._number)
 
+    def written(self) -> Written:
+        """Wait; how much was written."""
+        return self._process.written(self._number)
+
 
 class NotSubmitted:
     """An order that nobody carries out."""
@@ -169,22 +186,37 @@ class NotSubmitted:
         """Why nobody could be asked to."""
         return self._why
 
+    def written(self) -> Written:
+        """Nothing."""
+        return NOTHING
+
 
 class WriterThread:
-    """Carries out one order in a thread of this process: for object stores, whose drivers live here."""
+    """Carries out one order in a thread of this process: for object stores, whose drivers live here.
+
+    It begins when the one `before` it has ended, as a process does: the steps of a run become whole in order.
+    """
 
     lost = False  # it ends with this process
 
-    def __init__(self, order: WriteOrder, memory: memoryview, index: bytes, lock: FileLock | None) -> None:
-        self._future = Future[None]()
+    def __init__(
+        self,
+        order: WriteOrder,
+        memory: memoryview,
+        index: bytes,
+        lock: FileLock | None,
+        before: Pending | None = None,
+    ) -> None:
+        self._future = Future[Written]()
         claim = WriteClaim() if lock is None else WriteClaim(lock, unfinished=True)
         work = partial(carry_out, order, memory, index, claim)
-        Thread(target=self._run, args=(work,), name="shardwise save").start()
+        Thread(target=self._run, args=(work, before), name="shardwise save").start()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], Written], before: Pending | None) -> None:
         try:
-            work()
-            self._future.set_result(None)
+            if before is not None:
+                before.error()
+            self._future.set_result(work())
         except BaseException as error:
             self._future.set_exception(error)
 
@@ -196,3 +228,7 @@ class WriterThread:
         """Wait; why it failed, None if it did not."""
         error = self._future.exception()
         return None if error is None else str(error) or type(error).__name__
+
+    def written(self) -> Written:
+        """Wait; how much was written."""
+        return NOTHING if self._future.exception() is not None else self._future.result()

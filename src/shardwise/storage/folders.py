@@ -24,8 +24,8 @@ from typing import cast
 
 from shardwise.errors import CheckpointError
 from shardwise.storage.appending import AppendOnlyFile, OutputFile
-from shardwise.storage.paths import PathLike, file_system, join_path, readable
-from shardwise.storage.sums import BLOCK, BlockSums, Summing, data_name, sums_name
+from shardwise.storage.paths import PathLike, beside, file_system, join_path, readable
+from shardwise.storage.sums import BLOCK, BlockSums, Parts, Summing, data_name, sums_name
 
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # links are not followed, pipes do not block
 LONGEST_NAME = 200  # bytes of a name that become part of a sidecar's name: systems allow 255
@@ -43,6 +43,9 @@ def sidecar_name(name: str, ending: str) -> str:
     """
     stem = name if len(os.fsencode(name)) <= LONGEST_NAME else blake2b(os.fsencode(name), digest_size=16).hexdigest()
     return f".{stem}.{ending}"
+
+
+ASIDE = {index: sidecar_name(index, "removed") for index in INDEXES[:2]}  # indexes of steps that are being removed
 
 
 class OutputFolder:
@@ -65,6 +68,10 @@ class OutputFolder:
     def path_of(self, name: str) -> str:
         """The path or URL of a file."""
         return join_path(self.path, name)
+
+    def beside(self, name: str) -> OutputFolder:
+        """Another directory in the same parent."""
+        return OutputFolder(beside(self.path, name))
 
     def _at(self, name: str) -> str:
         """The path that the driver knows."""
@@ -89,12 +96,12 @@ class OutputFolder:
                 self._sync(parent)
 
     @contextmanager
-    def write(self, name: str, *, sums: bool = True) -> Iterator[OutputFile]:
+    def write(self, name: str, *, sums: bool = True, parts: Parts | None = None) -> Iterator[OutputFile]:
         """Write a file. It gets its name when it is complete; until then, and after an error, the old one stays.
 
-        Its checksums come beside it; without them (`sums`), those of an earlier file are removed.
+        Its checksums come beside it, with `parts`; without them (`sums`), those of an earlier file are removed.
         """
-        summing = Summing() if sums and self.sums else None
+        summing = Summing(parts) if sums and self.sums else None
         with self._write(name, summing, lambda: self._naming(name, summing)) as file:
             yield file
 
@@ -158,12 +165,12 @@ class OutputFolder:
                 f"{self._place} was written, but could not be flushed to the disk: {error.strerror or error}"
             ) from error
 
-    def write_memory(self, name: str, memory: memoryview, size: int) -> None:
+    def write_memory(self, name: str, memory: memoryview, size: int, parts: Parts | None = None) -> None:
         """Write the first `size` bytes of memory, which begins at a page and fills whole pages, as a file.
 
         Past the page cache where the file system can: that hardly takes processor time from others.
         """
-        with self.write(name) as file:
+        with self.write(name, parts=parts) as file:
             if isinstance(file, AppendOnlyFile) and self.local is not None:
                 file.write_pages(memory, size)
             else:

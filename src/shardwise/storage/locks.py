@@ -23,7 +23,16 @@ from time import time
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
 from shardwise.storage.appending import Descriptor
-from shardwise.storage.folders import FLAGS, INDEXES, OutputFolder, indexed_files, sidecar_name, token_of, writable
+from shardwise.storage.folders import (
+    ASIDE,
+    FLAGS,
+    INDEXES,
+    OutputFolder,
+    indexed_files,
+    sidecar_name,
+    token_of,
+    writable,
+)
 from shardwise.storage.sums import data_name
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # the file system has none
@@ -239,7 +248,7 @@ def _clean_up(folder: OutputFolder, lock: FileLock, token: str) -> list[WriterRe
     dead = dead if lock.owner == geteuid() else []
     runs, tokens = {one.run for one in dead}, {one.token for one in dead} - {token}
     old = {name for one in dead for name in one.old}
-    needed = indexed_files(folder, INDEXES[:2]) if dead else set[str]()
+    needed = indexed_files(folder, [*INDEXES[:2], *ASIDE.values()]) if dead else set[str]()
     for name in folder.names() if dead else ():
         partial, mark, data = PARTIAL.fullmatch(name), token_of(name), data_name(name)
         unneeded = mark is not None and data not in needed and (mark in tokens or data in old)

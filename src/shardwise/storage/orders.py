@@ -10,6 +10,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from shardwise.errors import CheckpointError
 from shardwise.storage.folders import OutputFolder, indexed_files
+from shardwise.storage.increments import References, Written, check_earlier, increment_of, index_with
 from shardwise.storage.locks import WriteClaim
 from shardwise.storage.sums import sums_name
 
@@ -25,6 +27,8 @@ FIRST_LOOK, LAST_LOOK, SELDOM = (
     0.5,
     2.0,
 )  # seconds between two looks for marks; most writers look seldom in the end
+
+READING = 8  # marks that are read at a time
 
 
 class Crc(NamedTuple):
@@ -57,6 +61,7 @@ class WriteOrder:
     count: int
     patience: float  # seconds to wait for the files of the others
     commit: Commit | None = None
+    earlier: str | None = None  # the place of a file to compare with, "" if there is none; None: all is written
 
     def to_json(self) -> str:
         """For another process."""
@@ -85,15 +90,15 @@ class WriteOrder:
             file.write(why.encode())
 
 
-def carry_out(order: WriteOrder, memory: memoryview, index: bytes, claim: WriteClaim) -> None:
-    """Write the file, and return when the save is complete, or given up by the first writer.
+def carry_out(order: WriteOrder, memory: memoryview, index: bytes, claim: WriteClaim) -> Written:
+    """Write the file, and return how much when the save is complete, or given up by the first writer.
 
     If something fails here, the others are told by a mark, and what an earlier save has written is as it was.
     """
     try:
-        _write(order, memory)
+        report, references = _write(order, memory)
         if order.commit is not None:
-            _commit(order, order.commit, index)
+            _commit(order, order.commit, index, references)
             claim.unfinished = False
         else:
             _wait_for_first(order)
@@ -103,22 +108,40 @@ def carry_out(order: WriteOrder, memory: memoryview, index: bytes, claim: WriteC
         raise
     finally:
         claim.end()
+    return report
 
 
-def _write(order: WriteOrder, memory: memoryview) -> None:
+def _write(order: WriteOrder, memory: memoryview) -> tuple[Written, References]:
     for crc in order.checksums:
         value = zlib.crc32(memory[crc.start : crc.stop]).to_bytes(4, "little")
         for place in crc.places:
             memory[place : place + 4] = value
-    order.out.write_memory(order.name, memory, order.size)
+    report, references = _write_file(order, memory)
     if order.commit is None:
-        order.mark("done")
+        order.mark("done", json.dumps(references) if references else "")
+    return report, references
 
 
-def _commit(order: WriteOrder, commit: Commit, index: bytes) -> None:
+def _write_file(order: WriteOrder, memory: memoryview) -> tuple[Written, References]:
+    if order.earlier is None:
+        order.out.write_memory(order.name, memory, order.size)
+        return Written(order.size, 0), {}
+    increment = increment_of(memory, order.size, order.out, order.earlier)
+    if increment.whole:
+        order.out.write_memory(order.name, memory, order.size, increment.places)
+    else:
+        with order.out.write(order.name, parts=increment.places) as file:
+            for piece in increment.pieces:
+                file.write(piece)
+    return increment.report, increment.references
+
+
+def _commit(order: WriteOrder, commit: Commit, index: bytes, mine: References) -> None:
     folder = order.out
     folder.sync_parents()
     _wait_for_all(order, folder)
+    if order.earlier is not None:
+        index = index_with(index, {order.number: mine, **_references(order, folder)})
     old = commit_index(folder, commit.name, index, commit.files)
     for number in range(1, order.count):
         folder.remove(mark_name(order.token, number, "done"))
@@ -126,13 +149,27 @@ def _commit(order: WriteOrder, commit: Commit, index: bytes) -> None:
         folder.remove(name)
 
 
+def _references(order: WriteOrder, folder: OutputFolder) -> dict[int, References]:
+    """What the other ranks have in files of earlier checkpoints: their marks say so."""
+
+    def read(number: int) -> References:
+        references: References = json.loads(folder.read(mark_name(order.token, number, "done")) or "{}")
+        return references
+
+    others = range(1, order.count)
+    with ThreadPoolExecutor(READING) as pool:
+        return dict(zip(others, pool.map(read, others), strict=True))
+
+
 def commit_index(folder: OutputFolder, name: str, index: bytes, files: Sequence[str]) -> list[str]:
     """Write the index, which makes the checkpoint valid. Returns the files that are not needed any more."""
     check_exist(folder, files)
+    check_earlier(folder, index)
     old = indexed_files(folder, [name])
     with folder.write(name, sums=False) as file:  # it has a digest of itself
         file.write(index)
     check_exist(folder, files)
+    check_earlier(folder, index)
     return sorted(old - set(files))
 
 

@@ -74,6 +74,22 @@ def unreadable(what: object, error: OSError) -> CheckpointError:
     return CheckpointError(f"{what} cannot be read: {error.strerror or error}")
 
 
+def beside(folder: str, name: str) -> str:
+    """Something in the directory that a directory is in. Object stores have no `..`.
+
+    >>> beside("run/b", "a/w"), beside("memory://run/b/", "a/w")
+    ('run/b/../a/w', 'memory://run/a/w')
+    """
+    if "://" in folder:
+        return join_path(folder.rstrip("/").rpartition("/")[0], name)
+    return join_path(join_path(folder, os.pardir), name)
+
+
+def own_name(folder: str) -> str:
+    """The name of a directory in the one that it really is in, whatever links lead to it."""
+    return folder.rstrip("/").rpartition("/")[2] if "://" in folder else os.path.basename(os.path.realpath(folder))
+
+
 def join_path(folder: str, name: str) -> str:
     """A file of a directory or URL.
 

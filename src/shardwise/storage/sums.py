@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ ENDING = ".sums.json"
 EDGE = 2**12  # bytes at each end of a file that go into its mark
 LONGEST_NAME = 240  # bytes of a name that can become longer: systems allow 255
 TRAILER = b"shardwise xxh3_64 "
+Parts = Mapping[str, Mapping[str, str]]
 
 
 def sums_name(name: str) -> str:
@@ -33,9 +34,10 @@ def sums_name(name: str) -> str:
     >>> sums_name("model.safetensors")
     'model.safetensors.sums.json'
     """
-    if len(os.fsencode(name)) <= LONGEST_NAME:
+    folder, slash, own = name.rpartition("/")
+    if len(os.fsencode(own)) <= LONGEST_NAME:
         return name + ENDING
-    return blake2b(os.fsencode(name), digest_size=16).hexdigest() + ENDING
+    return folder + slash + blake2b(os.fsencode(own), digest_size=16).hexdigest() + ENDING
 
 
 def data_name(name: str) -> str:
@@ -61,6 +63,7 @@ class BlockSums:
     size: int
     sums: bytes
     mark: str
+    parts: Parts | None = None  # of a file whose save can be compared with a later one: see `increments.py`
 
     @property
     def count(self) -> int:
@@ -81,7 +84,15 @@ class BlockSums:
 
     def to_json(self) -> bytes:
         """As it is kept beside the file."""
-        fields = {"algorithm": ALGORITHM, "block": BLOCK, "size": self.size, "mark": self.mark, "sums": self.sums.hex()}
+        fields: dict[str, object] = {
+            "algorithm": ALGORITHM,
+            "block": BLOCK,
+            "size": self.size,
+            "mark": self.mark,
+            "sums": self.sums.hex(),
+        }
+        if self.parts is not None:
+            fields["parts"] = self.parts
         return with_digest(json.dumps(fields).encode())
 
     @staticmethod
@@ -103,7 +114,7 @@ class BlockSums:
                 f"{where} does not have checksums that are known here: expected {ALGORITHM} of blocks of {BLOCK} "
                 f"bytes. Remedy: load with check=False, which reads the data unchecked"
             )
-        return BlockSums(size, sums, mark)
+        return BlockSums(size, sums, mark, fields.get("parts"))
 
 
 class Summing:
@@ -116,8 +127,8 @@ class Summing:
     True
     """
 
-    def __init__(self) -> None:
-        self.size, self._sums, self._open = 0, bytearray(), xxh3_64()
+    def __init__(self, parts: Parts | None = None) -> None:
+        self.size, self._sums, self._open, self._parts = 0, bytearray(), xxh3_64(), parts
         self._start, self._end = b"", b""
 
     @staticmethod
@@ -147,7 +158,7 @@ class Summing:
         """The checksums of all bytes so far."""
         if self.size % BLOCK:
             self._close()
-        return BlockSums(self.size, bytes(self._sums), mark_of(self._start, self._end))
+        return BlockSums(self.size, bytes(self._sums), mark_of(self._start, self._end), self._parts)
 
 
 def blocks_of(view: memoryview, start: int) -> Iterator[memoryview]:
@@ -174,6 +185,16 @@ def with_digest(text: bytes) -> bytes:
     b'{"a": 1,\\n "digest": "735f46eb212f58af"\\n}'
     """
     return _closed(text[: text.rindex(b"}")].rstrip())
+
+
+def with_field(text: bytes, name: str, value: object) -> bytes:
+    """A JSON object that ends with a digest of itself, with one more field before that.
+
+    >>> with_field(with_digest(b'{"a": 1}'), "b", 2) == with_digest(b'{"a": 1,\\n "b": 2\\n}')
+    True
+    """
+    start = text[: -len(_end(b""))]
+    return with_digest(start + f",\n {json.dumps(name)}: {json.dumps(value)}\n}}".encode())
 
 
 def has_digest(text: bytes) -> bool:

@@ -15,6 +15,7 @@ import socket
 import sys
 from contextlib import suppress
 
+from shardwise.storage.increments import Written
 from shardwise.storage.locks import WriteClaim
 from shardwise.storage.orders import WriteOrder, carry_out, claim_of
 
@@ -34,13 +35,14 @@ def main() -> None:
                 return
             if not packet:
                 return
-            answer = {"number": json.loads(packet)["number"], "error": _done(json.loads(packet), files)}
+            error, written = _done(json.loads(packet), files)
+            answer = {"number": json.loads(packet)["number"], "error": error, "written": written}
             with suppress(OSError):  # who gave the order has ended
                 orders.send(json.dumps(answer).encode())
 
 
-def _done(packet: dict[str, object], files: list[int]) -> str | None:
-    """Why the order could not be carried out; None if it was."""
+def _done(packet: dict[str, object], files: list[int]) -> tuple[str | None, Written]:
+    """Why the order could not be carried out, None if it was; and how much was written."""
     try:
         data, order, *lock = files
         size = packet["order"]
@@ -48,18 +50,17 @@ def _done(packet: dict[str, object], files: list[int]) -> str | None:
         text = os.pread(order, os.fstat(order).st_size, 0)
         known = WriteOrder.from_json(text[: int(str(size))])
         claim = claim_of(known, str(packet["lock"]) if lock else None, lock[0] if lock else None)
-        _write(known, data, text[int(str(size)) :], claim)
+        return None, _write(known, data, text[int(str(size)) :], claim)
     except BaseException as error:
-        return (str(error) or type(error).__name__)[:MAX_ERROR]
+        return (str(error) or type(error).__name__)[:MAX_ERROR], Written(0, 0)
     finally:
         for file in files[:2]:
             os.close(file)
-    return None
 
 
-def _write(order: WriteOrder, data: int, index: bytes, claim: WriteClaim) -> None:
-    with mmap.mmap(data, os.fstat(data).st_size) as memory, memoryview(memory) as view:
-        carry_out(order, view, index, claim)
+def _write(order: WriteOrder, data: int, index: bytes, claim: WriteClaim) -> Written:
+    memory = mmap.mmap(data, os.fstat(data).st_size)  # closed with the last view of it, also after an error
+    return carry_out(order, memoryview(memory), index, claim)
 
 
 if __name__ == "__main__":

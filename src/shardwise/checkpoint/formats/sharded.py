@@ -19,6 +19,7 @@ import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
 from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.formats.earlier import EarlierFiles, Moved, file_numbers
 from shardwise.checkpoint.formats.safetensors import (
     DTYPES,
     Header,
@@ -33,7 +34,7 @@ from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes, Ints, ints
 from shardwise.layout import Grid, Layout, from_spelling
 from shardwise.notation import read
-from shardwise.quoting import brief
+from shardwise.quoting import brief, in_line
 from shardwise.state.traverse import OBJ_PATH, Key, is_step
 from shardwise.storage.paths import inside
 from shardwise.storage.sums import ALGORITHM, damaged, has_digest, with_digest
@@ -52,6 +53,15 @@ def key_of(name: str, lo: Sequence[int]) -> str:
     return f"{name}@{','.join(map(str, lo))}"
 
 
+def file_name(number: int, count: int, token: str) -> str:
+    """The name of one of several files.
+
+    >>> file_name(0, 2, "0123456789abcdef")
+    'shard-00000-of-00002-0123456789abcdef.safetensors'
+    """
+    return f"shard-{number:05d}-of-{count:05d}-{token}.safetensors"
+
+
 class ShardedWriter(Writer):
     """Writes a file for every owner, even if it is empty, then the index."""
 
@@ -68,7 +78,7 @@ class ShardedWriter(Writer):
 
     def file(self, owner: int) -> str:
         """The file name of an owner."""
-        return f"shard-{self.numbers[owner]:05d}-of-{len(self.numbers):05d}-{self.token}.safetensors"
+        return file_name(self.numbers[owner], len(self.numbers), self.token)
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
         """Write the file of an owner."""
@@ -134,7 +144,7 @@ def open_sharded(files: Files) -> Checkpoint:
         raise CheckpointError(f"{where} lacks files, tensors, values or paths")
     names = [inside(name, where) for name in file_names]
     nested = {name: _path(path, name, where, len(paths)) for name, path in paths.items()}
-    headers = Headers(files, names)
+    headers = Headers(files, names, EarlierFiles.of(index, len(names), where))
     entries = LazyMapping(tensors, partial(_entry, headers, where, tensors))
     checkpoint = Checkpoint(
         files,
@@ -166,30 +176,46 @@ def _decode(value: JsonValue, name: str, where: object) -> object:
 class Headers:
     """The headers of files, read when first needed."""
 
-    def __init__(self, files: Files, names: Sequence[str]) -> None:
-        self.files, self.names = files, names
+    def __init__(self, files: Files, own: Sequence[str], earlier: EarlierFiles) -> None:
+        self.files, self.names = files, [*own, *earlier.names]
+        self.earlier, self._count = earlier, len(own)
         self._read = dict[int, Header]()
-        self._parts = dict[tuple[str, tuple[int, ...], str], StoredParts]()
+        self._parts = dict[tuple[str, tuple[int, ...], str, tuple[Moved, ...]], StoredParts]()
 
-    def parts(self, dtype: str, shape: tuple[int, ...], layout: str) -> StoredParts:
-        """How tensors with these fields are stored. Checked and made once: many tensors have the same."""
-        key = dtype, shape, layout
+    def parts(self, name: str, dtype: str, shape: tuple[int, ...], layout: str) -> StoredParts:
+        """How a tensor with these fields is stored. Checked and made once: many tensors have the same."""
+        moved = self.earlier.moved(name)
+        key = dtype, shape, layout, moved
         if key not in self._parts:
-            self._check_room(_file_layout(layout, len(self.names)))
-            self._parts[key] = _stored_parts(*key, len(self.names))
+            self._check_room(_file_layout(layout, self._count))
+            parts = _stored_parts(dtype, shape, layout, self._count)
+            file = file_numbers(parts.file, moved, self._count)
+            self._parts[key] = parts._replace(file=file, known={}) if moved else parts
         return self._parts[key]
 
     def _check_room(self, layout: Layout) -> None:
         """Refuse more parts than the files can have: each takes at least LINE bytes of a header."""
         parts = prod(len(axis.part) for axis in layout.form.axes) if isinstance(layout.form, Grid) else 0
-        if parts > FEW_PARTS and parts > sum(self.files.size(name) for name in self.names) // LINE:
+        if parts > FEW_PARTS and parts > sum(self.files.size(self._there(at)) for at in range(len(self.names))) // LINE:
             raise ValueError(f"the layout {layout} has {parts} parts, more than its files can hold")
 
     def of(self, number: int) -> Header:
         """Of a file."""
         if number not in self._read:
-            self._read[number] = read_header(self.files, self.names[number])
+            self._read[number] = read_header(self.files, self._there(number))
         return self._read[number]
+
+    def _there(self, number: int) -> str:
+        """The name of a file; refused if it is that of an earlier checkpoint, which is not there."""
+        name = self.names[number]
+        if number >= self._count and not self.files.has(name):
+            folder = name.split("/")[1]
+            raise CheckpointError(
+                f"{self.files.label(name)} is missing: the checkpoint {in_line(self.files.root)} was saved with "
+                f"incremental=, and what had not changed lies in {folder!r} beside it. Remedy: copy both folders, or "
+                f"convert it where both are, which writes a checkpoint of its own"
+            )
+        return name
 
 
 def _entry(headers: Headers, where: object, tensors: JsonObject, name: str) -> Entry:
@@ -199,10 +225,12 @@ def _entry(headers: Headers, where: object, tensors: JsonObject, name: str) -> E
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where} lacks dtype, shape or layout") from error
     try:
-        parts = headers.parts(dtype, shape, layout)
+        own = _own_name(tensors, name, fields, where)
+        parts = headers.parts(own, dtype, shape, layout)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{name!r} in {where}: {error}") from error
-    own = _own_name(tensors, name, fields, where)
     locate = partial(_locate, headers, own, parts)
     return Entry(name, parts.shape, parts.dtype, parts.stored, parts.file, locate, headers.names, headers.files, own)
 
