@@ -311,6 +311,18 @@ def test_a_flipped_bit_in_an_earlier_step_is_named_there(three):
     assert "step-00000001" in str(checkpoint.verify(three / "step-00000003")[0])
 
 
+def test_only_what_is_needed_of_an_earlier_step_is_verified(tmp_path):
+    big = {"kept": numbers(2**19), "changed": numbers(2**20)}
+    checkpoint.save(big, tmp_path / "1", incremental=True)
+    changed = checkpoint.open(tmp_path / "1")["changed"].ranges()[0][1]
+    checkpoint.save(big | {"changed": big["changed"] + 1}, tmp_path / "2", incremental=tmp_path / "1")
+    with (tmp_path / "1" / changed.file).open("r+b") as file:
+        file.seek(changed.stop - 7)
+        file.write(b"!")
+    assert [damage.tensors[0][0] for damage in checkpoint.verify(tmp_path / "1")] == ["changed"]
+    assert checkpoint.verify(tmp_path / "2") == []
+
+
 def test_a_step_whose_earlier_files_are_lost_is_not_resumed(three, caplog):
     shutil.rmtree(three / "step-00000002")
     with checkpoint.Run(three) as run, warnings_of(caplog) as messages:

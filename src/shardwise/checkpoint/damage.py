@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwise.checkpoint.checking import THREADS, DamagedBlock, FileCheck, check_blocks, sums_beside
@@ -19,7 +21,7 @@ from shardwise.job.progress import Count, Progress, reporter
 from shardwise.quoting import in_line
 from shardwise.storage.folders import INDEXES
 from shardwise.storage.paths import PathLike
-from shardwise.storage.sums import ENDING, data_name, has_digest, sums_name, without_trailer
+from shardwise.storage.sums import BLOCK, ENDING, data_name, has_digest, sums_name, without_trailer
 
 SHOWN = 4  # tensors of a block, and blocks of a load, that a message lists
 WRONG_SUM, UNCHECKED = "does not match its checksum", "has no checksums, and was not checked"
@@ -134,7 +136,8 @@ def verify_sums(
             f"{files.label(unchecked[0].file)} has no checksums: nothing can be checked. Remedy: compare it with "
             f"another copy, or convert it, which writes them"
         )
-    blocks = _check(files, tables, jobs, progress)
+    needed = {} if checkpoint is None else _needed_of_earlier(checkpoint)
+    blocks = _check(files, tables, needed, jobs, progress)
     damaged += [Damage(*one, WRONG_SUM) if checkpoint is None else located(checkpoint, one) for one in blocks]
     if error is not None and not damaged:
         raise error
@@ -195,10 +198,40 @@ def _table(files: Files, name: str) -> FileCheck | Damage:
     return Damage(name, min(sums.size, files.size(name)), max(sums.size, files.size(name)), what)
 
 
-def _check(files: Files, tables: Mapping[str, FileCheck], jobs: int, progress: Progress) -> list[DamagedBlock]:
-    """Check all blocks, in several threads."""
-    total = sum(table.sums.size for table in tables.values())
-    todo = [(name, table, block) for name, table in tables.items() for block in range(table.sums.count)]
+def _needed_of_earlier(checkpoint: Checkpoint) -> dict[str, list[tuple[int, int]]]:
+    """The bytes of files of earlier checkpoints that this one needs: headers, and some tensors. By their names."""
+    found = defaultdict[str, list[tuple[int, int]]](list)
+    stored = (one for entry in checkpoint.values() for one in _stored(entry))
+    for entry in (one for one in stored if any(name.startswith("../") for name in one.used())):
+        with suppress(CheckpointError):  # a file is missing or damaged: that is found anyway
+            for _, bytes in entry.ranges():
+                found[bytes.file].append((bytes.start, bytes.stop))
+    earlier = {name: spans for name, spans in found.items() if name.startswith("../")}
+    return {name: [(0, _header_end(checkpoint.files, name)), *spans] for name, spans in earlier.items()}
+
+
+def _header_end(files: Files, name: str) -> int:
+    return min(8 + int.from_bytes(files.read(name, 0, 8), "little"), files.size(name))
+
+
+def _blocks(table: FileCheck, spans: Sequence[tuple[int, int]] | None) -> list[int]:
+    """The blocks that have some of these bytes; all without them."""
+    if spans is None:
+        return list(range(table.sums.count))
+    return sorted({block for start, stop in spans for block in range(start // BLOCK, -(-stop // BLOCK))})
+
+
+def _check(
+    files: Files,
+    tables: Mapping[str, FileCheck],
+    needed: Mapping[str, Sequence[tuple[int, int]]],
+    jobs: int,
+    progress: Progress,
+) -> list[DamagedBlock]:
+    """Check all blocks that are needed, in several threads."""
+    todo = [(name, table, block) for name, table in tables.items() for block in _blocks(table, needed.get(name))]
+    spans = [table.sums.span(block) for _, table, block in todo]
+    total = sum(stop - start for start, stop in spans)
     with reporter(progress, total, "verify", here=True) as tell:
         check_blocks(files, todo, jobs=max(jobs, THREADS), done=Count(tell, total).add)
     return [
