@@ -5,6 +5,8 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,6 +138,23 @@ def test_under_another_layout_all_is_written(tmp_path, ranks, layout):
     assert on_ranks(ranks, lambda rank: save("b", layout, tmp_path / "a")) == [0] * ranks
     shutil.rmtree(tmp_path / "a")
     has(tmp_path / "b", {"w": whole})
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_files_of_many_pages_are_written_as_they_are(tmp_path, direct):
+    """8 MiB at a time, past the page cache where that can be."""
+
+    def save(rank):
+        state = {"same": numbers(5), "a": torch.arange(2**20 + 3), "b": torch.arange(2**21, dtype=torch.int32)}
+        checkpoint.save(state, path / "1", incremental=True)
+        state = {"same": numbers(5), "a": state["a"] + 1, "b": state["b"] + 1}
+        report = checkpoint.save(state, path / "2", incremental=path / "1")
+        has(path / "2", state)
+        return report.referenced, len(checkpoint.verify(path / "2"))
+
+    path = tmp_path if direct else Path(tempfile.mkdtemp(dir="/dev/shm"))  # which cannot
+    assert on_ranks(1, save) == [(20, 0)]
+    shutil.rmtree(path)
 
 
 def test_the_same_bytes_of_another_dtype_or_shape_are_written(tmp_path):

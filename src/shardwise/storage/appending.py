@@ -6,7 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import IO, TYPE_CHECKING
@@ -54,8 +54,11 @@ class AppendOnlyFile:
         return size
 
     def write_pages(self, memory: memoryview, size: int) -> None:
-        """Write `size` bytes of whole pages of memory past the page cache; through it where that is not supported."""
-        done = 0
+        """Write `size` bytes of whole pages of memory past the page cache; through it where that is not supported.
+
+        What was written before must be whole pages.
+        """
+        done, start = 0, self._raw.tell()
         try:
             with _direct(self._raw.fileno()):
                 while done < size:
@@ -69,9 +72,9 @@ class AppendOnlyFile:
             if error.errno not in UNSUPPORTED:
                 raise
         if done < size:
-            self._raw.seek(done)
+            self._raw.seek(start + done)
             self.write(memory[done:size])
-        self._raw.truncate(size)
+        self._raw.truncate(start + size)
 
     def _write_some(self, data: memoryview) -> int:
         if self._summing is None:
@@ -121,6 +124,22 @@ class AppendOnlyFile:
         with suppress(OSError, AttributeError):  # otherwise it has the default size
             fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PIPE)
         return Descriptor(out), Descriptor(into)
+
+
+def pages_of(pieces: Iterable[memoryview]) -> Iterator[tuple[memoryview, int]]:
+    """Pieces one after the other, copied to whole pages, a few at a time; and how many bytes of these count."""
+    room, at = memoryview(mmap.mmap(-1, AT_A_TIME)), 0
+    for piece in pieces:
+        done = 0
+        while done < len(piece):
+            count = min(len(piece) - done, AT_A_TIME - at)
+            room[at : at + count] = piece[done : done + count]
+            done, at = done + count, at + count
+            if at == AT_A_TIME:
+                yield room, at
+                at = 0
+    if at:
+        yield room, at
 
 
 @contextmanager

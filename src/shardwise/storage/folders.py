@@ -23,7 +23,7 @@ from secrets import token_hex
 from typing import cast
 
 from shardwise.errors import CheckpointError
-from shardwise.storage.appending import AppendOnlyFile, OutputFile
+from shardwise.storage.appending import AppendOnlyFile, OutputFile, pages_of
 from shardwise.storage.paths import PathLike, beside, file_system, join_path, readable
 from shardwise.storage.sums import BLOCK, BlockSums, Parts, Summing, data_name, sums_name
 
@@ -175,6 +175,15 @@ class OutputFolder:
                 file.write_pages(memory, size)
             else:
                 file.write(memory[:size])
+
+    def write_pieces(self, name: str, pieces: Iterable[memoryview], parts: Parts | None = None) -> None:
+        """Write pieces of memory, one after the other, as a file. Past the page cache, too."""
+        with self.write(name, parts=parts) as file:
+            for memory, size in pages_of(pieces):
+                if isinstance(file, AppendOnlyFile) and self.local is not None:
+                    file.write_pages(memory, size)
+                else:
+                    file.write(memory[:size])
 
     def _sync(self, folder: Path) -> None:
         """Flush the names in a directory to the disk."""

@@ -130,9 +130,7 @@ def _write_file(order: WriteOrder, memory: memoryview) -> tuple[Written, Referen
     if increment.whole:
         order.out.write_memory(order.name, memory, order.size, increment.places)
     else:
-        with order.out.write(order.name, parts=increment.places) as file:
-            for piece in increment.pieces:
-                file.write(piece)
+        order.out.write_pieces(order.name, increment.pieces, increment.places)
     return increment.report, increment.references
 
 
