@@ -15,7 +15,7 @@ START = 4096  # bytes of an index: it begins with the names of its files
 Earlier = tuple[str, str, int]  # the name of a folder, the token of its files, and their number
 
 
-def place_in(callers: Callers, path: PathLike, incremental: bool | str) -> str | None:
+def location_in(callers: Callers, path: PathLike, incremental: bool | str) -> str | None:
     """This rank's file in the checkpoint that is compared with: "" if there is none, None if all is written anyway."""
     if incremental is False:
         return None

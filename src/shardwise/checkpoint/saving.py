@@ -22,7 +22,7 @@ from shardwise.checkpoint.async_saves import RunningSaves, SaveHandle, SaveRepor
 from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.host_copies import HostCopies
-from shardwise.checkpoint.increments import place_in
+from shardwise.checkpoint.increments import location_in
 from shardwise.checkpoint.random_state import with_random_states
 from shardwise.checkpoint.remapping import remap_state_dict
 from shardwise.checkpoint.segments import write_tensor
@@ -134,7 +134,7 @@ def save(
     options = SaveOptions(format, str(path), sums, async_op, in_flight, patience, incremental)
     saved = _Saved.of(callers, state_dict, options, rename, remap)
     waited, staged = RunningSaves.of(callers).make_room(in_flight if async_op else 1), options.staged
-    earlier = place_in(callers, path, incremental)
+    earlier = location_in(callers, path, incremental)
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, saved.contents)
         path = absolute(path) if staged else path  # its writer has a working directory of its own

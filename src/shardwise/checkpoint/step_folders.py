@@ -57,7 +57,7 @@ class StepFolders:
 
     def __init__(self, path: PathLike) -> None:
         self.run, self._start = OutputFolder(path), os.getcwd()
-        self._earlier = dict[int, frozenset[str]]()
+        self._needed = dict[int, set[str]]()
 
     @property
     def relative(self) -> bool:
@@ -120,18 +120,18 @@ class StepFolders:
         return next((self.path_of(one) for one in older if self._index(one) == INDEX_NAMES[0]), None)
 
     def needed_by_newer(self, step: int) -> set[str]:
-        """Files of older steps that steps after this one need. (File names are unique: they have random tokens.)"""
-        return {name for one in self.saved() if one > step for name in self._earlier_of(one)}
+        """Files that steps after this one need, in any folder. (Names are unique: they have random tokens.)"""
+        newer = (one for one in self.all() if one > step and self.is_saved(one))
+        return {name for one in newer for name in self._needed_by(one)}
 
-    def _earlier_of(self, step: int) -> frozenset[str]:
-        if step not in self._earlier:
-            data = self._folder(step).read(self._index(step) or INDEX_NAMES[0])
-            self._earlier[step] = frozenset(file for files in earlier_files(data).values() for file in files)
-        return self._earlier[step]
+    def _needed_by(self, step: int) -> set[str]:
+        if step not in self._needed:
+            self._needed[step] = _named(self._folder(step).read(self._index(step) or INDEX_NAMES[0]))
+        return self._needed[step]
 
     def forget(self, step: int) -> None:
         """It was saved again."""
-        self._earlier.pop(step, None)
+        self._needed.pop(step, None)
 
     def index_bytes(self, step: int) -> bytes | None:
         """The index of a step; None if it has none."""

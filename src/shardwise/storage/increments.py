@@ -1,9 +1,9 @@
 """What changed since an earlier save: parts of a file that have the same bytes there are not written again.
 
 A part is a box of a tensor, under its key in the header of a safetensors file. The checksums beside a file also have a
-128-bit hash of every part of this rank, by the place where it lies: "" for the file itself, or `FOLDER/FILE` for that
-of an earlier checkpoint beside this one. A place always is where the bytes are: it leads to no further place. A rank
-uses the parts of a tensor again only if all that it has of the tensor are unchanged, and lie in one place.
+128-bit hash of every part of this rank, by its location: "" for the file itself, or `FOLDER/FILE` for that of an
+earlier checkpoint beside this one. A location is where the bytes are: it leads to no further one. A rank uses the parts
+of a tensor again only if all that it has of the tensor are unchanged, and have one location.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardwise.storage.paths import own_name
 from shardwise.storage.sums import BlockSums, sums_name, with_field
 
 FIELD = "earlier"  # of an index: the files of earlier checkpoints, and the tensors that lie there
-PLACE = re.compile(rf"(?!\.\.?/)([^/\\]+)/({NAMES})")
+LOCATION = re.compile(rf"(?!\.\.?/)([^/\\]+)/({NAMES})")
 HEADER, ALIGNED = 8, 64  # bytes of a header's length; a header fills a multiple of so many
-References = Mapping[str, list[str]]  # places, and the tensors that this rank has there
+References = Mapping[str, list[str]]  # locations, and the tensors that this rank has there
 
 
 class Written(NamedTuple):
@@ -46,10 +46,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Increment:
-    """What is written of a staged file: these pieces, one after the other. The rest is where `places` say."""
+    """What is written of a staged file: these pieces, one after the other. The rest is where `locations` say."""
 
     pieces: list[memoryview]
-    places: Mapping[str, Mapping[str, str]]
+    locations: Mapping[str, Mapping[str, str]]
     references: References
     report: Written
 
@@ -60,21 +60,21 @@ class Increment:
 
 
 def increment_of(memory: memoryview, size: int, folder: OutputFolder, earlier: str) -> Increment:
-    """Compare a safetensors file in memory with the place of an earlier one, "" if there is none."""
+    """Compare a safetensors file in memory with the location of an earlier one, "" if there is none."""
     end, fields = _header(memory)
     parts = {key: _part(memory, end, value) for key, value in fields.items() if key != "__metadata__"}
     found = _unchanged(parts, _earlier_parts(folder, earlier))
-    there = {place: place_exists(folder, place) for place in {*found.values()}}
-    found = {key: place for key, place in found.items() if there[place]}
-    places, references = defaultdict[str, dict[str, str]](dict), defaultdict[str, set[str]](set)
+    there = {location: location_exists(folder, location) for location in {*found.values()}}
+    found = {key: location for key, location in found.items() if there[location]}
+    locations, references = defaultdict[str, dict[str, str]](dict), defaultdict[str, set[str]](set)
     for key, part in parts.items():
-        places[found.get(key, "")][key] = part.hash
-    for key, place in found.items():
-        references[place].add(_tensor(key))
+        locations[found.get(key, "")][key] = part.hash
+    for key, location in found.items():
+        references[location].add(_tensor(key))
     pieces = _pieces(memory, size, fields, parts, found)
     referenced = sum(parts[key].stop - parts[key].start for key in found)
     report = Written(sum(map(len, pieces)), referenced)
-    return Increment(pieces, places, {place: sorted(names) for place, names in references.items()}, report)
+    return Increment(pieces, locations, {location: sorted(names) for location, names in references.items()}, report)
 
 
 def _header(memory: memoryview) -> tuple[int, dict[str, dict[str, object]]]:
@@ -96,13 +96,13 @@ def _tensor(key: str) -> str:
 
 
 def _earlier_parts(folder: OutputFolder, earlier: str) -> dict[str, tuple[str, str]]:
-    """The hash of every part that an earlier save of this rank had, and its place. None if that cannot be read."""
-    match = PLACE.fullmatch(earlier)
+    """The hash of every part that an earlier save of this rank had, and its location. None if that cannot be read."""
+    match = LOCATION.fullmatch(earlier)
     if match is None:
         return {}
     with suppress(CheckpointError, AttributeError):
-        places = _sums(folder.beside(match[1]), match[2]).parts or {}
-        return {key: (hash, place or earlier) for place, parts in places.items() for key, hash in parts.items()}
+        found = _sums(folder.beside(match[1]), match[2]).parts or {}
+        return {key: (hash, location or earlier) for location, parts in found.items() for key, hash in parts.items()}
     return {}
 
 
@@ -111,17 +111,17 @@ def _sums(folder: OutputFolder, file: str) -> BlockSums:
 
 
 def _unchanged(parts: Mapping[str, Part], before: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """The parts that are as they were, and their places."""
+    """The parts that are as they were, and their locations."""
     found = {key: before[key][1] for key, part in parts.items() if key in before and before[key][0] == part.hash}
-    places = defaultdict[str, set[str]](set)
+    locations = defaultdict[str, set[str]](set)
     for key in parts:
-        places[_tensor(key)].add(found.get(key, ""))
-    return {key: place for key, place in found.items() if places[_tensor(key)] == {place}}
+        locations[_tensor(key)].add(found.get(key, ""))
+    return {key: location for key, location in found.items() if locations[_tensor(key)] == {location}}
 
 
-def place_exists(folder: OutputFolder, place: str) -> bool:
+def location_exists(folder: OutputFolder, location: str) -> bool:
     """True if a file of an earlier checkpoint is there, as long as its checksums say. Never one in this folder."""
-    match = PLACE.fullmatch(place)
+    match = LOCATION.fullmatch(location)
     if match is None or match[1] == own_name(folder.path):
         return False
     with suppress(CheckpointError):
@@ -162,8 +162,8 @@ def index_with(index: bytes, by_number: Mapping[int, References]) -> bytes:
     files = defaultdict[str, dict[int, str]](dict)
     numbers = defaultdict[tuple[str, str], list[int]](list)
     for number, references in sorted(by_number.items()):
-        for place, names in references.items():
-            folder, _, file = place.partition("/")
+        for location, names in references.items():
+            folder, _, file = location.partition("/")
             files[folder][number] = file
             for name in names:
                 numbers[folder, name].append(number)

@@ -61,7 +61,7 @@ class WriteOrder:
     count: int
     patience: float  # seconds to wait for the files of the others
     commit: Commit | None = None
-    earlier: str | None = None  # the place of a file to compare with, "" if there is none; None: all is written
+    earlier: str | None = None  # the location of a file to compare with, "" if there is none; None: all is written
 
     def to_json(self) -> str:
         """For another process."""
@@ -128,9 +128,9 @@ def _write_file(order: WriteOrder, memory: memoryview) -> tuple[Written, Referen
         return Written(order.size, 0), {}
     increment = increment_of(memory, order.size, order.out, order.earlier)
     if increment.whole:
-        order.out.write_memory(order.name, memory, order.size, increment.places)
+        order.out.write_memory(order.name, memory, order.size, increment.locations)
     else:
-        order.out.write_pieces(order.name, increment.pieces, increment.places)
+        order.out.write_pieces(order.name, increment.pieces, increment.locations)
     return increment.report, increment.references
 
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint.values import JsonObject
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Ints
 from shardwise.quoting import brief
-from shardwise.storage.increments import FIELD, PLACE
+from shardwise.storage.increments import FIELD, LOCATION
 
 
 @dataclass(frozen=True, eq=False)  # the same one for many tensors: quicker to compare
@@ -63,10 +63,10 @@ def _parsed(earlier: Mapping[str, Mapping[str, Any]], count: int) -> EarlierFile
 
 def _name(folder: str, file: str) -> str:
     """The file, relative to the folder of the index; refused if it is not one of ours in a folder beside it."""
-    place = f"{folder}/{file}"
-    if not PLACE.fullmatch(place) or not place.isprintable():
-        raise ValueError(f"{brief(place)} is not a file of a checkpoint beside it")
-    return f"../{place}"
+    location = f"{folder}/{file}"
+    if not LOCATION.fullmatch(location) or not location.isprintable():
+        raise ValueError(f"{brief(location)} is not a file of a checkpoint beside it")
+    return f"../{location}"
 
 
 def file_numbers(owner: Ints, moved: Sequence[Moved], count: int) -> Ints:
