@@ -130,11 +130,10 @@ def save(
     state is copied to memory first, as with `async_op=True`.
     """
     begin, callers = time.monotonic(), Callers("save", group)
-    incremental = incremental if isinstance(incremental, bool) else str(incremental)
-    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience, incremental)
+    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience, _as_text(incremental))
     saved = _Saved.of(callers, state_dict, options, rename, remap)
     waited, staged = RunningSaves.of(callers).make_room(in_flight if async_op else 1), options.staged
-    earlier = location_in(callers, path, incremental)
+    earlier = location_in(callers, path, options.incremental)
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, saved.contents)
         path = absolute(path) if staged else path  # its writer has a working directory of its own
@@ -149,8 +148,14 @@ def save(
             writer = WRITERS[format](OutputFolder(path, durable=durable, run=token, sums=sums), callers.owners, token)
             _Save(callers, writer, saved.contents, claim).run(saved.parts)
     saved.warn(callers)
-    if handle is None or async_op:
-        return handle
+    return handle if handle is None or async_op else _waited_for(handle)
+
+
+def _as_text(incremental: bool | PathLike) -> bool | str:
+    return incremental if isinstance(incremental, bool) else str(incremental)
+
+
+def _waited_for(handle: SaveHandle) -> SaveReport | None:
     handle.wait()
     return handle.report
 
