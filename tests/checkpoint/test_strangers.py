@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise import checkpoint
-from shardwise.checkpoint import pickles, terminal
+from shardwise.checkpoint import listing, pickles, terminal
 from shardwise.checkpoint.formats.archives import MAX_EXPANSION
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.job.names import matched
@@ -43,7 +43,7 @@ def here(monkeypatch, tmp_path):
 def looked(path):
     """All that a careless reader does with a checkpoint."""
     found = checkpoint.open(path)
-    terminal.as_json(found), terminal.summary(found), terminal.table(found), terminal.tree(found)
+    terminal.as_json(found), terminal.summary(found), list(listing.rows(found)), terminal.tree(found)
     terminal.page(found)
     return {name: entry.read() for name, entry in found.items()}, dict(found.objects)
 
