@@ -17,7 +17,8 @@ ROWS = {"q": 64, "k": 32, "v": 32}
 def trained(mesh):
     """Rows of every weight on each trainer, as FSDP2 has them."""
     names = {f"model.layers.{n}.{part}.weight": rows for n in LAYERS for part, rows in ROWS.items()}
-    return {name: distribute_tensor(torch.ones(rows, 64), mesh, [Shard(0)]) for name, rows in names.items()}
+    weights = {name: distribute_tensor(torch.ones(rows, 64), mesh, [Shard(0)]) for name, rows in names.items()}
+    return sw.share_(weights)  # servers on this host read them where they are
 
 
 def served():

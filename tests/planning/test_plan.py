@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -148,6 +148,15 @@ def test_plans_in_rounds_prove_themselves_and_bring_the_values(made):
 def test_a_limit_that_is_never_reached_changes_nothing():
     texts = "12x10/S0@3", "12x10/S1@3"
     assert rows(plan(*texts, max_bytes=10**6).copies) == rows(plan(*texts).copies)
+
+
+def test_slices_end_between_rows_where_the_limit_has_room():
+    made = plan("64x32/P@4", "64x32/R@4", itemsize=4, max_bytes=6000)
+    copies = made.copies
+    slices = Counter(zip(copies.source, copies.target, copies.term, copies.step, copies.round, strict=True))
+    assert made.rounds > 4
+    assert set(slices.values()) == {1}
+    assert made.peak_bytes <= 6000
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named_by_all_on_its_host_and_on_others(tmp_path, call,
         assert kind == "ExchangeError"
         assert f"rank {killed} has ended" in text
         assert took < AT_ONCE
-    assert max(heard for *_, heard in reports) - min(heard for *_, heard in reports) < 2
+    assert max(heard for *_, heard in reports) - min(heard for *_, heard in reports) < 1  # usually some milliseconds
 
 
 def carry_on(rank, cut):

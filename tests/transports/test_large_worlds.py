@@ -1,6 +1,5 @@
-"""Many ranks of one host: the same values and errors, few sockets, and no more packets than there are messages."""
+"""Many ranks of one host: the same values and errors, few descriptors, and no more packets than there are messages."""
 
-import os
 import time
 from collections import Counter
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import ranks  # noqa: F401
 from test_told_at_once import AT_ONCE, PATIENCE, kill, until
-from wired import expect, part, raised
+from wired import expect, open_files, part, raised
 
 import shardwise as sw
 from shardwise.job.session import group_transport
@@ -25,12 +24,6 @@ def layouts(world):
     return {to: sw.parse(f"{2 * world}x{world}/{to}@{world}") for to in ("S0", "S1", "R", "P")}
 
 
-def sockets():
-    """How many this process has."""
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sum(os.path.exists(link) and os.readlink(link).startswith("socket:") for link in links)
-
-
 def counting():
     """The packets that this process sends from now on, by their receivers."""
     sent, send = Counter(), PacketSocket.send
@@ -43,23 +36,29 @@ def counting():
     return sent
 
 
-def test_64_ranks_move_values_with_few_sockets_and_packets(ranks):  # noqa: F811
+def test_64_ranks_move_values_with_few_descriptors_and_packets(ranks):  # noqa: F811
     by, whole = layouts(MANY), np.arange(2.0 * MANY * MANY).reshape(2 * MANY, MANY)
-    shifted = sw.Layout.chunk(whole.shape, 0, owners=[*range(1, MANY), 0])
+    to_the_next = [*range(1, MANY), 0]
+    shifted = sw.Layout.chunk(whole.shape, 0, owners=to_the_next)
+    wide = np.arange(2.0**14 * MANY).reshape(MANY, 2**14)  # rows that are too long for small messages
+    wide_rows, wide_shifted = (sw.Layout.chunk(wide.shape, 0, owners=owners) for owners in (range(MANY), to_the_next))
 
     def run(rank):
         x = part(whole, by["S0"], rank)
-        before, report = sockets(), {}
+        before, report = open_files(), {}
         expect(sw.reshard(x, by["S0"]), whole, by["S0"], rank)
         sent = counting()
         expect(sw.reshard(x, by["S0"]), whole, by["S0"], rank)
-        report["agree"] = sum(sent.values()), sockets() - before
+        report["agree"] = sum(sent.values()), open_files() - before
         sent.clear()
         expect(sw.reshard(x, shifted), whole, shifted, rank)
-        report["shift"] = sum(sent.values()), sockets() - before
+        report["shift"] = sum(sent.values()), open_files() - before
+        expect(sw.reshard(part(wide, wide_rows, rank), wide_shifted), wide, wide_shifted, rank)
+        report["staged"] = open_files() - before
+        dist.barrier()  # those who are ahead connect to everybody
         sent.clear()
         expect(sw.reshard(x, by["R"]), whole, by["R"], rank)
-        report["gather"] = sum(sent.values()), sockets() - before
+        report["gather"] = sum(sent.values()), open_files() - before
         expect(sw.reshard(x, by["S1"]), whole, by["S1"], rank)
         terms = sw.ShardedTensor(torch.full(whole.shape, 1.0 + rank), by["P"])
         total = np.full(whole.shape, MANY * (MANY + 1) / 2, np.float32)
@@ -75,6 +74,7 @@ def test_64_ranks_move_values_with_few_sockets_and_packets(ranks):  # noqa: F811
         assert report["agree"][1] <= OTHERS + 2 * tree
         assert report["shift"][0] <= tree + 1
         assert report["shift"][1] <= OTHERS + 2 * (tree + 2)
+        assert report["staged"] <= OTHERS + 2 * (tree + 2)
         assert report["gather"][0] <= tree + MANY - 1
         assert report["gather"][1] + MANY <= OTHERS + 2 * (MANY - 1)  # with the sockets of gloo, one to everybody
 

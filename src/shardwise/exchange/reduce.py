@@ -29,7 +29,7 @@ COMBINE: Mapping[str, Callable[..., Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 BITWISE = ("band", "bor", "bxor")
-BLOCK = 2**16  # elements that are worked on at a time: they stay in the cache, and need little memory
+BLOCK = 2**17  # elements that are worked on at a time: they stay in the cache, and need little memory
 DEVICE_BLOCK = 2**24  # the same on an accelerator, where every block takes a launch
 
 

@@ -29,7 +29,7 @@ from shardwise.planning.reduced_loads import sums_load
 from shardwise.planning.reducers import complete
 from shardwise.planning.regions import Regions, all_regions, count_regions, owner_regions
 from shardwise.planning.relabel import fewest_bytes
-from shardwise.planning.rounds import in_rounds, rounds_of_steps
+from shardwise.planning.rounds import grains_of_steps, in_rounds, rounds_of_steps
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
 
@@ -233,7 +233,8 @@ class Plan:
         copies = copies.in_order(self.source.shape)
         if self.max_bytes is None:
             return copies
-        return in_rounds(copies, self._rounds, reducing=self.reducing).in_order(self.source.shape)
+        grains = grains_of_steps(self.max_bytes, self._widest, self._loads, self._rounds, len(self.owners))
+        return in_rounds(copies, self._rounds, grains, reducing=self.reducing).in_order(self.source.shape)
 
     def _spans(self, takers: Ints, sums: Sums) -> Span:
         """The terms of the source that become each taker's term."""
