@@ -16,12 +16,13 @@ chaos: $(INSTALLED)
 	@SHARDWISE_CHAOS_SECONDS=$(SECONDS) $(if $(SEED),SHARDWISE_CHAOS_SEED=$(SEED)) TORCH_CPP_LOG_LEVEL=FATAL \
 	$(BIN)/pytest -q -s tests/publishing/test_chaos.py
 
-# Real engines (vLLM) in an environment of their own; where that cannot be had, one line says so.
+# Real engines (vLLM), and other frameworks, in environments of their own; where one cannot be had, one line says so.
 judges:
-	@PYTHON=$(PYTHON) tests/judges/run -q
+	@PYTHON=$(PYTHON) tests/judges/run vllm -q
+	@PYTHON=$(PYTHON) tests/judges/run frameworks -q
 
 judges-table:
-	@PYTHON=$(PYTHON) tests/judges/run -q --write-table
+	@PYTHON=$(PYTHON) tests/judges/run vllm -q --write-table
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --quiet --check
@@ -53,7 +54,7 @@ format: $(INSTALLED)
 	@$(BIN)/ruff check --quiet --fix
 
 clean:
-	@rm -rf .venv .venv-judges .hypothesis .mypy_cache .pytest_cache .ruff_cache demo dist site
+	@rm -rf .venv .venv-judges .venv-judges-frameworks .hypothesis .mypy_cache .pytest_cache .ruff_cache demo dist site
 	@find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last and lies in .venv, so a failed install or a removed .venv is made good by the next run.
