@@ -2,13 +2,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test chaos check bench browser docs format clean judges judges-table
+.PHONY: demo test slow chaos check bench browser docs format clean judges judges-table
 
 demo: $(INSTALLED)
 	@$(BIN)/shardwise demo
 
 test: $(INSTALLED) browser
-	@$(BIN)/pytest -q -n 3 --dist worksteal
+	@$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow"
+
+# Tests that kill and stop processes again and again, or wait for long.
+slow: $(INSTALLED)
+	@$(BIN)/pytest -q -n 3 --dist worksteal -m slow
 
 # Jobs that publish and subscribe are killed and stopped at random, for SECONDS without and SECONDS with deltas.
 chaos: SECONDS ?= 300

@@ -122,6 +122,7 @@ def test_torch_loads_what_is_written_beside_training(tmp_path):
     torch.testing.assert_close(found, tensors, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_process_that_writes_has_no_torch_and_ends_with_this_one(tmp_path):
     program = f"""
 import torch
@@ -525,6 +526,7 @@ def test_a_writer_that_fails_early_says_why(tmp_path, monkeypatch):
         checkpoint.save(state(1, 1), tmp_path / "saved", async_op=True).wait()
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_the_output_of_a_writer(tmp_path):
     program = f"""
 import torch

@@ -735,6 +735,7 @@ for name in WAYS:  # each in a process of its own: what the allocator keeps of o
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_within_max_bytes(tmp_path):
     large = {f"{name}.w": torch.ones(4000, 3000) for name in "abcd"}
     save_file(large, tmp_path / "large.safetensors")

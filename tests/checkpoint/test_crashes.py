@@ -123,6 +123,7 @@ def worth_dying_at(count, path, format, watched, most):
     return sorted({*draw.sample(file_calls, min(most, len(file_calls))), *file_calls[-3:], *late})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "watched", "victims"), [(2, 0, [0]), (2, 0, [1]), (2, 0, [0, 1]), (3, 1, [1])])
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old, tmp_path, count, watched, victims):
     format, path, theirs = old
@@ -149,6 +150,7 @@ def only_one_file(path, format, theirs):
     assert set(theirs) <= set(names_in(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("victims", [[1], [0, 1]])
 def test_a_first_save_that_is_killed_does_not_look_like_a_checkpoint(tmp_path, victims, format):

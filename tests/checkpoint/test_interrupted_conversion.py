@@ -129,6 +129,7 @@ def check_interrupted(out, tensors):
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_killed_at_random_moments_it_goes_on_from_what_is_whole(tmp_path, jobs):
     chance = random.Random(jobs)

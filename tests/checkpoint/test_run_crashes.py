@@ -91,6 +91,7 @@ def whole_steps(path):
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("watched", "victims"), [(0, [0]), (0, [1]), (0, [0, 1]), (1, [1])])
 @pytest.mark.parametrize("drops", [False, True], ids=["goes on", "goes back"])
 def test_a_run_that_is_killed_has_only_whole_steps_and_resumes(three, tmp_path, watched, victims, drops):

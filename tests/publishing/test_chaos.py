@@ -195,6 +195,7 @@ class Chaos:
         return [server.results() for server in self.servers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [False, True], ids=["dense", "deltas"])
 def test_nobody_ever_has_a_mixture(jobs, delta):  # noqa: F811
     chaos, end = Chaos(jobs, SEED, delta=delta), time.monotonic() + SECONDS

@@ -143,6 +143,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_may_end_while_versions_are_compared(tmp_path):
     command = [sys.executable, "-c", ENDS_WHILE_VERSIONS_ARE_COMPARED, str(tmp_path / "at")]
     made = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -18,6 +18,7 @@ def subscribers(me):
 # --- subscribers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_subscribers_that_are_killed_cost_the_others_nothing(jobs):  # noqa: F811
     trainer, near, far = jobs.trainer(2, serving=8), jobs.server(2, by_columns(2)), jobs.server(host="b")
     moments = [(*TOLD, 1, None), (*TOLD, 0, "b"), (*COPYING, 1, None), (*RECEIVING, 1, "c"), (*ARRIVED, 0, "d")]
@@ -48,6 +49,7 @@ def test_subscribers_that_are_killed_cost_the_others_nothing(jobs):  # noqa: F81
     until(lambda: trainer.versions == [2])
 
 
+@pytest.mark.slow
 def test_subscribers_that_stand_still_in_a_pull_never_get_a_mixture(jobs):  # noqa: F811
     trainer, near, far = jobs.trainer(2, serving=8), jobs.server(2, by_columns(2)), jobs.server(host="b")
     moments = [
@@ -95,6 +97,7 @@ def test_a_subscriber_that_stands_still_between_pulls_pulls_again(jobs):  # noqa
     assert server.pull() == 2
 
 
+@pytest.mark.slow
 def test_memory_of_a_version_that_is_passed_on_is_not_written_while_somebody_may_read_it(jobs):  # noqa: F811
     """Both the reader and the one it reads from stand still, and are given up; then only that one goes on."""
     trainer = jobs.trainer(2)
@@ -122,6 +125,7 @@ def hold_meeting_point(jobs):  # noqa: F811
     jobs.trainer(publish=False).call(publish_as, "another")
 
 
+@pytest.mark.slow
 def test_publishers_that_are_killed_leave_the_last_version(jobs):  # noqa: F811
     """One of them loses its first rank, the other one its last."""
     hold_meeting_point(jobs)
@@ -200,6 +204,7 @@ def pulled_once_it_lives(server, seconds=30):
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_publisher_that_was_replaced_while_it_stood_still_commits_no_more(jobs):  # noqa: F811
     hold_meeting_point(jobs)
     trainer, server = jobs.trainer(2), jobs.server(2)

@@ -48,6 +48,7 @@ def without_collector(me):
     gc.disable()
 
 
+@pytest.mark.slow
 def test_a_hundred_subscribers_that_come_and_go_leave_nothing_behind(jobs):  # noqa: F811
     trainer = jobs.trainer(2, serving=4, prepare=without_collector)
     trainer.commit(1)
@@ -82,6 +83,7 @@ def subscribers(me):
     return me.publisher._dispatcher.subscribers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hub", [False, True], ids=["meeting at the publisher", "meeting at a hub"])
 def test_a_hundred_subscribers_at_a_time_cost_the_trainer_little(jobs, hub):  # noqa: F811
     if hub:

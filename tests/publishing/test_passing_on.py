@@ -66,6 +66,7 @@ def test_verified_pulls_come_from_the_publisher(jobs):  # noqa: F811
     assert served(trainer) == [(1, False)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_others_still_get_the_version_of_a_subscriber_that_is_lost_while_it_passes_it_on(jobs, sign):  # noqa: F811
     trainer = jobs.trainer(2, host="a")

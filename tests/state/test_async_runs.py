@@ -529,6 +529,7 @@ if rank == 1:
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_during_runs(tmp_path):
     """It finishes what the others take part in, and gives up what they do not."""
     command, place = [sys.executable, "-c", SCRIPT], str(tmp_path / "store")
