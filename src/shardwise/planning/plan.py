@@ -18,17 +18,19 @@ from shardwise.geometry import Boxes, Ints, either, exact_sum, ints, spread, tot
 from shardwise.layout import Grid, Holders, Layout, Mesh, parse
 from shardwise.planning.choose import Among, Need, deliver
 from shardwise.planning.copies import Copies
+from shardwise.planning.counts import Counts, HostCounts
 from shardwise.planning.explain import explain
 from shardwise.planning.file import from_json, to_json
 from shardwise.planning.host_sums import host_sums
 from shardwise.planning.hosts import Hosts
 from shardwise.planning.loads import loads
-from shardwise.planning.parts import Counts, received, sent
+from shardwise.planning.parts import received, sent
 from shardwise.planning.reduce import Span, add_up, reduce
 from shardwise.planning.reduced_loads import sums_load
 from shardwise.planning.reducers import complete
 from shardwise.planning.regions import Regions, all_regions, count_regions, owner_regions
 from shardwise.planning.relabel import fewest_bytes
+from shardwise.planning.replicas import received_of_replicas, sent_by_replica
 from shardwise.planning.rounds import in_rounds, rounds_of_steps
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
@@ -207,8 +209,7 @@ class Plan:
         choice = source.holders.most > 1 or self.hosts is not None
         if isinstance(source, Grid) and isinstance(target, Grid) and choice and not self.reducing:
             self._refuse_too_much()
-            counts = Counts(source, target, self._takers, self.hosts, owner)
-            parts = [*received(counts), *sent(counts)]
+            parts = _counted(source, target, self._takers, self.hosts, owner)
             return self._finished(Copies.concat(parts)) if parts else Copies.none(self.source.ndim)
         copies = self._chosen(owner_regions(self.source, self.target, owner), Among(self.hosts, owner))
         return copies.take((copies.source == owner) | (copies.target == owner))
@@ -543,6 +544,15 @@ def plan(
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
     where = None if hosts is None else Hosts.of(hosts, either(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
+
+
+def _counted(source: Grid, target: Grid, takers: Holders, hosts: Hosts | None, owner: int) -> list[Copies]:
+    """The copies of one owner between grids, where replicas or hosts give a choice."""
+    if hosts is None:
+        alone = Counts(source, target, takers, owner)
+        return [*received_of_replicas(alone), *sent_by_replica(alone)]
+    counts = HostCounts(source, target, takers, hosts, owner)
+    return [*received(counts), *sent(counts)]
 
 
 def _in_steps(legs: list[Copies]) -> Copies:
