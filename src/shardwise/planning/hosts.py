@@ -72,6 +72,11 @@ class Hosts:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
+    def __contains__(self, owner: int) -> bool:
+        known, _ = self._table  # type: ignore[attr-defined]
+        at = int(known.searchsorted(owner))
+        return at < len(known) and int(known[at]) == owner
+
     def on(self, host: int) -> Ints:
         """The owners on a host, rising."""
         known, numbers = self._table  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -32,6 +32,7 @@ from shardwise.planning.regions import Regions, all_regions, count_regions, owne
 from shardwise.planning.relabel import fewest_bytes
 from shardwise.planning.replicas import received_of_replicas, sent_by_replica
 from shardwise.planning.rounds import in_rounds, rounds_of_steps
+from shardwise.planning.together import Pair, copies_together
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
 
@@ -108,6 +109,7 @@ class Plan:
     max_bytes: int | None = None
     hosts: Hosts | None = field(default=None, repr=False)
     sums: Sums | None = field(default=None, repr=False)  # of a leg: see `legs`
+    _parts: dict[int, Part] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `plan_parts`
 
     def __post_init__(self) -> None:
         if self.source.shape != self.target.shape:
@@ -199,10 +201,22 @@ class Plan:
 
     def part(self, owner: int) -> Part:
         """The same, also for who has nothing to do."""
-        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, self.sums, owner)
+        return self._parts.get(owner) or _part(
+            self.source, self.target, self.itemsize, self.max_bytes, self.hosts, self.sums, owner
+        )
+
+    def together(self) -> Pair | None:
+        """Both grids, where nothing is to be chosen, reduced or cut: parts of many such plans are made in one go."""
+        source, target = self.source.form, self.target.form
+        if not isinstance(source, Grid) or not isinstance(target, Grid) or not self.carrying:
+            return None
+        simple = source.table.shape[-1] == 1 and self.hosts is None and self.max_bytes is None
+        return (source, target) if simple else None
 
     def _copies_of(self, owner: int) -> Copies:
         """What `copies` has of one owner."""
+        if self.hosts is not None and owner not in self.hosts:
+            return Copies.none(self.source.ndim)
         if len(self.legs) > 1:
             return _in_steps([leg.part(owner).copies for leg in self.legs])
         source, target = self.source.form, self.target.form
@@ -254,7 +268,9 @@ class Plan:
 
     def _refuse_too_much(self) -> None:
         """Counts of bytes must not overflow. Terms that are reduced for many takers are shared out, and then given."""
-        terms, takers = self.source.terms, self._takers.most
+        target = self.target.form
+        takers = target.table.shape[-1] if isinstance(target, Grid) and self.carrying else self._takers.most
+        terms = self.source.terms
         moves = terms + takers if self.reducing else terms * takers
         if prod(self.source.shape) * moves * self.itemsize >= 2**62:
             raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
@@ -300,12 +316,12 @@ class Plan:
         """True where both layouts are products of axes."""
         return isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
 
-    @cached_property
+    @property
     def carrying(self) -> bool:
         """True where terms stay terms: neither side is partial, or both are in the same way."""
         return not self.sums and (self.source.op, self.source.terms) == (self.target.op, self.target.terms)
 
-    @cached_property
+    @property
     def reducing(self) -> bool:
         """True where copies of step 0 are terms that are reduced on arrival."""
         return self.source.terms > 1 and not self.carrying
@@ -544,6 +560,27 @@ def plan(
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
     where = None if hosts is None else Hosts.of(hosts, either(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
+
+
+def plan_parts(plans: Iterable[Plan], owner: int) -> None:
+    """Make one owner's part of many plans in one go, where that can be: then each plan has it.
+
+    >>> plans = [plan(f"{n}x8/S0@4", f"{n}x8/S1@2") for n in (4, 6)]
+    >>> plan_parts(plans, 1)
+    >>> [len(p.for_owner(1).copies) for p in plans]
+    [5, 5]
+    """
+    found = dict[Plan, list[Plan]]()  # equal ones are planned once
+    for one in plans:
+        if owner not in one._parts:
+            found.setdefault(one, []).append(one)
+    pairs = {one: pair for one in found if (pair := one.together()) is not None}
+    for one in pairs:
+        one._refuse_too_much()
+    for one, copies in zip(pairs, copies_together(list(pairs.values()), owner), strict=True):
+        part = Part(owner, copies)
+        for equal in found[one]:
+            equal._parts[owner] = part
 
 
 def _counted(source: Grid, target: Grid, takers: Holders, hosts: Hosts | None, owner: int) -> list[Copies]:
