@@ -37,7 +37,7 @@ def models(draw):
 
 
 @given(models())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_parts_that_are_made_together_are_those_made_one_by_one(model):
     plans, most = model
     with pytest.MonkeyPatch.context() as patch:
@@ -115,9 +115,9 @@ def test_equal_plans_are_made_once(monkeypatch):
     assert plans[0].part(0) is plans[4].part(0)
 
 
-def test_huge_tensors_do_not_overflow_together():
-    rows = 2**58
-    plans = [plan(f"{rows - n}x1/S0@4", f"{rows - n}x1/S0@3") for n in range(20)]
-    plan_parts(plans, 1)
-    for one, expected in zip(plans, one_by_one(plans, 1), strict=True):
-        assert_same(one.part(1), expected)
+def test_places_of_thousands_of_huge_tensors_do_not_overflow():
+    made = plan(f"{2**49}/S0@4", f"{2**49}/S0@3")
+    (expected,) = one_by_one([made], 1)
+    for copies in together.copies_together([made.together()] * 20_000, 1)[::1999]:
+        np.testing.assert_array_equal(copies.boxes.lo, expected.copies.boxes.lo)
+        np.testing.assert_array_equal(copies.source, expected.copies.source)

@@ -176,7 +176,8 @@ class Axis:
     @cached_property
     def lengths(self) -> Ints:
         """How many cells each part has."""
-        return totals(np.diff(self.cuts), self.part, self.parts)
+        sizes = np.diff(self.cuts)
+        return sizes if self.simple else totals(sizes, self.part, self.parts)
 
     @cached_property
     def _order(self) -> Ints:
