@@ -7,10 +7,10 @@ from itertools import cycle, islice
 
 from benchmarks import peers
 from benchmarks.caches import forget
-from benchmarks.measure import Effort, Row, Target
+from benchmarks.measure import Effort, Row, Target, on_the_cpu
 from benchmarks.tilings import Corners
 from shardwise import Layout, Mesh, Part, Plan, plan
-from shardwise.bench.clock import Task, interleaved
+from shardwise.bench.clock import Task
 from shardwise.bench.table import seconds
 from shardwise.planning import plan_parts
 
@@ -22,7 +22,7 @@ tensor, as a `Resharder` does it. The layouts know their fingerprints (plans are
 remembered at the start); "with construction" in a note includes making all layouts and their fingerprints, and "one by
 one" is without `plan_parts`. The peer is DCP's local load plan, `create_default_local_load_plan`, of a state dict of
 DTensors; these and the checkpoint's metadata are made before the clock starts. Both sides must find equally many copies
-to the rank; ours also says what the rank has to send, as it would between processes.
+to the rank; ours also says what the rank has to send, as it would between processes. Times are CPU time of one thread.
 """
 COUNT, SHARDS, RANK = 1_000, 64, 3
 SERVERS, TRAINERS = Mesh(fsdp=1, tp=8), Mesh(fsdp=8, tp=8)
@@ -56,7 +56,7 @@ def _row(case: str, tensors: Tensors, mesh: Mesh, bound: float, effort: Effort) 
     loads = [(_load(*pair), pair[1].local_shape(RANK)) for pair in _layouts(tensors, mesh)[: len(tensors)]]
     asked = [(*load, placement) for load, (_, placement) in zip(loads, tensors, strict=True)]
     model = peers.model(list(islice(cycle(asked), COUNT)), mesh, RANK)
-    ours, apart, constructed, peer, items = interleaved(
+    ours, apart, constructed, peer, items = on_the_cpu(
         Task(_parts, lambda: _layouts(tensors, mesh), effort.ours),
         Task(lambda pairs: _parts(pairs, together=False), lambda: _layouts(tensors, mesh), effort.peer),
         Task(lambda _: _parts(_layouts(tensors, mesh)), repeats=effort.slow_peer),
@@ -85,13 +85,15 @@ def _layouts(tensors: Tensors, mesh: Mesh) -> list[Pair]:
 
 
 def _parts(pairs: list[Pair], *, together: bool = True) -> list[Part]:
-    different = dict[Pair, Plan]()
+    different, plans = dict[Pair, Plan](), list[Plan]()
     for pair in pairs:
-        if pair not in different:
-            different[pair] = plan(*pair, itemsize=2)
+        one = different.get(pair)
+        if one is None:
+            one = different[pair] = plan(*pair, itemsize=2)
+        plans.append(one)
     if together:
         plan_parts(different.values(), RANK)
-    return [different[pair].for_owner(RANK) for pair in pairs]
+    return [one.for_owner(RANK) for one in plans]
 
 
 def _load(source: Layout, target: Layout) -> peers.Load:

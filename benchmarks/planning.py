@@ -10,11 +10,11 @@ from torch import bfloat16
 
 from benchmarks import peers
 from benchmarks.caches import forget
-from benchmarks.measure import Effort, Row, Target, peak_bytes
+from benchmarks.measure import Effort, Row, Target, on_the_cpu, peak_bytes
 from benchmarks.table import size
 from benchmarks.tilings import Tiling, grid, guillotine, listed
 from shardwise import Layout, Mesh, Plan, parse
-from shardwise.bench.clock import Task, interleaved
+from shardwise.bench.clock import Task
 from shardwise.bench.table import seconds
 from shardwise.job.plan import ModelPlan, TensorInfo
 from shardwise.job.remap import links
@@ -25,7 +25,8 @@ ABOUT = """
 Whole plans are `Plan(source, target, itemsize).copies`: all copies of all owners, as arrays. The layouts are made
 before the clock starts, as are the peer's objects; "with construction" in a note includes making ours from arrays. The
 peer is the planner of torch's distributed checkpoints (DCP), `create_read_items_for_chunk_list` over all target chunks,
-which makes a `ReadItem` object per copy. Both sides must find equally many.
+which makes a `ReadItem` object per copy. Both sides must find equally many. Times are CPU time of one thread, on both
+sides.
 
 One owner's part is `Plan(source, target, itemsize).for_owner(owner)`, compared with the whole plan. The mesh is dp=16,
 fsdp=64, tp=16: 16,384 owners. Parts are remembered by the fingerprints of the layouts, so all is forgotten before each
@@ -77,7 +78,7 @@ def _whole_plans(effort: Effort) -> Iterator[Row]:
 
 def _against_dcp(case: str, source: Tiling, target: Tiling, bound: float, effort: Effort) -> Row:
     asked, made = peers.load(source.shape, source.corners(), target.corners()), _made(source, target)
-    ours, constructed, peer = interleaved(
+    ours, constructed, peer = on_the_cpu(
         Task(copies, made, effort.ours, calls=3),
         Task(lambda _: copies(made()), repeats=effort.ours, calls=3),
         Task(lambda _: len(peers.read_items(asked)), repeats=effort.slow_peer),
@@ -90,7 +91,7 @@ def _against_dcp(case: str, source: Tiling, target: Tiling, bound: float, effort
 
 def _growth(effort: Effort) -> Row:
     few, many = ([guillotine(LARGE, count, seed=seed) for seed in (1, 2)] for count in (10_000, 100_000))
-    small, large = interleaved(Task(copies, _made(*few), effort.ours, 3), Task(copies, _made(*many), effort.peer))
+    small, large = on_the_cpu(Task(copies, _made(*few), effort.ours, 3), Task(copies, _made(*many), effort.peer))
     note = f"{large.result:,} copies after {small.result:,}"
     case = "100,000 -> 100,000 random rectangles"
     return Row(case, large.seconds, small.seconds, "10,000", Target(15, most=True), note)
@@ -98,7 +99,7 @@ def _growth(effort: Effort) -> Row:
 
 def _strips(effort: Effort) -> Iterator[Row]:
     source, target = grid((40_000, 100_000), 10_000, 1), grid((40_000, 100_000), 8_000, 1)
-    grids, strips, lists = interleaved(
+    grids, strips, lists = on_the_cpu(
         Task(copies, _made(grid(SQUARE, 100, 100), grid(SQUARE, 80, 125)), effort.ours, 5),
         Task(copies, _made(source, target), effort.ours, 5),
         Task(copies, _made(listed(source), listed(target)), effort.ours, 5),
@@ -126,7 +127,7 @@ MOVES = (
 def _parts(effort: Effort) -> Iterator[Row]:
     for name, move, target in MOVES:
         yield _one_owner(name, partial(_on_mesh, *move), target, effort)
-    (proof,) = interleaved(Task(Plan.verify, _planned, effort.slow_peer))
+    (proof,) = on_the_cpu(Task(Plan.verify, _planned, effort.slow_peer))
     note = "fully sharded -> HSDP: all copies proven against both layouts"
     yield Row("verify() of a whole plan", proof.seconds, note=note)
 
@@ -144,7 +145,7 @@ def _one_owner(name: str, fresh: Callable[[], Pair], target: Target | None, effo
         Task(copies, fresh, effort.peer),
         Task(lambda _: part(fresh()), repeats=effort.ours, calls=10),
     )
-    one, whole, constructed = interleaved(*jobs)
+    one, whole, constructed = on_the_cpu(*jobs)
     memory, whole_memory = (size(peak_bytes(job)) for job in jobs[:2])
     note = (
         f"{one.result:,} copies and {memory} for one owner, {whole.result:,} copies and {whole_memory} for all; "
@@ -178,7 +179,7 @@ def _limits(effort: Effort) -> Iterator[Row]:
             sizes = {"w": world, "h": world // 8, "half": world // 2, "sixteenth": world // 16}
             pair = [f"{2 * world}x8192/{text}".format(**sizes) for text in texts]
             one = Task(_hosted_part, partial(_parsed, *pair, hosts), effort.ours)
-            (found,) = interleaved(one)
+            (found,) = on_the_cpu(one)
             note = f"{found.result:,} copies, {size(peak_bytes(one))}"
             case = f"one owner of {world:,}, {name}"
             yield Row(case, found.seconds, limit, "wanted", Target(1, most=True), note)
@@ -208,7 +209,7 @@ def _models(effort: Effort) -> Iterator[Row]:
     for end, owner in ("one owner", OWNER), ("one server", TRAINERS + OWNER):
         for option, hosts in ("hosts=8", Hosts.of(8, np.arange(TRAINERS + SERVERS))), ("hosts=None", None):
             run = partial(_part_of_model, hosts=hosts, owner=owner)
-            (task,) = interleaved(Task(lambda sides, run=run: run(*sides), _sides, effort.slow_peer))
+            (task,) = on_the_cpu(Task(lambda sides, run=run: run(*sides), _sides, effort.slow_peer))
             case = f"{end}, 10,000 tensors of 1,000 shapes, 4,096 -> 1,024 owners, {option}"
             yield Row(case, task.seconds, 2.0, "wanted", Target(1, most=True), f"{task.result:,} copies")
 

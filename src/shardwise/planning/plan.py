@@ -570,17 +570,13 @@ def plan_parts(plans: Iterable[Plan], owner: int) -> None:
     >>> [len(p.for_owner(1).copies) for p in plans]
     [5, 5]
     """
-    found = dict[Plan, list[Plan]]()  # equal ones are planned once
-    for one in plans:
-        if owner not in one._parts:
-            found.setdefault(one, []).append(one)
-    pairs = {one: pair for one in found if (pair := one.together()) is not None}
-    for one in pairs:
+    some = {id(one): one for one in plans if owner not in one._parts}  # tensors that move alike share a plan
+    pairs = [(one, pair) for one in some.values() if (pair := one.together()) is not None]
+    for one, _ in pairs:
         one._refuse_too_much()
-    for one, copies in zip(pairs, copies_together(list(pairs.values()), owner), strict=True):
-        part = Part(owner, copies)
-        for equal in found[one]:
-            equal._parts[owner] = part
+    found = copies_together([pair for _, pair in pairs], owner)
+    for (one, _), copies in zip(pairs, found, strict=True):
+        one._parts[owner] = Part(owner, copies)
 
 
 def _counted(source: Grid, target: Grid, takers: Holders, hosts: Hosts | None, owner: int) -> list[Copies]:
