@@ -568,7 +568,7 @@ def plan_parts(plans: Iterable[Plan], owner: int) -> None:
     >>> plans = [plan(f"{n}x8/S0@4", f"{n}x8/S1@2") for n in (4, 6)]
     >>> plan_parts(plans, 1)
     >>> [len(p.for_owner(1).copies) for p in plans]
-    [5, 5]
+    [5, 4]
     """
     some = {id(one): one for one in plans if owner not in one._parts}  # tensors that move alike share a plan
     pairs = [(one, pair) for one in some.values() if (pair := one.together()) is not None]
