@@ -7,20 +7,22 @@ from itertools import cycle, islice
 
 from benchmarks import peers
 from benchmarks.caches import forget
-from benchmarks.measure import Effort, Row, Target
+from benchmarks.measure import Effort, Row, Target, on_the_cpu
 from benchmarks.tilings import Corners
-from shardwise import Layout, Mesh, Part, plan
-from shardwise.bench.clock import Task, interleaved
+from shardwise import Layout, Mesh, Part, Plan, plan
+from shardwise.bench.clock import Task
 from shardwise.bench.table import seconds
+from shardwise.planning import plan_parts
 
 TITLE = "One rank's part of a model"
 ABOUT = """
-1,000 tensors, each saved as 64 row shards, are to be loaded: what one rank has to read of each. Ours is
-`plan(source, target, itemsize=2).for_owner(rank)`, one tensor after the other, on layouts that know their fingerprints
-(parts are remembered by these; nothing is remembered at the start); "with construction" in a note includes making all
-layouts and their fingerprints. The peer is DCP's local load plan, `create_default_local_load_plan`, of a state dict of
+1,000 tensors, each saved as 64 row shards, are to be loaded: what one rank has to read of each. Ours is one plan for
+every pair of layouts that differs, `plan_parts(plans, rank)` for all of them, and `plan.for_owner(rank)` of each
+tensor, as a `Resharder` does it. The layouts know their fingerprints (plans are remembered by these; nothing is
+remembered at the start); "with construction" in a note includes making all layouts and their fingerprints, and "one by
+one" is without `plan_parts`. The peer is DCP's local load plan, `create_default_local_load_plan`, of a state dict of
 DTensors; these and the checkpoint's metadata are made before the clock starts. Both sides must find equally many copies
-to the rank; ours also says what the rank has to send, as it would between processes.
+to the rank; ours also says what the rank has to send, as it would between processes. Times are CPU time of one thread.
 """
 COUNT, SHARDS, RANK = 1_000, 64, 3
 SERVERS, TRAINERS = Mesh(fsdp=1, tp=8), Mesh(fsdp=8, tp=8)
@@ -45,17 +47,18 @@ Pair = tuple[Layout, Layout]
 
 def rows(effort: Effort) -> Iterator[Row]:
     """All cases."""
-    yield _row("12 kinds of tensor, on 8 tensor parallel ranks", MODEL, SERVERS, effort)
-    yield _row("12 kinds of tensor, on 8 x 8 ranks (FSDP x TP)", MODEL, TRAINERS, effort)
-    yield _row("1,000 different shapes, on 8 tensor parallel ranks", DIFFERENT, SERVERS, effort)
+    yield _row("12 kinds of tensor, on 8 tensor parallel ranks", MODEL, SERVERS, 50, effort)
+    yield _row("12 kinds of tensor, on 8 x 8 ranks (FSDP x TP)", MODEL, TRAINERS, 50, effort)
+    yield _row("1,000 different shapes, on 8 tensor parallel ranks", DIFFERENT, SERVERS, 20, effort)
 
 
-def _row(case: str, tensors: Tensors, mesh: Mesh, effort: Effort) -> Row:
+def _row(case: str, tensors: Tensors, mesh: Mesh, bound: float, effort: Effort) -> Row:
     loads = [(_load(*pair), pair[1].local_shape(RANK)) for pair in _layouts(tensors, mesh)[: len(tensors)]]
     asked = [(*load, placement) for load, (_, placement) in zip(loads, tensors, strict=True)]
     model = peers.model(list(islice(cycle(asked), COUNT)), mesh, RANK)
-    ours, constructed, peer, items = interleaved(
-        Task(_parts, lambda: _layouts(tensors, mesh), effort.peer),
+    ours, apart, constructed, peer, items = on_the_cpu(
+        Task(_parts, lambda: _layouts(tensors, mesh), effort.ours),
+        Task(lambda pairs: _parts(pairs, together=False), lambda: _layouts(tensors, mesh), effort.peer),
         Task(lambda _: _parts(_layouts(tensors, mesh)), repeats=effort.slow_peer),
         Task(lambda _: peers.local_load_plan(model), repeats=effort.peer),
         Task(lambda _: [len(peers.read_items(load)) for load, *_ in islice(cycle(asked), COUNT)], repeats=effort.peer),
@@ -64,8 +67,9 @@ def _row(case: str, tensors: Tensors, mesh: Mesh, effort: Effort) -> Row:
     if {found} != {peer.result, sum(items.result)}:
         raise RuntimeError(f"{case}: {found} copies, but the peer finds {peer.result} and {sum(items.result)}")
     alone = f"DCP's search for overlapping chunks alone {seconds(items.seconds)}"
-    note = f"{found:,} copies to the rank; {alone}; ours with construction {seconds(constructed.seconds)}"
-    return Row(case, ours.seconds, peer.seconds, "DCP", Target(50), note)
+    ways = f"with construction {seconds(constructed.seconds)}, one by one {seconds(apart.seconds)}"
+    note = f"{found:,} copies to the rank; {alone}; ours {ways}"
+    return Row(case, ours.seconds, peer.seconds, "DCP", Target(bound), note)
 
 
 def _layouts(tensors: Tensors, mesh: Mesh) -> list[Pair]:
@@ -80,8 +84,16 @@ def _layouts(tensors: Tensors, mesh: Mesh) -> list[Pair]:
     return found
 
 
-def _parts(pairs: list[Pair]) -> list[Part]:
-    return [plan(source, target, itemsize=2).for_owner(RANK) for source, target in pairs]
+def _parts(pairs: list[Pair], *, together: bool = True) -> list[Part]:
+    different, plans = dict[Pair, Plan](), list[Plan]()
+    for pair in pairs:
+        one = different.get(pair)
+        if one is None:
+            one = different[pair] = plan(*pair, itemsize=2)
+        plans.append(one)
+    if together:
+        plan_parts(different.values(), RANK)
+    return [one.for_owner(RANK) for one in plans]
 
 
 def _load(source: Layout, target: Layout) -> peers.Load:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import dataclass
+from functools import partial
+from time import process_time
 from typing import Literal
 
-from shardwise.bench.clock import Task
+from shardwise.bench.clock import Task, interleaved
+
+on_the_cpu = partial(interleaved, clock=process_time)  # for work of one thread: what else runs here does not count
 
 
 @dataclass(frozen=True, slots=True)

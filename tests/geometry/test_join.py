@@ -1,6 +1,7 @@
 """Boxes that meet, and cells that no box holds, against all pairs and painted arrays."""
 
 import sys
+from itertools import pairwise
 from unittest.mock import patch
 
 import numpy as np
@@ -81,6 +82,28 @@ def test_join_of_crowded_lists_agrees_with_trying_all_pairs(seed, ndim):
         hi = lo + random.integers(1, random.choice([3, 30], (70, 1)) + 1, (70, ndim))
         lists.append([Box(a, b) for a, b in zip(lo.tolist(), hi.tolist(), strict=True)])
     check(*lists, ndim)
+
+
+@st.composite
+def strips(draw, axis):
+    """Boxes that stand behind each other on an axis, in any order, with gaps; of any extent on the other one."""
+    edges = sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=24)))
+    found = []
+    for low, high in pairwise(edges):
+        if draw(st.booleans()) or not found:
+            first = draw(st.integers(0, 3))
+            side = first, first + draw(st.integers(1, 4))
+            corners = [(low, high), side] if axis == 0 else [side, (low, high)]
+            found.append(Box(*zip(*corners, strict=True)))
+    return draw(st.permutations(found))
+
+
+@given(st.data(), st.integers(0, 1))
+@settings(max_examples=60)
+def test_strips_are_joined_along_the_axis_that_cuts_them(data, axis):
+    left, right = data.draw(strips(axis)), data.draw(strips(axis))
+    with patch.object(JOIN, "FEW", 0), patch.object(JOIN, "_Buckets", None):  # no other way is there
+        assert joined(left, right, 2) == pairs_that_meet(left, right)
 
 
 def test_rows_meet_columns_in_every_pair():

@@ -10,6 +10,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+Clock = Callable[[], float]  # seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -43,20 +45,20 @@ class Timing:
 
 
 class Interval(NamedTuple):
-    """Start and end of a repeat, by the clock that all processes of a machine share."""
+    """Start and end of a repeat: by default by the clock that all processes of a machine share."""
 
     start: float
     end: float
 
 
-def interleaved(*jobs: Task) -> list[Timing]:
-    """All jobs in turn, again and again."""
-    spans, results = every_repeat(*jobs)
+def interleaved(*jobs: Task, clock: Clock = perf_counter) -> list[Timing]:
+    """All jobs in turn, again and again. `process_time` times what one thread does, whatever else runs."""
+    spans, results = every_repeat(*jobs, clock=clock)
     took = [median(end - start for start, end in repeats) / job.calls for job, repeats in zip(jobs, spans, strict=True)]
     return [Timing(seconds, result) for seconds, result in zip(took, results, strict=True)]
 
 
-def every_repeat(*jobs: Task) -> tuple[list[list[Interval]], list[object]]:
+def every_repeat(*jobs: Task, clock: Clock = perf_counter) -> tuple[list[list[Interval]], list[object]]:
     """All jobs in turn, again and again: for every job the spans of its repeats, and what its last call returned."""
     turns = max(job.repeats for job in jobs)
     spans: list[list[Interval]] = [[] for _ in jobs]
@@ -65,7 +67,7 @@ def every_repeat(*jobs: Task) -> tuple[list[list[Interval]], list[object]]:
         for n, job in enumerate(jobs):
             if job.due(turn, turns):
                 results[n] = None  # the next result may need its memory
-                span, results[n] = _once(job)
+                span, results[n] = _once(job, clock)
                 spans[n].append(span)
     return spans, results
 
@@ -81,14 +83,14 @@ def together(ranks: Iterable[Sequence[Interval]]) -> float:
     return median(max(end for _, end in turn) - min(start for start, _ in turn) for turn in zip(*ranks, strict=True))
 
 
-def _once(job: Task) -> tuple[Interval, object]:
+def _once(job: Task, clock: Clock) -> tuple[Interval, object]:
     inputs = [job.prepare() for _ in range(job.calls)]
     job.start()
     with _no_collector():
-        start = perf_counter()
+        start = clock()
         for given in inputs:
             result = job.run(given)
-        return Interval(start, perf_counter()), result
+        return Interval(start, clock()), result
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from shardwise.geometry.ragged import (
     totals,
 )
 from shardwise.geometry.shared import Folded, boxes_of_blocks, fold, merge_spans, overlap
+from shardwise.geometry.stacked import StackedAxes, cross_stacked, stacked
 from shardwise.geometry.strided import Step, StridedBox, StridedPair, strided_boxes
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Overlaps",
     "Places",
     "Spans",
+    "StackedAxes",
     "Step",
     "StridedBox",
     "StridedPair",
@@ -71,10 +73,12 @@ __all__ = [
     "positions",
     "row_major",
     "counted",
+    "cross_stacked",
     "either",
     "run_of",
     "running",
     "spread",
+    "stacked",
     "starts",
     "strided_boxes",
     "tiles",

@@ -176,7 +176,8 @@ class Axis:
     @cached_property
     def lengths(self) -> Ints:
         """How many cells each part has."""
-        return totals(np.diff(self.cuts), self.part, self.parts)
+        sizes = np.diff(self.cuts)
+        return sizes if self.simple else totals(sizes, self.part, self.parts)
 
     @cached_property
     def _order(self) -> Ints:
@@ -216,12 +217,12 @@ class Axis:
 
     def _cross_all(self, other: Axis) -> Crossing:
         """The same for all intervals: the cuts of both in one sort, the last bit telling whose they are."""
-        cuts = np.sort(np.concatenate([2 * self.cuts, 2 * other.cuts + 1]))
-        theirs = np.cumsum(cuts & 1) - 1
-        mine = np.arange(len(cuts)) - theirs - 1
+        cuts = np.sort(np.concatenate([2 * self.cuts, 2 * other.cuts + 1]), kind="stable")  # which merges sorted runs
+        others = np.cumsum(cuts & 1)
         cuts >>= 1
         last = np.flatnonzero(cuts[1:] > cuts[:-1])  # of equal cuts the last knows both
-        return Crossing(cuts[last], cuts[last + 1], mine[last], theirs[last])
+        theirs = others[last]
+        return Crossing(cuts[last], cuts[last + 1], last - theirs, theirs - 1)
 
     def _cross_one(self, other: Axis, mine: int) -> Crossing:
         """The same for one interval: what a single owner asks, in a few microseconds."""

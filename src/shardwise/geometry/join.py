@@ -21,7 +21,7 @@ def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
 
     Space is cut into tiles of about twice the size of a box; tiles that are still crowded are halved again and again,
     each time along the axis that leaves the fewest pairs to try, all halves of one depth together. Near-linear for
-    boxes that tile; never more than all pairs.
+    boxes that tile; never more than all pairs. Strips are sorted along the axis that cuts them.
 
     >>> a = Boxes(ints([[0, 0], [4, 0]]), ints([[4, 6], [8, 6]])); b = Boxes(ints([[2, 0]]), ints([[3, 9]]))
     >>> [x.tolist() for x in join(a, b)]
@@ -35,6 +35,10 @@ def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
         return ints(row), ints(column)
     if not left.ndim:
         return ints(np.repeat(np.arange(left.count), right.count)), ints(np.tile(np.arange(right.count), left.count))
+    for axis in range(left.ndim):
+        orders = _behind_each_other(left, axis), _behind_each_other(right, axis)
+        if orders[0] is not None and orders[1] is not None:
+            return _along(axis, left, orders[0], right, orders[1])
     lo, hi = Boxes.concat([left, right])
     both = Boxes(np.asfortranarray(lo), np.asfortranarray(hi))  # whole columns are read
     active = _Buckets.tiled(left.count, both)
@@ -43,6 +47,28 @@ def join(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
         active, done = active.halved(both)
         pairs.append(done.pairs(both))
     return ints(np.concatenate([f[0] for f in pairs])), ints(np.concatenate([f[1] for f in pairs]) - left.count)
+
+
+def _behind_each_other(boxes: Boxes, axis: int) -> Ints | None:
+    """The order of boxes along an axis, if no two share a place on it, as strips; otherwise None."""
+    lo, hi = boxes.lo[:, axis], boxes.hi[:, axis]
+    if int((hi - lo).sum()) > int(hi.max() - lo.min()):  # as of most lists: seen without sorting
+        return None
+    order = np.argsort(lo, kind="stable")
+    return order if (hi[order][:-1] <= lo[order][1:]).all() else None
+
+
+def _along(axis: int, left: Boxes, left_order: Ints, right: Boxes, right_order: Ints) -> tuple[Ints, Ints]:
+    """The pairs that share a cell, of boxes that stand behind each other on this axis."""
+    first = right.hi[right_order, axis].searchsorted(left.lo[left_order, axis], "right")
+    last = right.lo[right_order, axis].searchsorted(left.hi[left_order, axis], "left")
+    row, nth = spread(last - first)
+    i, j = left_order[row], right_order[first[row] + nth]
+    for other in range(left.ndim):
+        if other != axis:
+            meet = (left.lo[i, other] < right.hi[j, other]) & (right.lo[j, other] < left.hi[i, other])
+            i, j = i[meet], j[meet]
+    return i, j
 
 
 class _Buckets(NamedTuple):

@@ -68,6 +68,12 @@ class AxisOverlaps:
         np.maximum.at(cells, pairs % self.mine.parts, np.diff(before))
         return cells[parts]
 
+    def largest(self) -> int:
+        """The most cells that a part of mine shares with one of theirs."""
+        if self.mine.parts == 1 or self.theirs.parts == 1:  # as most axes are: not cut on one side
+            return int((self.mine if self.theirs.parts == 1 else self.theirs).lengths.max())
+        return int(self.most(np.arange(self.mine.parts)).max())
+
 
 class Overlaps:
     """What the blocks of one grid share with the blocks of another; blocks are numbered in row-major order.
@@ -131,4 +137,4 @@ class Overlaps:
 
     def largest(self) -> int:
         """The most cells that a block of mine shares with one of theirs."""
-        return prod(int(axis.most(np.arange(axis.mine.parts)).max()) for axis in self._axes)
+        return prod(axis.largest() for axis in self._axes)

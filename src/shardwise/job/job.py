@@ -22,6 +22,7 @@ from shardwise.job.subtensor import Subtensor, subtensor_views
 from shardwise.job.verify import key_part, worst_of_all
 from shardwise.job.verify import verify as verify_moves
 from shardwise.layout import local_shapes
+from shardwise.planning import plan_parts
 from shardwise.transports import GroupTransport, TransportChoice
 
 Tell = Callable[[int, int], None] | None
@@ -290,6 +291,7 @@ class Job:
 
     def _moves_of(self, bucket: Sequence[int], source: Side, target: Side, *, keep: bool) -> list[Move]:
         moves = list[Move]()
+        plan_parts([self.plan.links[at].plan for at in bucket if at not in self._moves], self.transport.me)
         for at in bucket:
             link = self.plan.links[at].link
             move = self._moves.get(at) or self.move(at, source.memory(link.source), target.memory(link.target))

@@ -63,7 +63,7 @@ class Holders:
     def expand(self, rows: Ints) -> tuple[Ints, Ints]:
         """All owners of these rows: the index into `rows`, and the owner."""
         if self.single:
-            return np.arange(len(rows)), self.owners[self.edges[rows]]
+            return np.arange(len(rows)), self.owners[rows]
         index, nth = spread(self.counts[rows])
         return index, self.owners[self.edges[rows[index]] + nth]
 
@@ -110,7 +110,7 @@ class Holders:
     def hold(self, rows: Ints, owners: Ints) -> Bools:
         """Pair by pair: is that owner in that row?"""
         if self.single:
-            return self.owners[self.edges[rows]] == owners
+            return self.owners[rows] == owners
         if self._row_by_number is not None:
             return self.row_of(owners) == rows
         low, high = self.edges[rows], self.edges[rows + 1]

@@ -3,7 +3,7 @@
 from shardwise.planning.copies import Copies, Copy
 from shardwise.planning.explain import columns, count, size, size_in_bytes
 from shardwise.planning.hosts import Hosts, Network
-from shardwise.planning.plan import Part, Plan, plan, reduces
+from shardwise.planning.plan import Part, Plan, plan, plan_parts, reduces
 from shardwise.planning.redistribute import Redistribution, redistributed
 from shardwise.planning.traffic import Traffic
 
@@ -19,6 +19,7 @@ __all__ = [
     "columns",
     "count",
     "plan",
+    "plan_parts",
     "redistributed",
     "reduces",
     "size",

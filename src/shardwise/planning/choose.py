@@ -175,7 +175,7 @@ def serve(
     is for, by default all. `only` skips what does not concern that owner.
     """
     if asked is None or not len(row) or holders.most == 1:
-        chosen = holders.edges[row]
+        chosen = row if holders.single else holders.edges[row]
         once = len(row) == boxes.count and bool((need.region[1:] > need.region[:-1]).all())  # nothing to pick out
         picked = boxes if once else boxes.take(need.region)
         if span is None:

@@ -79,6 +79,8 @@ class Copies(Sequence[Copy]):
         place = positions(self.boxes.lo, shape)
         extra = [column for column in (self.round, self.step) if column.any()]
         if not extra and not self.term.any():
+            if (place[1:] > place[:-1]).all():
+                return self
             ahead = (place[1:] > place[:-1]) | ((place[1:] == place[:-1]) & (self.target[1:] > self.target[:-1]))
             if ahead.all():  # as grids without replicas come
                 return self
@@ -87,15 +89,18 @@ class Copies(Sequence[Copy]):
     def merged(self) -> Copies:
         """Copies of one step, sender, receiver and term that touch along a whole side become one."""
         pair = self.pairs() * (int(self.term.max(initial=0)) + 1) + self.term
-        order = np.argsort(pair)
-        first = heads(pair[order])
-        several = np.ones(len(pair), dtype=np.bool_)
-        several[order[first & np.append(first[1:], True)[: len(first)]]] = False
-        if not several.any():
+        ordered = np.sort(pair)
+        again = ordered[1:][ordered[1:] == ordered[:-1]]
+        if not len(again):
             return self
-        boxes, key = merge(self.boxes.take(several), pair[several])
-        like = self.take(order[np.searchsorted(pair[order], key)])
-        return Copies.concat([self.take(~several), replace(like, boxes=boxes)])
+        rows = np.flatnonzero(again.take(again.searchsorted(pair), mode="clip") == pair)
+        boxes, key = merge(self.boxes.take(rows), pair[rows])
+        if boxes.count == len(rows):
+            return self
+        order = rows[np.argsort(pair[rows])]
+        like, alone = self.take(order[pair[order].searchsorted(key)]), np.ones(len(pair), dtype=np.bool_)
+        alone[rows] = False
+        return Copies.concat([self.take(alone), replace(like, boxes=boxes)])
 
     def pairs(self) -> Ints:
         """A number for every step, sender and receiver that differ."""

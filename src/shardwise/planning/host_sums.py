@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwise.geometry import Axis, Ints, Spans, ints
+from shardwise.geometry import Axis, Ints, Spans, different, ints
 from shardwise.layout import Grid, Layout
 from shardwise.planning.hosts import Hosts
 
@@ -46,16 +46,15 @@ def host_sums(source: Layout, hosts: Hosts) -> HostSums | None:
     edges = _edges(hosts.host(owners), terms)
     if edges is None or len(edges) > terms:
         return None
-    split = [_on_hosts(owners[:, first:last].reshape(len(owners), -1), hosts) for first, last in pairwise(edges)]
-    if any(one is None for one in split):
+    split = _all_on_hosts(owners, ints(edges), hosts)
+    if split is None:
         return None
-    count = min(one.shape[2] for one in split if one is not None)  # owners that share a sum on a host
-    most = {one.shape[1] for one in split if one is not None}
-    if len(most) > 1:
-        return None
+    count = min(alike.shape[3] for _, alike in split)  # owners that share a sum on a host
     dim = _dim_to_cut(source.form, count)
     count = 1 if dim is None else count
-    table = np.stack([_spread(one, count) for one in split if one is not None], axis=1)  # block, term, host, piece
+    table = np.empty((len(owners), len(edges) - 1, split[0][1].shape[2], count), dtype=np.int64)  # ..., host, piece
+    for sums, alike in split:
+        table[:, sums] = _spread(alike, count)
     spans = [Spans(axis.cuts[:-1], axis.cuts[1:], axis.part) for axis in source.form.axes]
     table = table.reshape(*parts, *table.shape[1:])
     if dim is not None:
@@ -79,23 +78,42 @@ def _edges(host: Ints, terms: int) -> tuple[int, ...] | None:
     if (apart != apart[0]).any():
         return None
     runs = [0, *(np.flatnonzero(apart[0]) + 1).tolist(), terms]
-    return (*(node for first, last in pairwise(runs) for node in _subtrees(first, last, 0, terms)), terms)
+    return (*(node for first, last in pairwise(runs) for node in subtrees(first, last, terms)), terms)
 
 
-def _subtrees(first: int, last: int, low: int, high: int) -> Iterator[int]:
-    """Where the largest subtrees begin that lie in first:last, below the node of the terms low:high.
+def subtrees(first: int, last: int, terms: int) -> Iterator[int]:
+    """Where the largest subtrees begin that lie in first:last, of the tree of so many terms.
 
-    >>> list(_subtrees(0, 3, 0, 6)), list(_subtrees(3, 6, 0, 6))
+    A subtree is a power of two of terms that begins at a multiple of it; or all terms from some place on, where those
+    before it are such powers, the largest first.
+
+    >>> list(subtrees(0, 3, 6)), list(subtrees(3, 6, 6))
     ([0, 2], [3, 4])
     """
-    if last <= low or high <= first:
-        return
-    if first <= low and high <= last:
-        yield low
-        return
-    half = low + (1 << ((high - low - 1).bit_length() - 1))
-    yield from _subtrees(first, last, low, half)
-    yield from _subtrees(first, last, half, high)
+    end = last
+    if last == terms:
+        end = 0
+        while end < first:
+            end += 1 << ((terms - end - 1).bit_length() - 1)
+    while first < end:
+        yield first
+        fits = 1 << ((end - first).bit_length() - 1)
+        first += min(first & -first or fits, fits)
+    if end < last:
+        yield end
+
+
+def _all_on_hosts(owners: Ints, edges: Ints, hosts: Hosts) -> list[tuple[Ints, Ints]] | None:
+    """Sums of as many terms each, and their owners by host: block, sum, host, owner. None where hosts differ."""
+    found, sizes = list[tuple[Ints, Ints]](), np.diff(edges)
+    for size in different(sizes).tolist():  # few: powers of two, and one more
+        sums = np.flatnonzero(sizes == size)
+        some = owners[:, edges[sums][:, None] + np.arange(size)]
+        alike = _on_hosts(some.reshape(len(owners) * len(sums), -1), hosts)
+        if alike is None:
+            return None
+        found.append((sums, alike.reshape(len(owners), len(sums), *alike.shape[1:])))
+    return found if len({alike.shape[2] for _, alike in found}) == 1 else None
 
 
 def _on_hosts(owners: Ints, hosts: Hosts) -> Ints | None:
@@ -112,8 +130,8 @@ def _on_hosts(owners: Ints, hosts: Hosts) -> Ints | None:
 
 def _spread(owners: Ints, count: int) -> Ints:
     """So many of the owners on each host, far from each other."""
-    every = owners.shape[2]
-    return owners[:, :, ints(np.arange(count) * every // count)]
+    every = owners.shape[-1]
+    return owners[..., ints(np.arange(count) * every // count)]
 
 
 def _dim_to_cut(form: Grid, count: int) -> int | None:

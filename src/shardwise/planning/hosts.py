@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -73,10 +72,10 @@ class Hosts:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
-    @staticmethod
-    def apart(owners: Ints) -> Hosts:
-        """Every owner (rising) on a host of its own. A model has few sets of owners, and thousands of tensors."""
-        return _apart(owners.tobytes())
+    def __contains__(self, owner: int) -> bool:
+        known, _ = self._table  # type: ignore[attr-defined]
+        at = int(known.searchsorted(owner))
+        return at < len(known) and int(known[at]) == owner
 
     def on(self, host: int) -> Ints:
         """The owners on a host, rising."""
@@ -97,12 +96,6 @@ class Hosts:
     def count(self) -> int:
         """How many hosts."""
         return self._count  # type: ignore[attr-defined]
-
-
-@lru_cache(maxsize=8)
-def _apart(owners: bytes) -> Hosts:
-    known = np.frombuffer(owners, np.int64)
-    return Hosts(tuple(known.tolist()), tuple(range(len(known))))
 
 
 def _by_owner(given: object, owners: list[int]) -> Mapping[int, Hashable]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -18,18 +18,21 @@ from shardwise.geometry import Boxes, Ints, either, exact_sum, ints, spread, tot
 from shardwise.layout import Grid, Holders, Layout, Mesh, parse
 from shardwise.planning.choose import Among, Need, deliver
 from shardwise.planning.copies import Copies
+from shardwise.planning.counts import Counts, HostCounts
 from shardwise.planning.explain import explain
 from shardwise.planning.file import from_json, to_json
 from shardwise.planning.host_sums import host_sums
 from shardwise.planning.hosts import Hosts
 from shardwise.planning.loads import loads
-from shardwise.planning.parts import Counts, received, sent
+from shardwise.planning.parts import received, sent
 from shardwise.planning.reduce import Span, add_up, reduce
 from shardwise.planning.reduced_loads import sums_load
 from shardwise.planning.reducers import complete
 from shardwise.planning.regions import Regions, all_regions, count_regions, owner_regions
 from shardwise.planning.relabel import fewest_bytes
+from shardwise.planning.replicas import received_of_replicas, sent_by_replica
 from shardwise.planning.rounds import grains_of_steps, in_rounds, rounds_of_steps
+from shardwise.planning.together import Pair, copies_together
 from shardwise.planning.traffic import Traffic
 from shardwise.planning.verify import verify
 
@@ -106,6 +109,7 @@ class Plan:
     max_bytes: int | None = None
     hosts: Hosts | None = field(default=None, repr=False)
     sums: Sums | None = field(default=None, repr=False)  # of a leg: see `legs`
+    _parts: dict[int, Part] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `plan_parts`
 
     def __post_init__(self) -> None:
         if self.source.shape != self.target.shape:
@@ -197,18 +201,29 @@ class Plan:
 
     def part(self, owner: int) -> Part:
         """The same, also for who has nothing to do."""
-        return _part(self.source, self.target, self.itemsize, self.max_bytes, self.hosts, self.sums, owner)
+        return self._parts.get(owner) or _part(
+            self.source, self.target, self.itemsize, self.max_bytes, self.hosts, self.sums, owner
+        )
+
+    def together(self) -> Pair | None:
+        """Both grids, where nothing is to be chosen, reduced or cut: parts of many such plans are made in one go."""
+        source, target = self.source.form, self.target.form
+        if not isinstance(source, Grid) or not isinstance(target, Grid) or not self.carrying:
+            return None
+        simple = source.table.shape[-1] == 1 and self.hosts is None and self.max_bytes is None
+        return (source, target) if simple else None
 
     def _copies_of(self, owner: int) -> Copies:
         """What `copies` has of one owner."""
+        if self.hosts is not None and owner not in self.hosts:
+            return Copies.none(self.source.ndim)
         if len(self.legs) > 1:
             return _in_steps([leg.part(owner).copies for leg in self.legs])
         source, target = self.source.form, self.target.form
         choice = source.holders.most > 1 or self.hosts is not None
         if isinstance(source, Grid) and isinstance(target, Grid) and choice and not self.reducing:
             self._refuse_too_much()
-            counts = Counts(source, target, self._takers, self.hosts, owner)
-            parts = [*received(counts), *sent(counts)]
+            parts = _counted(source, target, self._takers, self.hosts, owner)
             return self._finished(Copies.concat(parts)) if parts else Copies.none(self.source.ndim)
         copies = self._chosen(owner_regions(self.source, self.target, owner), Among(self.hosts, owner))
         return copies.take((copies.source == owner) | (copies.target == owner))
@@ -254,7 +269,9 @@ class Plan:
 
     def _refuse_too_much(self) -> None:
         """Counts of bytes must not overflow. Terms that are reduced for many takers are shared out, and then given."""
-        terms, takers = self.source.terms, self._takers.most
+        target = self.target.form
+        takers = target.table.shape[-1] if isinstance(target, Grid) and self.carrying else self._takers.most
+        terms = self.source.terms
         moves = terms + takers if self.reducing else terms * takers
         if prod(self.source.shape) * moves * self.itemsize >= 2**62:
             raise PlanError(f"the plan from {self.source!r} to {self.target!r} moves 2**62 bytes or more: is it meant?")
@@ -300,12 +317,12 @@ class Plan:
         """True where both layouts are products of axes."""
         return isinstance(self.source.form, Grid) and isinstance(self.target.form, Grid)
 
-    @cached_property
+    @property
     def carrying(self) -> bool:
         """True where terms stay terms: neither side is partial, or both are in the same way."""
         return not self.sums and (self.source.op, self.source.terms) == (self.target.op, self.target.terms)
 
-    @cached_property
+    @property
     def reducing(self) -> bool:
         """True where copies of step 0 are terms that are reduced on arrival."""
         return self.source.terms > 1 and not self.carrying
@@ -544,6 +561,32 @@ def plan(
     limit = None if max_bytes is None else _positive(max_bytes, "max_bytes", 2**62)
     where = None if hosts is None else Hosts.of(hosts, either(source.form.owners, target.form.owners))
     return Plan(source, target, _positive(itemsize, "itemsize", 2**10), limit, where)
+
+
+def plan_parts(plans: Iterable[Plan], owner: int) -> None:
+    """Make one owner's part of many plans in one go, where that can be: then each plan has it.
+
+    >>> plans = [plan(f"{n}x8/S0@4", f"{n}x8/S1@2") for n in (4, 6)]
+    >>> plan_parts(plans, 1)
+    >>> [len(p.for_owner(1).copies) for p in plans]
+    [5, 4]
+    """
+    some = {id(one): one for one in plans if owner not in one._parts}  # tensors that move alike share a plan
+    pairs = [(one, pair) for one in some.values() if (pair := one.together()) is not None]
+    for one, _ in pairs:
+        one._refuse_too_much()
+    found = copies_together([pair for _, pair in pairs], owner)
+    for (one, _), copies in zip(pairs, found, strict=True):
+        one._parts[owner] = Part(owner, copies)
+
+
+def _counted(source: Grid, target: Grid, takers: Holders, hosts: Hosts | None, owner: int) -> list[Copies]:
+    """The copies of one owner between grids, where replicas or hosts give a choice."""
+    if hosts is None:
+        alone = Counts(source, target, takers, owner)
+        return [*received_of_replicas(alone), *sent_by_replica(alone)]
+    counts = HostCounts(source, target, takers, hosts, owner)
+    return [*received(counts), *sent(counts)]
 
 
 def _in_steps(legs: list[Copies]) -> Copies:
