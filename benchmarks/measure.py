@@ -102,6 +102,6 @@ class Row:
         return self.ratio <= self.target.bound if self.target.most else self.ratio >= self.target.bound
 
 
-def against_the_limit(row: Row, target: Target) -> Row:
+def against_the_limit(row: Row, target: Target, limit: str = "strided copies") -> Row:
     """The same, held against the limit instead of the peer."""
-    return Row(f"{row.case}, against the limit", row.ours, row.limit, "strided copies", target)
+    return Row(f"{row.case}, against the limit", row.ours, row.limit, limit, target)

@@ -19,7 +19,7 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [tensor.detach() for tensor in tensors]
+        self._tensors = tensors
         self._copied = dict[int, torch.Tensor]()
 
     def take(self, number: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ class HostCopies:
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" and tensor.nbytes <= CHUNK
+    return not tensor.is_cpu and tensor.nbytes <= CHUNK
 
 
 def _room(tensor: torch.Tensor) -> int:
@@ -56,7 +56,7 @@ def _room(tensor: torch.Tensor) -> int:
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Packed on the device, and brought over in one transfer."""
     packed = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, device=tensors[0].device)
-    copy_all(_views(packed, tensors), list(tensors))
+    copy_all(_views(packed, tensors), [tensor.detach() for tensor in tensors])
     return _views(packed.cpu(), tensors)
 
 

@@ -74,6 +74,7 @@ class LocalFiles(Files):
         self._status = dict[str, FileStatus]()  # when they were first opened
         self._created, self._latest = time_ns(), inf  # the latest allowed time of a file that was not opened yet
         self._checked = dict[str, float]()  # when they were last seen unchanged
+        self._cached = set[ByteRange]()  # what was just found in the page cache, and is about to be mapped
         self._lock = Lock()
 
     def names(self, *, recursive: bool = False) -> list[str]:
@@ -120,12 +121,15 @@ class LocalFiles(Files):
 
     def cached(self, bytes: ByteRange) -> bool:
         """By samples: a byte that is not in the page cache cannot be read without waiting."""
-        file = self._opened(bytes.file).number
+        file, room = self._opened(bytes.file).number, [bytearray(1)]
         samples = chain(range(bytes.start, bytes.stop, SAMPLE), (bytes.stop - 1,))
         try:
-            return NOWAIT is not None and all(os.preadv(file, [bytearray(1)], at, NOWAIT) for at in samples)
+            if NOWAIT is None or not all(os.preadv(file, room, at, NOWAIT) for at in samples):
+                return False
         except (OSError, OverflowError):  # also of file systems that cannot tell
             return False
+        self._cached.add(bytes)
+        return True
 
     def _refuse_short(self, file: Descriptor, wanted: ByteRange) -> NoReturn:
         """The file ends before these bytes do: it is damaged, or was cut off after it was opened."""
@@ -144,7 +148,9 @@ class LocalFiles(Files):
 
     def _warm(self, bytes: ByteRange) -> None:
         """Have bytes in the page cache: no more than it may be expected to hold."""
-        if not 0 < bytes.stop - bytes.start <= MOST_WARMED or self.cached(bytes):
+        few = 0 < bytes.stop - bytes.start <= MOST_WARMED
+        if bytes in self._cached or not few or self.cached(bytes):
+            self._cached.discard(bytes)
             return
         room = np.empty(PIPE, np.uint8)
         for start in range(bytes.start, min(bytes.stop, self.size(bytes.file)), PIPE):

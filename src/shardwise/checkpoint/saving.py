@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from math import inf
@@ -23,14 +24,15 @@ from shardwise.checkpoint.formats import dcp_writing, sharded
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.host_copies import HostCopies
 from shardwise.checkpoint.increments import location_in
+from shardwise.checkpoint.known_states import Cuts, KnownState, KnownStates, StateDescription
 from shardwise.checkpoint.random_state import with_random_states
 from shardwise.checkpoint.remapping import remap_state_dict
 from shardwise.checkpoint.segments import write_tensor
 from shardwise.checkpoint.staging import SaveMemory, StagedFile, StagedFolder, stage
 from shardwise.checkpoint.values import encode, refuse_modules
-from shardwise.containers.description import Descriptions, describe_all, is_tensor, lists_chunks, memory_of
+from shardwise.containers.description import describe_all, is_tensor, lists_chunks, memory_of
 from shardwise.containers.sharded import is_sharded
-from shardwise.containers.ties import Ties, tied, ties_of
+from shardwise.containers.ties import tied, ties_of
 from shardwise.exchange import view_of
 from shardwise.exchange.buffers import bytes_at
 from shardwise.exchange.messages import Tensors
@@ -187,7 +189,7 @@ def prepare(
     saves = RunningSaves.of(callers)
 
     def work() -> None:
-        file, _ = saved.stage(callers, WRITERS[format](StagedFolder("."), callers.owners, "0" * 16), saves.memory)
+        file, _ = saved.stage(callers, WRITERS[format](StagedFolder("."), callers.owners, token_hex(8)), saves.memory)
         saves.memory.give_back(file.memory)
         saves.process()
 
@@ -213,16 +215,10 @@ class _Saved(NamedTuple):
             )
         if rename is not None or rules:
             state_dict = remap_state_dict(state_dict, callers, rename, rules)
-        flat, paths, tensors, ties, differing = _describe(callers, state_dict, options)
-        layouts = _layouts(tensors, differing)
-        layouts |= {name: layouts[one] for name, one in ties.items()}
-        others = {name: value for name, value in flat.items() if name not in tensors and not is_tensor(value)}
-
-        def parts() -> list[TensorPart]:
-            own = {name: tensor for name, tensor in tensors.items() if name not in ties}
-            return _parts({name: (tensor, layouts[name][1]) for name, tensor in own.items()}, flat, callers.me)
-
-        return _Saved(Contents(layouts, others, paths, ties), parts, differing)
+        flat, state = _describe(callers, state_dict, options)
+        others = {name: value for name, value in flat.items() if name not in state.tensors and not is_tensor(value)}
+        contents = Contents(state.layouts, others, state.paths, state.ties, state.made)
+        return _Saved(contents, partial(_parts, state, flat, callers.me), state.differing)
 
     def stage(self, callers: Callers, writer: Writer, memory: SaveMemory) -> tuple[StagedFile, object]:
         """This rank's file, in memory; and what the index needs of it."""
@@ -367,42 +363,98 @@ def _claim(
     return next(iter(tokens.values())), mine
 
 
-def _describe(
-    callers: Callers, state_dict: StateDict, options: SaveOptions
-) -> tuple[dict[str, object], FLATTEN_MAPPING, dict[str, TensorInfo], dict[str, str], list[str]]:
-    """This rank's flat state dict and paths; the infos of all tensors, tied names, names that differ between ranks."""
+class _Here(NamedTuple):
+    """What a rank has, and an equal state that is known."""
 
-    def say() -> tuple[tuple[dict[str, object], FLATTEN_MAPPING, dict[str, int]], tuple[Descriptions, list[str], Ties]]:
+    flat: dict[str, object]
+    paths: FLATTEN_MAPPING
+    here: StateDescription
+    sums: dict[str, int]  # of plain tensors
+    state: KnownState | None
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others: the number of an equal state that is known, or what it has and a digest of that.
+
+    `sums`: a digest of the checksums of its plain tensors. Most ranks tell the same, which is then kept once.
+    """
+
+    known: bytes | None
+    here: StateDescription | None
+    digest: bytes
+    sums: bytes
+
+    @staticmethod
+    def of(here: StateDescription, sums: Mapping[str, int], state: KnownState | None) -> _Told:
+        """Of a state, where an equal one may be known."""
+        digest = blake2b(repr(sums).encode()).digest()
+        if state is not None:
+            return _Told(state.number, None, b"", digest)
+        return _Told(None, here, blake2b(pickle.dumps(here)).digest(), digest)
+
+
+def _describe(callers: Callers, state_dict: StateDict, options: SaveOptions) -> tuple[dict[str, object], KnownState]:
+    """This rank's flat state dict, and what all ranks have together."""
+    known = KnownStates.of(callers)
+
+    def say() -> tuple[_Here, _Told]:
         options.check()
-        flat, paths = flatten_state_dict(state_dict)
-        flat = with_random_states(flat, callers)
-        refuse_modules(flat)
-        for name, steps in paths.items():
-            if not all(map(is_step, steps)):
-                raise TypeError(f"{name!r} has a key that is neither a string nor an integer in its path {steps}")
-        others = {name: value for name, value in flat.items() if value is not None and not is_tensor(value)}
-        for name, value in others.items():
-            encode(value, name)  # refused before anything is written
-        mine = flat, paths, {} if callers.alone else _sample_sums(flat)
-        return mine, (describe_all(flat, callers.transport), list(others), ties_of(flat, callers.transport))
+        flat, paths = _flatten(callers, state_dict)
+        others = [name for name, value in flat.items() if value is not None and not is_tensor(value)]
+        for name in others:
+            encode(flat[name], name)  # refused before anything is written
+        marked = {} if callers.alone else _sample_sums(flat)
+        here = StateDescription(describe_all(flat, callers.transport), others, ties_of(flat, callers.transport))
+        state = known.find(here, paths)
+        return _Here(flat, paths, here, marked, state), _Told.of(here, marked, state)
 
-    (flat, paths, marked), by_rank = callers.tell(say, asdict(options))
+    mine, told = callers.tell(say, asdict(options))
+    state = mine.state
+    if state is None or {one.known for one in told.values()} != {state.number}:
+        state = _together(callers, told, mine)
+    same = len({one.sums for one in told.values()}) == 1  # then no plain tensor differs between ranks
+    differing = [] if same else _differing_replicas(state.tensors, mine.sums, callers.highest)
+    return mine.flat, known.add(state if differing == state.differing else _with_writers(state, differing))
+
+
+def _flatten(callers: Callers, state_dict: StateDict) -> tuple[dict[str, object], FLATTEN_MAPPING]:
+    """A flat state dict that can be saved, and the paths of its leaves."""
+    flat, paths = flatten_state_dict(state_dict)
+    flat = with_random_states(flat, callers)
+    refuse_modules(flat)
+    for name, steps in paths.items():
+        if not all(map(is_step, steps)):
+            raise TypeError(f"{name!r} has a key that is neither a string nor an integer in its path {steps}")
+    return flat, paths
+
+
+def _together(callers: Callers, told: Mapping[int, _Told], mine: _Here) -> KnownState:
+    """What all ranks have."""
+    if any(one.here is None for one in told.values()):  # some know it, others do not
+        _, told = callers.tell(lambda: (None, _Told.of(mine.here, mine.sums, None)))
+    by_rank = {rank: one.here for rank, one in told.items() if one.here is not None}
     with callers.refusals():
         tensors = _all_tensors(callers, by_rank)
-    ties = tied({rank: ties for rank, (*_, ties) in by_rank.items()})
-    return flat, paths, tensors, ties, _differing_replicas(tensors, marked, callers.highest)
+    ties = tied({rank: one.ties for rank, one in by_rank.items()})
+    number = blake2b(b"".join(one.digest for one in told.values())).digest()
+    return _with_writers(KnownState(number, mine.here, mine.paths, tensors, ties, [], {}), [])
 
 
-def _all_tensors(
-    callers: Callers, by_rank: Mapping[int, tuple[Descriptions, list[str], Ties]]
-) -> dict[str, TensorInfo]:
+def _with_writers(state: KnownState, differing: Sequence[str]) -> KnownState:
+    """With the writers of all tensors, where these names differ between ranks."""
+    layouts = _layouts(state.tensors, differing)
+    layouts |= {name: layouts[one] for name, one in state.ties.items()}
+    return replace(state, differing=differing, layouts=layouts, made={}, known_cuts={})
+
+
+def _all_tensors(callers: Callers, by_rank: Mapping[int, StateDescription]) -> dict[str, TensorInfo]:
     """The tensors of all ranks, which must have the same other values."""
-    (first, (_, names, _)), *others = by_rank.items()
-    for rank, (_, other, _) in others:
-        if other != names:
-            strange = sorted(set(names) ^ set(other)) or names
+    (first, one), *others = by_rank.items()
+    for rank, other in others:
+        if other.others != one.others:
+            strange = sorted(set(one.others) ^ set(other.others)) or one.others
             raise ValueError(f"ranks {first} and {rank} have different values that are not tensors: {strange[:5]}")
-    descriptions = {rank: one for rank, (one, *_) in by_rank.items()}
+    descriptions = {rank: one.tensors for rank, one in by_rank.items()}
     refuse_several_jobs(descriptions, callers.transport)
     tensors = combine_descriptions(descriptions, "state dict")
     check_owners(callers.owners, {f"{name!r} of the state dict,": one.layout for name, one in tensors.items()})
@@ -438,12 +490,13 @@ def _unlike(names: Sequence[str]) -> str:
     )
 
 
-def _parts(tensors: Mapping[str, tuple[TensorInfo, Layout]], flat: Mapping[str, object], me: int) -> list[TensorPart]:
+def _parts(state: KnownState, flat: Mapping[str, object], me: int) -> list[TensorPart]:
     """The boxes that this rank writes, of all tensors: views of its memory, or copies where that is on a device."""
     boxes = [
         (name, tensor.dtype, box, view)
-        for name, (tensor, layout) in tensors.items()
-        for box, view in _boxes(name, tensor, layout, memory_of(flat.get(name)), me)
+        for name, tensor in state.tensors.items()
+        if name not in state.ties
+        for box, view in _boxes(name, state, memory_of(flat.get(name), apart=False), me)
     ]
     copies = HostCopies([view for *_, view in boxes])
     return [
@@ -456,13 +509,24 @@ def _write(copies: HostCopies, number: int, file: OutputFile) -> None:
     write_tensor(copies.take(number), file)
 
 
-def _boxes(name: str, tensor: TensorInfo, layout: Layout, memory: Tensors, me: int) -> list[tuple[Box, torch.Tensor]]:
+def _boxes(name: str, state: KnownState, memory: Tensors, me: int) -> list[tuple[Box, torch.Tensor]]:
     """The boxes of a tensor that this rank writes, and where they are in its memory."""
-    check_side("state dict", {name: memory}, {name: tensor}, me)
-    if me not in layout or not memory:
-        return []
-    places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
-    return [(box, view_of(cut, memory)) for box, cut in places]
+
+    def cuts() -> Cuts:
+        tensor, (_, layout) = state.tensors[name], state.layouts[name]
+        check_side("state dict", {name: memory}, {name: tensor}, me)
+        if me not in layout or not memory:
+            return []
+        places = _places(tensor.layout, layout, me, tuple(t.stride() for t in memory))
+        return [(box, None if _is_whole(cut, memory) else cut) for box, cut in places]
+
+    found = state.cuts(name, memory, cuts)
+    return [(box, memory[0] if cut is None else view_of(cut, memory)) for box, cut in found]
+
+
+def _is_whole(cut: Window, memory: Tensors) -> bool:
+    """True for all of the only tensor, as it lies there: no view has to be made."""
+    return len(memory) == 1 and not cut.offset and (cut.shape, cut.strides) == (memory[0].shape, memory[0].stride())
 
 
 @lru_cache(maxsize=4096)

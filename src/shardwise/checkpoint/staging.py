@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from shardwise.checkpoint.files import WORDS
-from shardwise.checkpoint.segments import Checksum, Data, Segment, SegmentList, TensorSink, size_of
+from shardwise.checkpoint.segments import Data, Segment, SegmentList, TensorSink, size_of
 from shardwise.exchange.buffers import bytes_at, copy_all
 from shardwise.job.snapshot import shared_memory
 from shardwise.storage.appending import OutputFile
@@ -61,11 +61,15 @@ class StagedFile(NamedTuple):
         return self.memory.numpy().data
 
 
+Views = dict[int, torch.Tensor]  # by the byte at which they begin
+
+
 class SaveMemory:
     """Memory for staged files: as much as saves needed at a time. It is allocated when first needed."""
 
     def __init__(self) -> None:
         self._spare, self._lock = list[torch.Tensor](), Lock()
+        self._views = dict[int, Views]()  # by the address of the memory
 
     def take(self, size: int) -> torch.Tensor:
         """At least so many bytes, in whole pages."""
@@ -75,8 +79,14 @@ class SaveMemory:
             self._spare = [one for one in self._spare if not fitting or one is not fitting[0]]
             if fitting:
                 return fitting[0]
-            self._spare = self._spare[1:]  # too small: given back before more is asked for
+            for small in self._spare[:1]:  # given back before more is asked for
+                self._views.pop(small.data_ptr(), None)
+            self._spare = self._spare[1:]
         return shared_memory(pages)
+
+    def views(self, room: torch.Tensor) -> Views:
+        """Of the tensors of files that were in this memory: most later files have the same ones in the same places."""
+        return self._views.setdefault(room.data_ptr(), {})
 
     def give_back(self, memory: torch.Tensor) -> None:
         """For the next save."""
@@ -86,6 +96,7 @@ class SaveMemory:
         """Free what no save uses; the number of bytes."""
         size = sum(one.numel() for one in self._spare)
         self._spare.clear()
+        self._views.clear()
         return size
 
 
@@ -94,25 +105,24 @@ def stage(name: str, segments: Sequence[Segment], memory: SaveMemory) -> StagedF
     size = size_of(segments)
     room = memory.take(size)
     try:
-        return StagedFile(name, size, room, _fill(room, segments))
+        return StagedFile(name, size, room, _fill(room, memory.views(room), segments))
     except BaseException:
         memory.give_back(room)
         raise
 
 
-def _fill(room: torch.Tensor, segments: Sequence[Segment]) -> tuple[Crc, ...]:
-    at, writing = 0, _Room(room)
+def _fill(room: torch.Tensor, views: Views, segments: Sequence[Segment]) -> tuple[Crc, ...]:
+    writing = _Room(room, views)
     starts, places = dict[int, tuple[int, int]](), dict[int, list[int]]()
     for one in segments:
-        writing.at, size = at, size_of([one])
         if isinstance(one, bytes):
             writing.write(one)
-        elif isinstance(one, Checksum):
-            places.setdefault(id(one.of), []).append(at)
-        else:
-            starts[id(one)] = at, at + size
+        elif isinstance(one, Data):
+            starts[id(one)] = writing.at, writing.at + one.bytes
             _write(one, writing)
-        at += size
+        else:
+            places.setdefault(id(one.of), []).append(writing.at)
+            writing.at += one.bytes
     with torch.no_grad():
         copy_all(writing.rooms, writing.tensors)
     return tuple(Crc(*starts[data], tuple(several)) for data, several in places.items())
@@ -128,9 +138,9 @@ def _write(data: Data, writing: _Room) -> None:
 class _Room(TensorSink):
     """Memory that is written to like a file, from `at` on. Tensors are copied later."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, views: Views) -> None:
         super().__init__()
-        self._memory, self._bytes, self.at = memory, bytes_at(memory.data_ptr(), memory.numel()), 0
+        self._bytes, self._views, self.at = bytes_at(memory.data_ptr(), memory.numel()), views, 0
         self.rooms = list[torch.Tensor]()
 
     def write(self, data: Buffer) -> int:
@@ -142,12 +152,19 @@ class _Room(TensorSink):
 
     def take(self, tensor: torch.Tensor) -> None:
         """Its values follow, row-major. They may begin anywhere: files have no gaps between tensors."""
-        size, values = tensor.numel() * tensor.element_size(), tensor.detach()
-        if values.is_complex():  # processors read pairs of numbers from aligned memory only
-            values = torch.view_as_real(values)
+        if tensor.is_complex():  # processors read pairs of numbers from aligned memory only
+            tensor = torch.view_as_real(tensor.detach())
+        size = tensor.nbytes
         if size:
+            self.rooms.append(self._view(tensor))
+            self.tensors.append(tensor)
+        self.at += size
+
+    def _view(self, values: torch.Tensor) -> torch.Tensor:
+        """Room for them. To make views of thousands of tensors takes as long as to copy some of them."""
+        view = self._views.get(self.at)
+        if view is None or view.dtype != values.dtype or view.shape != values.shape:
             words = WORDS[values.element_size()]
             flat = torch.frombuffer(self._bytes, dtype=words, count=values.numel(), offset=self.at)
-            self.rooms.append(flat.view(values.dtype).view(values.shape))
-            self.tensors.append(values)
-        self.at += size
+            view = self._views[self.at] = flat.view(values.dtype).view(values.shape)
+        return view

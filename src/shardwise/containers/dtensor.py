@@ -44,8 +44,10 @@ class DTensorContainer:
 
     @staticmethod
     def of(x: DTensor) -> DTensorContainer:
-        """The container of a DTensor."""
-        return DTensorContainer(x.device_mesh, x.placements, tuple(x.shape), getattr(x._spec, "shard_order", None))
+        """The container of a DTensor. Cached by value, apart from the mesh, as in `_spec` below."""
+        mesh, fields = x.device_mesh, (x.placements, tuple(x.shape), getattr(x._spec, "shard_order", None))
+        known = _container(mesh, *fields)
+        return known if known.mesh is mesh else DTensorContainer(mesh, *fields)
 
     @cached_property
     def layout(self) -> Layout:
@@ -98,6 +100,9 @@ class DTensorContainer:
     @property
     def _here(self) -> bool:
         return self.mesh.get_coordinate() is not None
+
+
+_container = lru_cache(maxsize=4096)(DTensorContainer)
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:

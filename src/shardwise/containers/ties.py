@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 import torch
 
 from shardwise.containers.description import describe, is_tensor, memory_of
+from shardwise.containers.memory import plain_memory
 from shardwise.transports import GroupTransport
 
 Ties = Mapping[str, tuple[str, bool]]  # the first name of the same memory on a rank, and whether there is any
@@ -21,9 +22,22 @@ def ties_of(flat: Mapping[str, object], transport: GroupTransport | None = None)
     >>> ties_of({"a": w, "b": w.view(3), "part": w[1:], "c": w.clone()})
     {'a': ('a', True), 'b': ('a', True)}
     """
-    near = _grouped({name: _addresses(v) for name, v in flat.items() if v is None or is_tensor(v)})
+    tensors = {name: value for name, value in flat.items() if value is None or is_tensor(value)}
+    if _all_apart(tensors.values()):
+        return {}
+    near = _grouped({name: _addresses(value) for name, value in tensors.items()})
     groups = [names for some in near for names in _grouped(_memories({name: flat[name] for name in some}, transport))]
     return {name: (names[0], _has_cells(flat[names[0]])) for names in groups for name in names}
+
+
+def _all_apart(values: Collection[object]) -> bool:
+    """A first test, quicker still: every tensor is in one piece, at an address of its own. False if that is unclear."""
+    pieces = [plain_memory(value) for value in values]
+    try:
+        places = {tensors[0].data_ptr() for tensors in pieces if tensors}
+    except RuntimeError:  # of tensors without storage
+        return False
+    return len(places) == len(pieces) and 0 not in places
 
 
 def _grouped(keys: Mapping[str, Hashable]) -> list[list[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import index
+from operator import index, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """How many cells on each axis."""
-        return tuple(b - a for a, b in zip(self.lo, self.hi, strict=True))
+        return tuple(map(sub, self.hi, self.lo))
 
     @property
     def volume(self) -> int:

@@ -5,7 +5,7 @@ pipes are never written to.
 
 The checksums of a file lie beside it (`sums.py`), and never beside other data:
 - A new name: the checksums get their name first, then the data. So data is never without them, and if the writer dies
-  in between, they lie alone and are written over by the next one.
+  in between, they lie alone and are written over by the next one. Both are flushed to the disk at the same time.
 - A name that is there already: its checksums are removed, then the data is replaced, then the new checksums get their
   name. If the writer dies in between, there is whole data, old or new, without checksums.
 """
@@ -16,17 +16,23 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from shardwise.errors import CheckpointError
 from shardwise.storage.appending import AppendOnlyFile, OutputFile, pages_of
 from shardwise.storage.paths import PathLike, beside, file_system, join_path, readable
 from shardwise.storage.sums import BLOCK, BlockSums, Parts, Summing, data_name, sums_name
 
+if TYPE_CHECKING:
+    from io import FileIO as RawFile
+
+Flushed = Callable[[], object]  # waits until a file is on the disk
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # links are not followed, pipes do not block
 LONGEST_NAME = 200  # bytes of a name that become part of a sidecar's name: systems allow 255
 # indexes of all formats, and the files of ours that they list
@@ -102,12 +108,12 @@ class OutputFolder:
         Its checksums come beside it, with `parts`; without them (`sums`), those of an earlier file are removed.
         """
         summing = Summing(parts) if sums and self.sums else None
-        with self._write(name, summing, lambda: self._naming(name, summing)) as file:
+        with self._write(name, summing, partial(self._naming, name, summing)) as file:
             yield file
 
     @contextmanager
     def _write(
-        self, name: str, summing: Summing | None, naming: Callable[[], AbstractContextManager[None]]
+        self, name: str, summing: Summing | None, naming: Callable[[Flushed], AbstractContextManager[None]]
     ) -> Iterator[OutputFile]:
         """Write a file that gets its name inside `naming`."""
         target = self.path_of(name)
@@ -116,32 +122,44 @@ class OutputFolder:
             with writable(target), ExitStack() as named, own.transaction:
                 with own.open(self._at(name), "wb") as file:
                     yield file if summing is None else cast("OutputFile", AppendOnlyFile(file, summing))
-                named.enter_context(naming())
+                named.enter_context(naming(_nothing))
             return
         self.make()
-        partial = Path(self._place, sidecar_name(name, f"{self.run}.part"))
+        unnamed = Path(self._place, sidecar_name(name, f"{self.run}.part"))
         with writable(target):
-            number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            number = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            with writable(target):
-                with open(number, "wb", buffering=0) as raw:
-                    yield cast("OutputFile", AppendOnlyFile(raw, summing))
-                    if self.durable:
-                        os.fsync(raw.fileno())
-                with naming():
-                    os.replace(partial, target)
+            with writable(target), open(number, "wb", buffering=0) as raw:
+                yield cast("OutputFile", AppendOnlyFile(raw, summing))
+                with self._flushing(raw) as flushed, naming(flushed):
+                    flushed()
+                    os.replace(unnamed, target)
         except BaseException:
             with suppress(OSError):
-                partial.unlink()
+                unnamed.unlink()
             raise
 
     @contextmanager
-    def _naming(self, name: str, summing: Summing | None) -> Iterator[None]:
+    def _flushing(self, file: RawFile) -> Iterator[Flushed]:
+        """Flush a file to the disk in another thread: one commit of the file system may do for its checksums, too."""
+        if not self.durable:
+            yield _nothing
+            return
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                flushed: Flushed = pool.submit(os.fsync, file.fileno()).result
+            except RuntimeError:  # the interpreter shuts down: there are no new threads
+                flushed = partial(os.fsync, file.fileno())
+            yield flushed
+
+    @contextmanager
+    def _naming(self, name: str, summing: Summing | None, flushed: Flushed) -> Iterator[None]:
         """The data gets its name inside, and its checksums before or after: see the top of this file."""
         sums, replaced = None if summing is None else summing.finish(), self.exists(name)
         if sums is not None and not replaced:
             self._write_sums(name, sums)
         elif self.exists(sums_name(name)):
+            flushed()  # or those of the earlier data stay
             self._unlink(sums_name(name))
             self._sync_names()
         yield
@@ -151,7 +169,7 @@ class OutputFolder:
             self._sync_names()
 
     def _write_sums(self, name: str, sums: BlockSums) -> None:
-        with self._write(sums_name(name), None, nullcontext) as file:
+        with self._write(sums_name(name), None, lambda _: nullcontext()) as file:
             file.write(sums.to_json())
 
     def _sync_names(self) -> None:
@@ -300,6 +318,10 @@ class OutputFolder:
             status = os.lstat(self.path_of(name))
             if stat.S_ISREG(status.st_mode) and status.st_uid == owner:
                 os.unlink(self.path_of(name))
+
+
+def _nothing() -> None:
+    """Where nothing is flushed."""
 
 
 @contextmanager

@@ -59,6 +59,11 @@ class Item(NamedTuple):
     start: int
     size: int
 
+    @property
+    def stop(self) -> int:
+        """The byte after its last."""
+        return self.start + self.size
+
 
 class DcpWriter(Writer):
     """Writes a file for every owner; that of the first one also has the values."""
@@ -68,8 +73,7 @@ class DcpWriter(Writer):
     @staticmethod
     def fits(contents: Contents) -> None:
         """Refuse what torch's reader would change."""
-        check_overlaps(contents)
-        check_key_types(contents)
+        contents.once("dcp fits", lambda: _check_leaves(contents))
         nesting(contents)
         for name, value in contents.values.items():
             encode(value, name, CARRIED)
@@ -83,37 +87,59 @@ class DcpWriter(Writer):
         name = self.file(me)
         values = nesting(contents).values if self.numbers[me] == 0 else {}
         earlier = _read_items(self.folder, name)
-        if [item[:3] for item in earlier] == _item_keys(parts, values) and earlier:
+        if earlier and [item[:3] for item in earlier] == _item_keys(parts, values):
             self.folder.reuse(name)
             return earlier
-        segments, items = _file(parts, values, name)
+        data = {key: torch_save_bytes(value) for key, value in values.items()}
+        known = contents.once("dcp items", lambda: _items(parts, name))
+        items = _followed([item._replace(file=name) for item in known], data, name)
+        end = self.marked(contents, "dcp end", lambda: _items_bytes(items), given=_values_in(items))
         with self.folder.write(name) as file:
-            write_segments(file, segments)
+            write_segments(file, [*(one for part in parts for one in _archive(part)), *data.values(), end])
         return items
 
     def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
         """A pickle of torch's metadata; after it, where torch does not look, a digest of it."""
-        made = _metadata([item for items in results.values() for item in items], contents)
-        if not self.folder.sums:
+        items = [item for several in results.values() for item in several]
+
+        def make() -> bytes:
+            made = _metadata(items, contents)
+            if self.folder.sums:
+                made.__dict__[SUMS] = ALGORITHM  # torch ignores it
             return pickle.dumps(made)
-        made.__dict__[SUMS] = ALGORITHM  # torch ignores it
-        return with_trailer(pickle.dumps(made))
+
+        text = self.marked(contents, "dcp metadata", make, given=(self.folder.sums, _values_in(items)))
+        return with_trailer(text) if self.folder.sums else text
 
 
-def _file(parts: Sequence[TensorPart], values: Mapping[str, object], name: str) -> tuple[list[Segment], list[Item]]:
-    """A file of these parts and values: its segments, and where everything is."""
-    segments, items, at = list[Segment](), list[Item](), 0
+def _check_leaves(contents: Contents) -> None:
+    check_overlaps(contents)
+    check_key_types(contents)
+
+
+def _items(parts: Sequence[TensorPart], name: str) -> list[Item]:
+    """Where the archives of these parts are in a file, one after the other."""
+    items, at = list[Item](), 0
     for part in parts:
-        archive = tensor_archive(part.dtype, part.shape, Data(part.bytes, part.write))
-        items.append(Item(part.name, part.box.lo, part.shape, name, at, size_of(archive)))
-        segments += archive
-        at += items[-1].size
-    for key, value in values.items():
-        data = torch_save_bytes(value)
-        items.append(Item(key, None, (), name, at, len(data)))
-        segments.append(data)
-        at += len(data)
-    return [*segments, _items_bytes(items)], items
+        items.append(Item(part.name, part.box.lo, part.shape, name, at, size_of(_archive(part))))
+        at = items[-1].stop
+    return items
+
+
+def _followed(items: list[Item], values: Mapping[str, bytes], name: str) -> list[Item]:
+    """With the values after them."""
+    for key, data in values.items():
+        items.append(Item(key, None, (), name, items[-1].stop if items else 0, len(data)))
+    return items
+
+
+def _archive(part: TensorPart) -> list[Segment]:
+    return tensor_archive(part.dtype, part.shape, Data(part.bytes, part.write))
+
+
+def _values_in(items: Sequence[Item]) -> list[tuple[str, int, int]]:
+    """Where the values are: what is known of the tensors does not tell it."""
+    return [(item.name, item.start, item.size) for item in items if item.lo is None]
 
 
 def _items_bytes(items: Sequence[Item]) -> bytes:
@@ -182,17 +208,21 @@ class Nesting(NamedTuple):
 
 def nesting(contents: Contents) -> Nesting:
     """By the rules at the top of this file; refuses what torch's reader would change."""
+    paths, groups, skeletons = contents.once("dcp nesting", lambda: _nested(contents))
+    values = {name: contents.path_of(name) for name in contents.values}
+    return Nesting(_grouped(contents.values, values, groups), paths, skeletons)
+
+
+def _nested(contents: Contents) -> tuple[dict[str, DcpPath], set[OBJ_PATH], dict[str, object]]:
+    """What depends on paths alone: paths as they are written, containers that are one value, and skeletons."""
     tensors, values = ({name: contents.path_of(name) for name in part} for part in (contents.tensors, contents.values))
     _check(tensors, values)
     groups = _groups(tensors.values(), values.values())
     _check_names({**tensors, **values}, map(dotted, groups))
-    paths = {name: _dcp_path(path) for name, path in {**tensors, **values}.items()}
     skeletons = _skeletons(tensors)
-    return Nesting(
-        _grouped(contents.values, values, groups),
-        {**paths, **{dotted(root): root for root in groups}, **{name: root for name, (root, _) in skeletons.items()}},
-        {name: skeleton for name, (_, skeleton) in skeletons.items()},
-    )
+    paths = {name: _dcp_path(path) for name, path in {**tensors, **values}.items()}
+    paths |= {dotted(root): root for root in groups} | {name: root for name, (root, _) in skeletons.items()}
+    return paths, groups, {name: skeleton for name, (_, skeleton) in skeletons.items()}
 
 
 def _outermost(path: OBJ_PATH) -> OBJ_PATH | None:

@@ -17,7 +17,7 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, whole_entry
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_dotted
-from shardwise.checkpoint.segments import Data, write_segments
+from shardwise.checkpoint.segments import Data, size_of, write_segments
 from shardwise.checkpoint.unpickle_stubs import MAX_DIMS, MAX_SIZE
 from shardwise.checkpoint.values import JsonObject, JsonValue
 from shardwise.errors import CheckpointError
@@ -245,16 +245,20 @@ def looks_like_one(files: Files, name: str) -> bool:
     return len(start) == 9 and start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= MOST_HEADER
 
 
-def write_parts(folder: OutputFolder, file: str, parts: Mapping[str, TensorPart], token: str) -> None:
+def parts_header(parts: Mapping[str, TensorPart], token: str) -> bytes:
+    """The start of a file of these parts."""
+    fields = {key: (part.dtype, part.shape) for key, part in parts.items()}
+    return header_bytes(fields, {"format": "pt", "shardwise": token})
+
+
+def write_parts(folder: OutputFolder, file: str, header: bytes, parts: Sequence[TensorPart]) -> None:
     """Write a safetensors file of these parts, unless an earlier try has written it."""
-    header = header_bytes(
-        {key: (part.dtype, part.shape) for key, part in parts.items()}, {"format": "pt", "shardwise": token}
-    )
-    if folder.has(file, header, len(header) + sum(part.bytes for part in parts.values())):
+    data = [Data(part.bytes, part.write) for part in parts]
+    if folder.has(file, header, len(header) + size_of(data)):
         folder.reuse(file)
         return
     with folder.write(file) as opened:
-        write_segments(opened, [header, *(Data(part.bytes, part.write) for part in parts.values())])
+        write_segments(opened, [header, *data])
 
 
 class SafetensorsWriter(Writer):
@@ -308,7 +312,8 @@ class SafetensorsWriter(Writer):
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
         """Write the file of an owner."""
-        write_parts(self.folder, self.file(me), {part.name: part for part in parts}, self.token)
+        header = parts_header({part.name: part for part in parts}, self.token)
+        write_parts(self.folder, self.file(me), header, parts)
 
     def finish(self, results: Mapping[int, None], contents: Contents) -> list[str]:
         """Write the index, if there are several files. Returns files of unfinished conversions."""

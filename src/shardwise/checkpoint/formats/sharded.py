@@ -25,6 +25,7 @@ from shardwise.checkpoint.formats.safetensors import (
     Header,
     dtype_name,
     parse_json,
+    parts_header,
     read_header,
     write_parts,
 )
@@ -70,9 +71,7 @@ class ShardedWriter(Writer):
     @staticmethod
     def fits(contents: Contents) -> None:
         """Refuse unknown dtypes, and values that JSON cannot hold."""
-        check_key_types(contents)
-        for name, (dtype, _) in contents.tensors.items():
-            dtype_name(dtype, name)
+        contents.once("sharded fits", lambda: _check_tensors(contents))
         for name, value in contents.values.items():
             encode(value, name, STORED)
 
@@ -82,15 +81,36 @@ class ShardedWriter(Writer):
 
     def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> None:
         """Write the file of an owner."""
-        write_parts(self.folder, self.file(me), {key_of(part.name, part.box.lo): part for part in parts}, self.token)
+
+        def make() -> bytes:
+            return parts_header({key_of(part.name, part.box.lo): part for part in parts}, self.token)
+
+        write_parts(self.folder, self.file(me), self.marked(contents, "safetensors header", make), parts)
 
     def index(self, results: Mapping[int, None], contents: Contents) -> bytes:
         """In JSON, with a digest of itself at the end."""
         return index_bytes(self.files, contents, self.numbers, sums=self.folder.sums)
 
 
+def _check_tensors(contents: Contents) -> None:
+    check_key_types(contents)
+    for name, (dtype, _) in contents.tensors.items():
+        dtype_name(dtype, name)
+
+
 def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, int], *, sums: bool = False) -> bytes:
     """The index file. `sums`: it says that its files have checksums, and has a digest of itself."""
+    index = {
+        "shardwise": _value(VERSION),
+        "files": _value(list(files)),
+        "tensors": contents.once("sharded tensors", lambda: _value(_described(contents, numbers))),
+        "values": _value({name: encode(value, name, STORED) for name, value in contents.values.items()}),
+        "paths": contents.once("sharded paths", lambda: _value(_nested(contents))),
+    }
+    return with_digest(_in_lines({**index, "sums": _value(ALGORITHM)})) if sums else _in_lines(index)
+
+
+def _described(contents: Contents, numbers: Mapping[int, int]) -> dict[str, dict[str, object]]:
     texts = {  # many tensors have the same layout
         layout: str(layout.relabel({owner: numbers[owner] for owner in layout.owners()}))
         for layout in {layout for _, layout in contents.tensors.values()}
@@ -101,19 +121,16 @@ def index_bytes(files: Sequence[str], contents: Contents, numbers: Mapping[int, 
     }
     for name, one in contents.tied.items():
         described[name]["tied"] = one
-    index: dict[str, object] = {
-        "shardwise": VERSION,
-        "files": list(files),
-        "tensors": described,
-        "values": {name: encode(value, name, STORED) for name, value in contents.values.items()},
-        "paths": {name: encode(list(path), name) for name, path in contents.paths.items() if path != (name,)},
-    }
-    return with_digest(_in_lines({**index, "sums": ALGORITHM})) if sums else _in_lines(index)
+    return described
 
 
-def _in_lines(index: Mapping[str, object]) -> bytes:
+def _nested(contents: Contents) -> dict[str, object]:
+    return {name: encode(list(path), name) for name, path in contents.paths.items() if path != (name,)}
+
+
+def _in_lines(texts: Mapping[str, str]) -> bytes:
     """JSON with a line for each entry. (json itself writes lines ten times as slowly.)"""
-    return f"{{\n{_entries({key: _value(value) for key, value in index.items()}, 1)}\n}}".encode()
+    return f"{{\n{_entries(texts, 1)}\n}}".encode()
 
 
 def _value(value: object) -> str:

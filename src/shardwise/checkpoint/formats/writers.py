@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from shardwise.state.traverse import OBJ_PATH, PATH_ITEM, Key, Place, dotted
 from shardwise.storage.appending import OutputFile
 from shardwise.storage.folders import INDEXES, OutputFolder
 from shardwise.storage.orders import commit_index
+
+T = TypeVar("T")
 
 
 class TensorPart(NamedTuple):
@@ -46,6 +48,20 @@ class Contents(NamedTuple):
     values: Mapping[str, object]
     paths: Mapping[str, OBJ_PATH]
     tied: Mapping[str, str] = {}  # names without parts of their own: they share those of another name
+    made: dict[str, tuple[object, Any]] | None = None  # what writers have made, for saves of equal tensors
+
+    def once(self, what: str, make: Callable[[], T], *, given: object = None) -> T:
+        """What `make` returns, or returned in the last save of an equal state where as much was `given`.
+
+        It may depend on tensors and paths, but not on values.
+        """
+        if self.made is None:
+            return make()
+        known = self.made.get(what)
+        if known is None or known[0] != given:
+            known = self.made[what] = given, make()
+        made: T = known[1]
+        return made
 
     def path_of(self, name: str) -> OBJ_PATH:
         """The path of a leaf; names without one are keys of the outermost dict."""
@@ -116,6 +132,11 @@ class Writer(ABC):
     def files(self) -> list[str]:
         """The files of all owners."""
         return list(map(self.file, self.numbers))
+
+    def marked(self, contents: Contents, what: str, make: Callable[[], bytes], *, given: object = None) -> bytes:
+        """As `once` of the contents: bytes that also have the token."""
+        token, text = contents.once(what, lambda: (self.token.encode(), make()), given=given)
+        return text.replace(token, self.token.encode())
 
     @staticmethod
     @abstractmethod
