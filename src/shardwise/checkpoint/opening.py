@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
+from shardwise.checkpoint.formats import dcp, megatron_dist, rank_files, safetensors, sharded, torch_save
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError
@@ -84,6 +84,14 @@ def _open_directory(files: Files) -> Checkpoint:
     raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
 
 
+def _open_dcp(files: Files) -> Checkpoint:
+    """Written by torch, or by Megatron with files of its own beside it."""
+    index = dcp.read_index(files)
+    if megatron_dist.is_megatron_dist(files, index):
+        return megatron_dist.open_megatron_dist(files, index)
+    return dcp.open_dcp(files, index)
+
+
 def _check_whole(files: Files, names: list[str]) -> None:
     """Refuse a part of a checkpoint, which an interrupted save or conversion left."""
     unfinished = [name for name in names if token_of(name)]
@@ -102,7 +110,7 @@ def _open_file(files: Files, name: str) -> Checkpoint:
     if name == sharded.INDEX:
         return sharded.open_sharded(files)
     if name == dcp.METADATA:
-        return dcp.open_dcp(files)
+        return _open_dcp(files)
     if name.endswith(".safetensors.index.json"):
         return safetensors.open_indexed(files, name)
     if name.endswith(".bin.index.json"):
