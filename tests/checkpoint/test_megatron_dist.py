@@ -27,7 +27,7 @@ def test_tensors_and_all_values_are_there(folder):
     for name, value in TENSORS.items():
         torch.testing.assert_close(opened[name].read(), value, rtol=0, atol=0)
     assert opened.objects["iteration"] == 7
-    assert opened.objects["optimizer.param_groups"] == [{"lr": 0.1}]
+    assert opened.objects["optimizer.param_groups.0.lr"] == 0.1
     assert opened.objects[STATE] == [{"scale": 2}]
     assert opened.objects["args"].name == "argparse.Namespace"
     assert opened.objects["args"].state["num_query_groups"] == 2

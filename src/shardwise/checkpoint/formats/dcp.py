@@ -82,6 +82,7 @@ NAMES = {
     (OLD_SHARD_MODULE, "TensorProperties"): RecordStub,
     (OLD_SHARD_MODULE, "MEM_FORMAT_ENCODING"): FunctionStub(NameStub),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): RecordStub,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): RecordStub,
     ("torch", "Size"): FunctionStub(sizes),
 }
 
