@@ -30,13 +30,20 @@ LLAMA = {  # the arguments of a small model: 4 layers, 4 heads in 2 groups
 }
 
 
+class Planner(DefaultSavePlanner):
+    """Bytes are saved as they are."""
+
+    def transform_object(self, write_item, object):
+        return object
+
+
 def write_dist(folder, tensors, *, values=None, common=None):
     """A `torch_dist` folder; `values` are those that differ from rank to rank, by their keys."""
     folder.mkdir(parents=True, exist_ok=True)
     packed = {key: io.BytesIO() for key in values or {}}
     for key, value in (values or {}).items():
         torch.save([value], packed[key])
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings(action="ignore"):  # that this is one process
         writer = FileSystemWriter(folder)
         torch_checkpoint.save({**tensors, **packed}, storage_writer=writer, planner=planner, no_dist=True)
