@@ -138,9 +138,9 @@ def read_index(files: Files) -> Index:
     return Index(where, metadata, budget, intact)
 
 
-def open_dcp(files: Files, index: Index) -> Checkpoint:
+def open_dcp(files: Files, index: Index | None = None) -> Checkpoint:
     """The tensors and values that `.metadata` lists."""
-    where, metadata, budget, intact = index
+    where, metadata, budget, intact = index or read_index(files)
     described, stored = _described(where, metadata)
     paths = _paths(where, metadata, len(described))
     with _well_formed(where, "storage_data"):
