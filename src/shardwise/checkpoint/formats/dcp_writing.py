@@ -93,7 +93,10 @@ class DcpWriter(Writer):
 
     def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
         """A pickle of torch's metadata; after it, where torch does not look, a digest of it."""
-        made = _metadata([item for items in results.values() for item in items], contents)
+        return self.index_of(metadata_of(results, contents))
+
+    def index_of(self, made: torch_metadata.Metadata) -> bytes:
+        """The pickle of metadata, with a digest."""
         if not self.folder.sums:
             return pickle.dumps(made)
         made.__dict__[SUMS] = ALGORITHM  # torch ignores it
@@ -143,7 +146,10 @@ def _item_keys(parts: Sequence[TensorPart], values: Iterable[str]) -> list[ItemK
     return [*((part.name, part.box.lo, part.shape) for part in parts), *((key, None, ()) for key in values)]
 
 
-def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metadata:
+def metadata_of(
+    results: Mapping[int, Sequence[Item]], contents: Contents, *, with_paths: bool = True
+) -> torch_metadata.Metadata:
+    """What torch has as metadata: of all items that were written."""
     from torch.distributed.checkpoint import metadata as torch_metadata  # slow to import
 
     stored = dict[str, object]()
@@ -152,7 +158,7 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
     again = defaultdict[str, list[str]](list)
     for name, one in contents.tied.items():
         again[one].append(name)
-    for item in items:
+    for item in (item for items in results.values() for item in items):
         lo, place = None if item.lo is None else torch.Size(item.lo), storage_info(item.file, item.start, item.size)
         for name in (item.name, *again[item.name]):
             places[torch_metadata.MetadataIndex(name, lo)] = place
@@ -166,7 +172,8 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
     nested = nesting(contents)
     version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
     described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **stored})
-    made = torch_metadata.Metadata(described, dict(nested.paths), places, **({"version": version} if version else {}))
+    paths = dict(nested.paths) if with_paths else None
+    made = torch_metadata.Metadata(described, paths, places, **({"version": version} if version else {}))
     if contents.tied:
         made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes
     return made

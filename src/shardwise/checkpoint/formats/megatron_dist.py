@@ -6,15 +6,28 @@ of all parallel ranks are boxes of one tensor. Values that differ from rank to r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import dcp, torch_save
+from shardwise.checkpoint.formats.dcp_writing import DcpWriter, Item, metadata_of
 from shardwise.checkpoint.formats.safetensors import parse_json
+from shardwise.checkpoint.formats.torch_save import archive_of
+from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_keys, check_overlaps
+from shardwise.checkpoint.segments import write_segments
 from shardwise.errors import CheckpointError
+from shardwise.state.traverse import unflatten_state_dict
 
 COMMON, CONFIG, BACKEND = "common.pt", "metadata.json", "torch_dist"
+WRITTEN = {
+    "sharded_backend": BACKEND,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+SHARD = "/shard_"  # in the names of values that differ from rank to rank
 
 
 def is_megatron_dist(files: Files, index: dcp.Index) -> bool:
@@ -60,3 +73,37 @@ def _check_apart(files: Files, one: list[str], other: list[str]) -> None:
     twice = sorted({*one} & {*other})
     if twice:
         raise CheckpointError(f"{twice[0]!r} is both in {files.label(COMMON)} and in {files.label(dcp.METADATA)}")
+
+
+class MegatronDistWriter(DcpWriter):
+    """Writes what Megatron's dist_checkpointing loads: the files of DCP, and `common.pt` and `metadata.json` beside."""
+
+    @staticmethod
+    def fits(contents: Contents) -> None:
+        """Refuse what torch.distributed.checkpoint or torch.save cannot hold."""
+        DcpWriter.fits(_sharded(contents))
+        check_overlaps(contents)
+        check_keys(contents)
+
+    def write(self, me: int, parts: Sequence[TensorPart], contents: Contents) -> list[Item]:
+        """Write the file of an owner."""
+        return super().write(me, parts, _sharded(contents))
+
+    def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
+        """`.metadata`, without paths: names are keys of one dict."""
+        return self.index_of(metadata_of(results, _sharded(contents), with_paths=False))
+
+    def finish(self, results: Mapping[int, list[Item]], contents: Contents) -> list[str]:
+        """Write the common values, then the index."""
+        common = {name: value for name, value in contents.values.items() if SHARD not in name}
+        nested = unflatten_state_dict(common, {name: contents.path_of(name) for name in common})
+        with self.folder.write(COMMON) as file:
+            write_segments(file, archive_of(nested, {}))
+        with self.folder.write(CONFIG) as file:
+            file.write(json.dumps(WRITTEN).encode())
+        return super().finish(results, contents)
+
+
+def _sharded(contents: Contents) -> Contents:
+    """What is not in `common.pt`."""
+    return contents._replace(values={name: value for name, value in contents.values.items() if SHARD in name}, paths={})
