@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import multiprocessing
 import types
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 KINDS = ("llama", "mixtral", "gpt2")
@@ -52,11 +54,13 @@ def without_gpu():
     tracker = types.SimpleNamespace(fork=lambda *_: contextlib.nullcontext())
     for module in (tensor_parallel, parallel_random):
         module.get_cuda_rng_tracker = lambda: tracker
+    moe_utils.te_general_gemm = None  # which it forgets to define where Transformer Engine is missing
 
 
 def start(tp, pp):
     """The parallel groups of megatron-core."""
     without_gpu()
+    multiprocessing.current_process()._config["daemon"] = False  # it starts processes that write
     parallel_state.initialize_model_parallel(tp, pp)
 
 

@@ -61,7 +61,7 @@ WRITERS: dict[str, type[Writer]] = {
     "megatron-dist": MegatronDistWriter,
     "torch.save": TorchSaveWriter,
 }
-SHARDED = "sharded", "dcp", "megatron-dist"  # formats of several ranks
+SHARDED = "megatron-dist", "sharded", "dcp"  # formats of several ranks
 ONE_RANK = "mesh = {tp = 1}", "rule = [{name = '*', placements = 'R'}]"
 LIMITED = {  # the formats that cannot hold all objects
     "safetensors": "safetensors files hold tensors only",
@@ -271,7 +271,7 @@ def _layouts(
         raise ValueError(f"max_shard_size= makes several safetensors files in a directory, but the target is {what}")
     if rules is not None:
         if format not in SHARDED:
-            known = ", ".join(map(repr, SHARDED))
+            known = f"{', '.join(map(repr, SHARDED[:-1]))} and {SHARDED[-1]!r}"
             raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: {known} can")
         return {
             name: assign_writers(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
