@@ -51,6 +51,7 @@ def without_gpu():
     """CPUs do what megatron-core asks of a GPU, as far as saving, loading and one forward pass go."""
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     tracker = types.SimpleNamespace(fork=lambda *_: contextlib.nullcontext())
     for module in (tensor_parallel, parallel_random):
         module.get_cuda_rng_tracker = lambda: tracker
