@@ -15,10 +15,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 GROUPS = {"num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8, "rms_norm_eps": 1e-5}
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 GPT = {"vocab_size": 128, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16, "n_inner": 64}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPS),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **GROUPS, num_local_experts=4),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **GROUPS, num_local_experts=4, rope_parameters=ROTARY),
     "gpt2": lambda: transformers.GPT2Config(**GPT, activation_function="gelu"),
 }
 
