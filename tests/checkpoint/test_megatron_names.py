@@ -102,12 +102,13 @@ def test_every_form_of_a_model_becomes_the_same_model_of_hugging_face(tmp_path, 
         same(as_hf(tmp_path / form, tmp_path / f"{form}.safetensors"), hf_model(wholes))
 
 
-def test_halves_that_megatron_saved_apart_are_gate_and_up(tmp_path):
-    args = arguments()
+@pytest.mark.parametrize("more", [{}, {"num_experts": 4}])
+def test_halves_that_megatron_saved_apart_are_gate_and_up(tmp_path, more):
+    args = arguments(**more)
     wholes, apart = whole_model(args), {}
     for name, tensor in wholes.items():
         halves = zip(("_w", "_v"), tensor.chunk(2), strict=True) if "linear_fc1" in name else [("", tensor)]
-        apart |= {name + end: half.clone() for end, half in halves}
+        apart |= {name.replace("local_experts", "experts") + end: half.clone() for end, half in halves}
     write_dist(tmp_path / "in", apart, common={"args": args})
     same(as_hf(tmp_path / "in", tmp_path / "out.safetensors"), hf_model(wholes))
 

@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import types
 
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -26,7 +27,7 @@ ARGS = {  # what Megatron's own trainer keeps of them
 }
 
 
-def arguments(kind, tp=1, pp=1, **more):
+def arguments(kind, tp=1, pp=1, ep=1, vp=None):
     """The arguments of a model."""
     swiglu, gpt = kind != "gpt2", kind == "gpt2"
     return argparse.Namespace(
@@ -41,9 +42,9 @@ def arguments(kind, tp=1, pp=1, **more):
         moe_ffn_hidden_size=64,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=None,
+        expert_model_parallel_size=ep,
+        virtual_pipeline_model_parallel_size=vp,
         params_dtype=torch.float32,
-        **more,
     )
 
 
@@ -58,15 +59,17 @@ def without_gpu():
     moe_utils.te_general_gemm = None  # which it forgets to define where Transformer Engine is missing
 
 
-def start(tp, pp):
+def start(tp, pp, ep=1, vp=None):
     """The parallel groups of megatron-core."""
     without_gpu()
     multiprocessing.current_process()._config["daemon"] = False  # it starts processes that write
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(
+        tp, pp, virtual_pipeline_model_parallel_size=vp, expert_model_parallel_size=ep
+    )
 
 
-def model(kind, tp=1, pp=1, vp_stage=None):
-    """This rank's part of a model."""
+def model(kind, tp=1, pp=1, ep=1, vp=None, part=None):
+    """This rank's part of a model; one of `vp` parts where the pipeline is interleaved."""
     gpt, experts = kind == "gpt2", 4 if kind == "mixtral" else None
     config = TransformerConfig(
         num_layers=4,
@@ -78,6 +81,8 @@ def model(kind, tp=1, pp=1, vp_stage=None):
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        expert_model_parallel_size=ep,
         pipeline_dtype=torch.float32,
         gated_linear_unit=not gpt,
         activation_func=torch.nn.functional.gelu if gpt else torch.nn.functional.silu,
@@ -98,12 +103,13 @@ def model(kind, tp=1, pp=1, vp_stage=None):
         get_gpt_layer_local_spec(num_experts=experts, normalization=config.normalization),
         vocab_size=128,
         max_sequence_length=16,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp is None, vp_stage=part),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp is None, vp_stage=part),
         share_embeddings_and_output_weights=gpt,
         position_embedding_type="learned_absolute" if gpt else "rope",
         rotary_base=10000,
         parallel_output=False,
+        vp_stage=part,
     ).eval()
     with torch.no_grad():
         for parameter in made.parameters():  # norms of ones would hide where they went
@@ -112,10 +118,22 @@ def model(kind, tp=1, pp=1, vp_stage=None):
     return made
 
 
-def save(made, path, args):
-    """As Megatron saves it with --ckpt-format torch_dist."""
+def save(parts, path, args, **metadata):
+    """As Megatron saves the parts of a model with --ckpt-format torch_dist."""
     path.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save({"model": made.sharded_state_dict(), "args": args, "iteration": 3}, str(path))
+    state = {f"model{at}": part.sharded_state_dict(metadata=metadata or None) for at, part in enumerate(parts)}
+    dist_checkpointing.save({**state, "args": args, "iteration": 3}, str(path))
+
+
+def save_ranks(parts, folder, args, rank):
+    """A file for this rank, in the structure that Megatron's trainer writes, which is not in megatron-core."""
+    sizes = args.tensor_model_parallel_size, args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    tp, ep, pp = (int(at) for at in np.unravel_index(rank, sizes[::-1])[::-1])
+    name = f"mp_rank_{tp:02d}{f'_{pp:03d}' * (sizes[2] > 1)}{f'_{ep:03d}' * (sizes[1] > 1)}"
+    names = ["model"] if len(parts) == 1 else [f"model{at}" for at in range(len(parts))]
+    state = {name: part.state_dict() for name, part in zip(names, parts, strict=True)}
+    (folder / name).mkdir(parents=True)
+    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 3, **state}, folder / name / "model_optim_rng.pt")
 
 
 def load(made, path):

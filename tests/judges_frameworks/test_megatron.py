@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from megatron_models import KINDS, TOKENS, arguments, load, logits, model, save, start
+from megatron_models import KINDS, TOKENS, arguments, load, logits, model, save, save_ranks, start
 
 from shardwise import checkpoint
 from shardwise.testing import on_ranks
@@ -53,8 +53,8 @@ def test_what_megatron_saves_has_the_logits_of_transformers(kind, tp, pp, tmp_pa
         start(tp, pp)
         torch.manual_seed(7)
         made = model(kind, tp, pp)
-        save(made, tmp_path / "dist", arguments(kind, tp, pp))
-        _save_ranks(tmp_path / "iter_0000003", made, kind, tp, pp, rank)
+        save([made], tmp_path / "dist", arguments(kind, tp, pp))
+        save_ranks([made], tmp_path / "iter_0000003", arguments(kind, tp, pp), rank)
         return logits(made) if pp == 1 else None
 
     by_megatron = on_ranks(tp * pp, write)[0]
@@ -66,12 +66,33 @@ def test_what_megatron_saves_has_the_logits_of_transformers(kind, tp, pp, tmp_pa
         close(found, by_megatron)
 
 
-def _save_ranks(folder, made, kind, tp, pp, rank):
-    """A file for this rank, in the structure that Megatron's trainer writes, which is not in megatron-core."""
-    state = {"args": arguments(kind, tp, pp), "checkpoint_version": 3.0, "iteration": 3, "model": made.state_dict()}
-    path = folder / f"mp_rank_{rank % tp:02d}{f'_{rank // tp:03d}' * (pp > 1)}"
-    path.mkdir(parents=True)
-    torch.save(state, path / "model_optim_rng.pt")
+GRIDS = {  # kind, tp, pp, ep and parts of an interleaved pipeline
+    "experts on two ranks": ("mixtral", 1, 1, 2, None),
+    "experts and a pipeline": ("mixtral", 1, 2, 2, None),
+    "interleaved": ("llama", 2, 2, 1, 2),
+    "interleaved and tied": ("gpt2", 1, 2, 1, 2),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_all_forms_of_a_model_are_the_same_for_transformers(grid, tmp_path):
+    kind, tp, pp, ep, vp = grid
+
+    def write(rank):
+        start(tp, pp, ep, vp)
+        torch.manual_seed(7)
+        parts = [model(kind, tp, pp, ep, vp, part) for part in (range(vp) if vp else [None])]
+        args = arguments(kind, tp, pp, ep, vp)
+        save(parts, tmp_path / "stacked", args)
+        save(parts, tmp_path / "one_by_one", args, singleton_local_shards=True)
+        save_ranks(parts, tmp_path / "ranks", args, rank)
+
+    on_ranks(tp * pp * ep, write)
+    forms = {form: checkpoint.open(tmp_path / form) for form in ("stacked", "one_by_one", "ranks")}
+    found = {form: as_hf(kind, opened, tmp_path / f"{form}_hf") for form, opened in forms.items()}
+    assert len(forms["one_by_one"]) > len(forms["stacked"])
+    for form in ("one_by_one", "ranks"):
+        assert checkpoint.verify(found["stacked"], found[form]) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +125,7 @@ def test_what_we_write_is_loaded_by_megatron_with_the_same_logits(kind, tp, tmp_
 def test_values_of_single_ranks_go_there_and_back(tmp_path):
     def write(rank):
         start(2, 1)
-        save(model("llama", 2), tmp_path / "in", arguments("llama", 2))
+        save([model("llama", 2)], tmp_path / "in", arguments("llama", 2))
 
     on_ranks(2, write)
     ours = checkpoint.convert(tmp_path / "in", tmp_path / "out", format="megatron-dist", objects="carry")
@@ -118,10 +139,10 @@ def test_values_of_single_ranks_go_there_and_back(tmp_path):
         from megatron.core import dist_checkpointing
 
         made = model("llama")
-        found = dist_checkpointing.load({"model": made.sharded_state_dict()}, str(tmp_path / "out"))  # strict
+        found = dist_checkpointing.load({"model0": made.sharded_state_dict()}, str(tmp_path / "out"))  # strict
         assert found["iteration"] == 3
         assert found["args"].num_layers == 4
-        made.load_state_dict(found["model"])
+        made.load_state_dict(found["model0"])
         return {name: value for name, value in made.state_dict().items() if value is not None}
 
     found, opened = on_ranks(1, read)[0], checkpoint.open(tmp_path / "in")

@@ -229,7 +229,7 @@ def _llama(numbers: Numbers) -> list[Step]:
 
 
 def _mixtral(numbers: Numbers) -> list[Step]:
-    hf, expert, one = "model.layers.*.", f"{MEGATRON}mlp.experts.local_experts.*.", "block_sparse_moe.experts.*."
+    hf = "model.layers.*."
     mlp = {
         "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -239,9 +239,22 @@ def _mixtral(numbers: Numbers) -> list[Step]:
         Step(Stack(f"{MEGATRON}mlp.experts.experts.{kind}", f"{MEGATRON}mlp.experts.local_experts.{{}}.{kind}"))
         for kind in ("linear_fc1.weight", "linear_fc2.weight")
     ]
-    halves = Step(Concat(f"{expert}linear_fc1.weight", [f"{hf}{one}w1.weight", f"{hf}{one}w3.weight"]))
-    down = Step(Concat(f"{expert}linear_fc2.weight", [f"{hf}{one}w2.weight"]))
-    return [*_decoder(numbers), *_renamed(MEGATRON, hf, mlp), *stacks, halves, down]
+    experts = [
+        step for where in ("experts.", "local_experts.") for step in _experts(f"{MEGATRON}mlp.experts.{where}*.")
+    ]
+    return [*_decoder(numbers), *_renamed(MEGATRON, hf, mlp), *stacks, *experts]
+
+
+def _experts(megatron: str) -> list[Step]:
+    """The weights of an expert; the halves of the first one may be apart."""
+    hf = "model.layers.*.block_sparse_moe.experts.*."
+    names = {
+        "linear_fc1.weight_w": "w1.weight",
+        "linear_fc1.weight_v": "w3.weight",
+        "linear_fc2.weight": "w2.weight",
+    }
+    halves = Step(Concat(f"{megatron}linear_fc1.weight", [f"{hf}w1.weight", f"{hf}w3.weight"]))
+    return [*_renamed(megatron, hf, names), halves]
 
 
 def _gpt2(numbers: Numbers) -> list[Step]:
