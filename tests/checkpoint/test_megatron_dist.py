@@ -33,7 +33,7 @@ def test_tensors_and_all_values_are_there(folder):
     assert opened.objects["args"].state["num_query_groups"] == 2
 
 
-@pytest.mark.parametrize("name", ["common.pt", "metadata.json"])
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", ".metadata"])
 def test_a_folder_that_is_there_in_part_is_refused(folder, name):
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing.*interrupted"):
@@ -52,3 +52,11 @@ def test_a_name_in_both_places_is_refused(folder):
     torch.save({"embedding": {"word_embeddings": {"weight": torch.ones(2)}}}, folder / "common.pt")
     with pytest.raises(CheckpointError, match=r"both in .*common.pt and in"):
         checkpoint.open(folder)
+
+
+def test_another_backend_of_megatron_is_named(tmp_path):
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    torch.save({}, tmp_path / "common.pt")
+    (tmp_path / "weight").mkdir()
+    with pytest.raises(CheckpointError, match="stored by 'zarr', and only torch_dist is read"):
+        checkpoint.open(tmp_path)

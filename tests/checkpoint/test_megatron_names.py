@@ -1,12 +1,13 @@
 """Models of Megatron under the names of Hugging Face, and back: compared with tensors that torch cuts by hand."""
 
 import json
+import sys
 
 import pytest
 import torch
 from megatron_folders import arguments, whole_model, write_dist, write_ranks
 
-from shardwise import CheckpointError, checkpoint
+from shardwise import CheckpointError, checkpoint, cli
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_head": 4}
@@ -167,9 +168,39 @@ def test_optimizer_states_are_left_out_and_unknown_weights_refused(tmp_path):
         checkpoint.translation(tmp_path / "odd", "hf")
 
 
+@pytest.fixture
+def shell(monkeypatch):
+    """Runs a command; returns its exit code."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["shardwise", *words])
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return ended.code or 0
+        return 0
+
+    return run
+
+
+def test_the_shell_gives_names_cuts_the_vocabulary_and_compares(tmp_path, shell, capsys):
+    args = arguments()
+    wholes = whole_model(args)
+    write_ranks(tmp_path / "in", wholes, args)
+    cut = ["--pad", "model.embed_tokens.weight=40", "--pad", "lm_head.weight=40"]
+    words = [str(tmp_path / "in"), str(tmp_path / "out.safetensors"), "--names", "hf", *cut, "--no-bar"]
+    assert [shell(command, *words) for command in ("convert", "verify")] == [0, 0]
+    expected = hf_model(wholes)
+    expected |= {name: expected[name][:40] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    same(checkpoint.open(tmp_path / "out.safetensors"), expected)
+    assert shell("verify", *words, "--rename", "a=b") == 2
+    assert "--names and --rename cannot be combined" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"num_query_groups": 3}, "4 attention heads in 3 query groups"),
         ({"rotary_interleaved": True}, "args.rotary_interleaved is set"),
         ({"apply_layernorm_1p": True}, "args.apply_layernorm_1p is set"),
         ({"swiglu": False}, "neither swiglu"),

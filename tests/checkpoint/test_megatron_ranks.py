@@ -91,6 +91,15 @@ def test_a_rank_of_another_save_is_named(tmp_path):
         checkpoint.open(tmp_path)
 
 
+def test_more_ranks_than_any_folder_has_are_refused_at_once(tmp_path):
+    made(tmp_path, 1, 1)
+    change(
+        tmp_path / "mp_rank_00/model_optim_rng.pt", lambda s: vars(s["args"]).update(tensor_model_parallel_size=10**12)
+    )
+    with pytest.raises(CheckpointError, match="say 1000000000000 ranks, but there are 1"):
+        checkpoint.open(tmp_path)
+
+
 def change(path, work):
     state = torch.load(path, weights_only=False)
     work(state)

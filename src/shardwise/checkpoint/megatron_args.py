@@ -53,13 +53,15 @@ class MegatronArgs(NamedTuple):
         found = {name: self.number(name) for name in NEEDED}
         hidden, heads = found["hidden_size"], found["num_attention_heads"]
         groups = self.number("num_query_groups", heads) if self.flag("group_query_attention") else heads
+        if not heads or not groups or heads % groups:
+            raise CheckpointError(f"{self.where}: args have {heads} attention heads in {groups} query groups")
         ffn = self.number("ffn_hidden_size", 4 * hidden)
         more = {name: self.number(name) for name in ("padded_vocab_size", "num_experts") if self.fields.get(name)}
         return {
             **found,
             **more,
             "num_query_groups": groups,
-            "kv_channels": self.number("kv_channels", hidden // max(heads, 1)),
+            "kv_channels": self.number("kv_channels", hidden // heads),
             "ffn_hidden_size": ffn,
             "moe_ffn_hidden_size": self.number("moe_ffn_hidden_size", ffn),
             "gated": int(self.flag("swiglu") or self.flag("quick_geglu")),

@@ -109,9 +109,10 @@ def _numbers(config: Config) -> Numbers:
     numbers = config_numbers(config)
     heads = numbers.get("num_attention_heads", numbers.get("n_head", 0))
     hidden = numbers.get("hidden_size", numbers.get("n_embd", 0))
-    if not heads or not hidden:
-        raise CheckpointError(f"{CONFIG} has no number of attention heads, or no hidden size")
-    groups, head = numbers.get("num_key_value_heads", heads), numbers.get("head_dim", hidden // heads)
+    groups = numbers.get("num_key_value_heads", heads)
+    if min(heads, hidden, groups) < 1 or heads % groups:
+        raise CheckpointError(f"{CONFIG} has {heads} attention heads in {groups} groups, and a hidden size of {hidden}")
+    head = numbers.get("head_dim", hidden // heads)
     return {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": head}
 
 

@@ -86,6 +86,7 @@ def _open_directory(files: Files) -> Checkpoint:
         return safetensors.open_files(files, tensors)
     if LATEST in here:
         return _open_latest(files)
+    megatron_dist.refuse_without_index(files, here)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
@@ -102,12 +103,14 @@ def _open_directory(files: Files) -> Checkpoint:
 def _open_latest(files: Files) -> Checkpoint:
     """The newest iteration of a training with Megatron."""
     latest = files.read(LATEST).decode("utf-8", "replace").strip()
-    if latest != "release" and not latest.isdecimal():
+    if latest != "release" and not re.fullmatch("[0-9]{1,18}", latest):
         raise CheckpointError(f"{files.label(LATEST)} has {brief(latest)}, but a number or 'release' is expected")
     folder = latest if latest == "release" else f"iter_{int(latest):07d}"
-    if not any(name.startswith(f"{folder}/") for name in files.names(recursive=True)):
-        raise CheckpointError(f"{files.label(LATEST)} says {latest}, but there is no {folder} beside it")
-    return open(files.path(folder))
+    try:
+        there = files_at(files.path(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{files.label(LATEST)} says {latest}, but there is no {folder} beside it") from error
+    return _open(*there, None)
 
 
 def _open_dcp(files: Files) -> Checkpoint:

@@ -18,6 +18,7 @@ from shardwise.checkpoint.formats.torch_save import archive_of
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_keys, check_overlaps
 from shardwise.checkpoint.segments import write_segments
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief
 from shardwise.state.traverse import unflatten_state_dict
 
 COMMON, CONFIG, BACKEND = "common.pt", "metadata.json", "torch_dist"
@@ -40,6 +41,20 @@ def is_megatron_dist(files: Files, index: dcp.Index) -> bool:
 def backend_of(files: Files) -> object:
     """How the tensors are stored, by `metadata.json`."""
     return parse_json(files.read(CONFIG), files.label(CONFIG)).get("sharded_backend")
+
+
+def refuse_without_index(files: Files, names: Sequence[str]) -> None:
+    """Refuse a folder of Megatron that has no `.metadata`: `common.pt` alone would be a checkpoint without tensors."""
+    backend = backend_of(files) if CONFIG in names else None
+    if backend is not None and backend != BACKEND:
+        raise CheckpointError(
+            f"{files.root} is a checkpoint of Megatron stored by {brief(backend)}, and only {BACKEND} is read. Remedy: "
+            f"convert it in Megatron, with --ckpt-convert-format torch_dist"
+        )
+    if backend is not None or (COMMON in names and any(name.endswith(".distcp") for name in names)):
+        raise CheckpointError(
+            f"{files.label(dcp.METADATA)} is missing, which a checkpoint of Megatron needs: the save was interrupted"
+        )
 
 
 def open_megatron_dist(files: Files, index: dcp.Index) -> Checkpoint:

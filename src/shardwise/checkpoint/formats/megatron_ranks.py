@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import torch_save
-from shardwise.checkpoint.formats.rank_files import join_ranks, same_sample
+from shardwise.checkpoint.formats.rank_files import MAX_MISSING, join_ranks, same_sample
 from shardwise.checkpoint.megatron_args import MegatronArgs
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.errors import CheckpointError, LayoutError
@@ -25,14 +26,14 @@ from shardwise.job.names import missing, some
 from shardwise.quoting import brief
 
 FILE = re.compile(r"(mp_rank_[0-9]+(?:_[0-9]+){0,2})/(model_optim_rng\.pt|model_rng\.pt)")
-STEP = re.compile(r"iter_([0-9]+)")
+STEP = re.compile(r"iter_([0-9]{1,18})")
 FIRST = [
     f"mp_rank_00{more}/{file}" for file in ("model_optim_rng.pt", "model_rng.pt") for more in ("", "_000", "_000_000")
 ]
-PART = re.compile(r"(model[0-9]*)\.(.*)", re.DOTALL)
-LAYER = re.compile(r"(.*?\blayers\.)([0-9]+)\.(.*)", re.DOTALL)
-EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]+)\.(.*)", re.DOTALL)
-GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.)(weight|bias)([0-9]+)", re.DOTALL)
+PART = re.compile(r"(model[0-9]{0,9})\.(.*)", re.DOTALL)
+LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.(.*)", re.DOTALL)
+EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]{1,9})\.(.*)", re.DOTALL)
+GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.)(weight|bias)([0-9]{1,9})", re.DOTALL)
 OLD_NAMES = [
     (re.compile(old), new)
     for old, new in {
@@ -153,6 +154,8 @@ def _values(first: Checkpoint) -> dict[str, object]:
 
 def _check_folders(files: Files, there: Mapping[str, str], grid: Grid, first: RankFile) -> None:
     """Refuse missing ranks, and those of another save."""
+    if prod(grid) > len(there) + MAX_MISSING:
+        raise CheckpointError(f"{files.root}: args of {first.name} say {prod(grid)} ranks, but there are {len(there)}")
     expected = grid.folders()
     says = f"args of {first.name} say tensor {grid.tp} x pipeline {grid.pp} x expert {grid.ep} parallel ranks"
     absent, more = [one for one in expected if one not in there], sorted({*there} - {*expected})
