@@ -136,6 +136,8 @@ def _check_whole(files: Files, names: list[str]) -> None:
 
 
 def _open_file(files: Files, name: str) -> Checkpoint:
+    if name == LATEST:
+        return _open_latest(files)
     if name == sharded.INDEX:
         return sharded.open_sharded(files)
     if name == dcp.METADATA:
