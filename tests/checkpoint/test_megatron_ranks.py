@@ -117,6 +117,8 @@ def change(path, work):
         (lambda state: state.pop("args"), r"mp_rank_01_001.* has no 'args'"),
         (lambda state: state["model"].pop("output_layer.weight"), r"mp_rank_01_001.* has no 'output_layer.weight'"),
         (lambda state: state.update(checkpoint_version=1.0), "checkpoint_version 1.0 orders rows"),
+        (lambda state: state.pop("checkpoint_version"), "checkpoint_version 0 orders rows"),
+        (lambda state: state["model"].update(gate_weight=torch.ones(2)), "none of .* rules matches 'gate_weight'"),
     ],
 )
 def test_a_file_that_contradicts_the_others_is_named(tmp_path, work, message):

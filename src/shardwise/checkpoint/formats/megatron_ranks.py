@@ -107,18 +107,22 @@ class RankFile(NamedTuple):
             match = PART.fullmatch(full)
             if match is not None:
                 parts.setdefault(int(match[1].removeprefix("model") or 0), {})[_new_name(match[2])] = entry
-        version = opened.objects.get("checkpoint_version")
-        if isinstance(version, float | int) and version < 2:
-            raise CheckpointError(
-                f"{where}: checkpoint_version {version} orders rows of q, k and v in another way. Remedy: load it in "
-                f"Megatron, which reorders them, and save it again"
-            )
+        _check_version(opened.objects.get("checkpoint_version", 0), where)
         return RankFile(name, opened, MegatronArgs.of(opened.objects.get("args"), where), parts)
 
     @property
     def iteration(self) -> object:
         """Of the training."""
         return self.opened.objects.get("iteration")
+
+
+def _check_version(version: object, where: str) -> None:
+    """Refuse rows of q, k and v in an order of old. Megatron takes files without a version to be of version 0."""
+    if not isinstance(version, float | int) or version < 2:
+        raise CheckpointError(
+            f"{where}: checkpoint_version {brief(version)} orders rows of q, k and v in another way. Remedy: load it "
+            f"in Megatron, which reorders them, and save it again"
+        )
 
 
 def _new_name(name: str) -> str:
@@ -141,7 +145,8 @@ def open_megatron_ranks(files: Files) -> Checkpoint:
     first = RankFile.of(files, there[min(there)])
     grid = Grid.of(first.args)
     _check_folders(files, there, grid, first)
-    ranks = {folder: RankFile.of(files, there[folder]) for folder in grid.folders()}
+    others = {folder: there[folder] for folder in grid.folders() if there[folder] != first.name}
+    ranks = {grid.folder(0, 0, 0): first} | {folder: RankFile.of(files, name) for folder, name in others.items()}
     _check_alike(files, first, ranks.values())
     model = Model(files, grid, ranks, first.args)
     return Checkpoint(files, "megatron-ranks", model.tensors(), objects=lambda: _values(first.opened))
@@ -193,7 +198,7 @@ class Model:
             tensors = self._joined(stage, part)
             tied = tensors.pop(HEAD, None) if self._args.tied else None
             if tied is not None:
-                self._check_tied(tied, found.get(EMBEDDING) or tensors[EMBEDDING])
+                self._check_tied(tied, {**tensors, **found}.get(EMBEDDING))
             twice = sorted({*found} & {*tensors})
             if twice:
                 raise CheckpointError(f"{self._files.root}: {twice[0]!r} is in two pipeline stages")
@@ -222,7 +227,10 @@ class Model:
             {self._name(name, stage, part, at % number): entry for name, entry in self._tensors(folder, part).items()}
             for at, folder in enumerate(folders)
         ]
-        return join_ranks(named, [self._ranks[folder].name for folder in folders], self._files, self._rules)
+        try:
+            return join_ranks(named, [self._ranks[folder].name for folder in folders], self._files, self._rules)
+        except LayoutError as error:
+            raise CheckpointError(f"{self._files.root}: {error}") from None
 
     def _tensors(self, folder: str, part: int) -> dict[str, Entry]:
         """Those that the rules do not leave out."""
@@ -275,9 +283,9 @@ class Model:
             f"a file they are numbered from 0"
         )
 
-    def _check_tied(self, head: Entry, embedding: Entry) -> None:
+    def _check_tied(self, head: Entry, embedding: Entry | None) -> None:
         """Refuse an output layer that is not the embedding, though `args` say so: the first cells are compared."""
-        if head.shape != embedding.shape or not same_sample(head, embedding):
+        if embedding is None or head.shape != embedding.shape or not same_sample(head, embedding):
             raise CheckpointError(
                 f"{self._files.root}: args say that {HEAD!r} is {EMBEDDING!r} "
                 f"(untie_embeddings_and_output_weights is not set), but they differ"
