@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
+from operator import mul
+from pickle import UnpicklingError
 
-from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import dcp, torch_save
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter, Item, metadata_of
@@ -17,7 +20,9 @@ from shardwise.checkpoint.formats.safetensors import parse_json
 from shardwise.checkpoint.formats.torch_save import archive_of
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, check_keys, check_overlaps
 from shardwise.checkpoint.segments import write_segments
+from shardwise.checkpoint.unpickle_stubs import sizes
 from shardwise.errors import CheckpointError
+from shardwise.geometry import Boxes, Ints, cut, ints, row_major
 from shardwise.quoting import brief
 from shardwise.state.traverse import unflatten_state_dict
 
@@ -28,6 +33,7 @@ WRITTEN = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+ORIGINAL = "nd_reformulated_orig_global_shape"
 SHARD = "/shard_"  # in the names of values that differ from rank to rank
 
 
@@ -66,16 +72,54 @@ def open_megatron_dist(files: Files, index: dcp.Index) -> Checkpoint:
                 f"both: the save was interrupted, or the folder was copied in part"
             )
     tensors, common = dcp.open_dcp(files, index), torch_save.open_files(files, [COMMON])
+    shaped = {name: _unflattened(entry, shape) for name, shape in _flat(index).items() if (entry := tensors.get(name))}
     _check_apart(files, [*tensors], [*common])
     opened = Checkpoint(
         files,
         "megatron-dist",
-        {**tensors, **common},
+        {**tensors, **shaped, **common},
         paths=common.paths,
         objects=lambda: _all_values(files, common.objects, tensors.objects),
     )
     opened.sums = tensors.sums
     return opened
+
+
+def _flat(index: dcp.Index) -> dict[str, tuple[int, ...]]:
+    """The true shapes of tensors that are stored as flat ranges of shards: optimizer states of older versions."""
+    data = index.metadata.get("mcore_data")
+    several = data.items() if isinstance(data, dict) else ()
+    shapes = {name: more.get(ORIGINAL) for name, more in several if type(name) is str and isinstance(more, dict)}
+    try:
+        return {name: sizes(shape) for name, shape in shapes.items() if shape is not None}
+    except UnpicklingError as error:
+        raise CheckpointError(f"{index.where}: the shapes in its mcore_data are invalid: {error}") from error
+
+
+def _unflattened(entry: Entry, shape: tuple[int, ...]) -> Entry:
+    """A tensor by its true shape. As stored, its last dim has the cells of a shard, and the others are a grid of these."""
+    grid = entry.shape[:-1]
+    local = tuple(size // max(count, 1) for size, count in zip(shape, grid, strict=False))
+    lo, hi = entry.boxes
+    fits = tuple(map(mul, local, grid)) == shape and prod(local) == entry.shape[-1]
+    if len(grid) != len(shape) or not fits or (hi[:, :-1] - lo[:, :-1] != 1).any():
+        raise CheckpointError(
+            f"{entry.files.root}: {entry.name!r} is stored as {entry.shape}, which is not a grid of flat shards of its "
+            f"shape {shape}"
+        )
+    first = lo[:, :-1] * ints(local)
+    row, parts = cut(Boxes(first, first + ints(local)), lo[:, -1], hi[:, -1])
+    before = ((parts.lo - first[row]) * ints(row_major(local))).sum(axis=1) - lo[row, -1]
+
+    def locate(rows: Ints) -> Positions:
+        at = entry.locate(row[rows])
+        if at.strides is not None:
+            raise CheckpointError(f"{entry.files.root}: the flat shards of {entry.name!r} have strides")
+        return Positions(at.start + before[rows] * entry.dtype.itemsize)
+
+    return Entry(
+        entry.name, shape, entry.dtype, HashableBoxes(parts), entry.file[row], locate, entry.paths, entry.files
+    )
 
 
 def _all_values(files: Files, common: Mapping[str, object], sharded: Mapping[str, object]) -> dict[str, object]:
