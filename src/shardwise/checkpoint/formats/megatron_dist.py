@@ -97,7 +97,7 @@ def _flat(index: dcp.Index) -> dict[str, tuple[int, ...]]:
 
 
 def _unflattened(entry: Entry, shape: tuple[int, ...]) -> Entry:
-    """A tensor by its true shape. As stored, its last dim has the cells of a shard, and the others are a grid of these."""
+    """A tensor by its true shape. As stored, its last dim has the cells of a shard, and the others are the grid."""
     grid = entry.shape[:-1]
     local = tuple(size // max(count, 1) for size, count in zip(shape, grid, strict=False))
     lo, hi = entry.boxes
