@@ -223,6 +223,10 @@ QuantizedTensors = Annotated[
         help="'auto' dequantizes what it finds; CODES,SCALES@FORMAT, as in '*.w,*.w_scale@fp8-row', also quantizes."
     ),
 ]
+Names = Annotated[
+    str | None,
+    typer.Option(help="Names and arrangement of another framework: 'hf' for a model of Megatron, or 'megatron'."),
+]
 ObjectsOf = Annotated[
     str | None,
     typer.Option(help="Objects of unknown classes: 'carry' keeps them unchanged, 'drop' leaves them out."),
@@ -291,7 +295,7 @@ def _wide_console() -> Console:
 def convert(
     source: Path_,
     out: Annotated[str, typer.Argument(help="Where to write it.", show_default=False)],
-    format: Annotated[str | None, typer.Option(help="safetensors, sharded, dcp or torch.save.")] = None,
+    format: Annotated[str | None, typer.Option(help="safetensors, sharded, dcp, megatron-dist or torch.save.")] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
     ] = None,
@@ -316,6 +320,7 @@ def convert(
     rotary: Rotaries = None,
     pad: Pads = None,
     quantized: QuantizedTensors = None,
+    names: Names = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -333,7 +338,7 @@ def convert(
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.changes(rename, select, cast, joins | rearrangements)
+    changed = terminal.translated(terminal.changes(rename, select, cast, joins | rearrangements), opened, names)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -394,6 +399,7 @@ def verify(
     rotary: Rotaries = None,
     pad: Pads = None,
     quantized: QuantizedTensors = None,
+    names: Names = None,
     objects: ObjectsOf = None,
     receipt: Annotated[str | None, typer.Option(help="Compare with this receipt, in place of B.")] = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
@@ -412,6 +418,8 @@ def verify(
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
     changed = terminal.changes(rename, select, cast, joins | rearrangements)
+    if names is not None:
+        changed = terminal.translated(changed, checkpoints.open(a, rules=_rules(rules, mesh)), names)
     if receipt is not None:
         if b is not None or other_rules is not None or other_mesh or objects is not None:
             raise ValueError("--receipt takes the place of B: leave out B, and the options of B and of objects")

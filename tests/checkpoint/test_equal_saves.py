@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from shardwise import ShardedTensor, checkpoint
 from shardwise.checkpoint import known_states, saving
 from shardwise.checkpoint.known_states import KnownStates
 from shardwise.errors import ExchangeError
 from shardwise.job.agree import Callers
-from tests.ranks import on_ranks
 
 FORMATS = ("safetensors", "dcp")
 

@@ -138,6 +138,20 @@ MODELS = {  # the config.json, names with their shapes and where they lie at tp=
             f"{LAYER}.mlp.down_proj.weight": ((64, 48), "S1"),
         },
     ),
+    "Megatron": (
+        {"model_type": "megatron", "num_attention_heads": 8, "num_query_groups": 4, "hidden_size": 64, "gated": True},
+        {
+            "embedding.word_embeddings.weight": ((96, 64), "S0"),
+            "decoder.layers.0.self_attention.linear_qkv.weight": ((128, 64), "S0"),
+            "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": ((64,), "R"),
+            "decoder.layers.0.self_attention.linear_proj.weight": ((64, 64), "S1"),
+            "decoder.layers.0.mlp.linear_fc1.weight": ((96, 64), "fused0=48,48"),
+            "decoder.layers.0.mlp.linear_fc2.weight": ((64, 48), "S1"),
+            "decoder.layers.0.mlp.linear_fc2.bias": ((64,), "R"),
+            "decoder.final_layernorm.weight": ((64,), "R"),
+            "output_layer.weight": ((96, 64), "S0"),
+        },
+    ),
     "GPT-2": (
         {"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 64, "n_head": 8, "n_inner": None},
         {

@@ -7,6 +7,7 @@ from shardwise.checkpoint.converting import convert
 from shardwise.checkpoint.damage import Damage
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.megatron_names import translation
 from shardwise.checkpoint.opaque import Opaque
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.random_state import RandomState, random_state
@@ -46,5 +47,6 @@ __all__ = [
     "read_rules",
     "receipt",
     "save",
+    "translation",
     "verify",
 ]

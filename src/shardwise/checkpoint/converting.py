@@ -19,6 +19,7 @@ from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
+from shardwise.checkpoint.formats.megatron_dist import MegatronDistWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
@@ -57,8 +58,10 @@ WRITERS: dict[str, type[Writer]] = {
     "safetensors": SafetensorsWriter,
     "sharded": ShardedWriter,
     "dcp": DcpWriter,
+    "megatron-dist": MegatronDistWriter,
     "torch.save": TorchSaveWriter,
 }
+SHARDED = "megatron-dist", "sharded", "dcp"  # formats of several ranks
 ONE_RANK = "mesh = {tp = 1}", "rule = [{name = '*', placements = 'R'}]"
 LIMITED = {  # the formats that cannot hold all objects
     "safetensors": "safetensors files hold tensors only",
@@ -90,9 +93,9 @@ def convert(
     """Write a checkpoint in another format, and return it opened. It needs no process group, and little memory.
 
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
-    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank),
-    "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join
-    tensors or split them, and Quantized turns codes and scales into values, or values into these. `select`:
+    "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "megatron-dist"
+    (Megatron's torch_dist), "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`;
+    Concat and Stack join tensors or split them, and Quantized turns codes and scales into values, or back. `select`:
     patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point tensors,
     or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern
     only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or
@@ -267,8 +270,9 @@ def _layouts(
         what = f"format={format!r}" if file is None else f"the one file {file}"
         raise ValueError(f"max_shard_size= makes several safetensors files in a directory, but the target is {what}")
     if rules is not None:
-        if format not in ("sharded", "dcp"):
-            raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: 'sharded' and 'dcp' can")
+        if format not in SHARDED:
+            known = f"{', '.join(map(repr, SHARDED[:-1]))} and {SHARDED[-1]!r}"
+            raise ValueError(f"rules= shard a checkpoint, which format={format!r} cannot hold: {known} can")
         return {
             name: assign_writers(name, rules.layout(name, stream.shape), stream.dtype.itemsize, turn)
             for turn, (name, stream) in enumerate(streams.items())
@@ -356,7 +360,7 @@ def _token(opened: Checkpoint, streams: Mapping[str, Stream], contents: Contents
         [(path, where.stamp(path)) for path, where in files],
     ]
     facts += [(name, str(dtype), layout.shape, str(layout)) for name, (dtype, layout) in contents.tensors.items()]
-    if format == "dcp":  # whose files have values; elsewhere they are written anew
+    if format in ("dcp", "megatron-dist"):  # whose files have values; elsewhere they are written anew
         facts += [
             (name, blake2b(torch_save_bytes(value), digest_size=8).digest()) for name, value in contents.values.items()
         ]

@@ -47,6 +47,7 @@ class ModelFacts:
     counts: Mapping[str, Expression] = field(default_factory=dict)
     experts: Expression | None = None  # how many there are
     head: str | None = None  # a pattern: the output layer, which must be there if it is not tied
+    config_name: str = "config.json"  # where the numbers come from, for messages
 
     def known(self, config: Config | None) -> Known:
         """The numbers of a config.json, and those that the rules compute from them.
@@ -71,7 +72,8 @@ class ModelFacts:
             return
         if len(sizes) != len(shape) or not all(s.fits(n, known) for s, n in zip(sizes, shape, strict=True)):
             expected = ", ".join(size.explained(known) for size in sizes)
-            raise LayoutError(f"the shape is {tuple(shape)}, but config.json says ({expected}): {THESE}")
+            these = f"is it the {self.config_name} of these weights?"
+            raise LayoutError(f"the shape is {tuple(shape)}, but {self.config_name} says ({expected}): {these}")
 
     def check_names(self, names: Iterable[str], config: Config, known: Known) -> None:
         """Refuse names that the config contradicts: other numbers of experts, or no output layer."""

@@ -10,19 +10,30 @@ from contextlib import contextmanager
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
+from shardwise.checkpoint.formats import (
+    dcp,
+    megatron_dist,
+    megatron_ranks,
+    rank_files,
+    safetensors,
+    sharded,
+    torch_save,
+)
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError
+from shardwise.quoting import brief
 from shardwise.storage.folders import token_of
 from shardwise.storage.locks import LOCK, PARTIAL
 from shardwise.storage.paths import PathLike
 from shardwise.storage.sums import data_name
 
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+LATEST = "latest_checkpointed_iteration.txt"  # of Megatron
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
-    "torch.save (.pt, .pth, .bin), or a directory of per-rank torch.save files with rules= (in convert source_rules=)"
+    "Megatron (torch_dist, mp_rank_XX), torch.save (.pt, .pth, .bin), "
+    "or a directory of per-rank torch.save files with rules= (in convert source_rules=)"
 )
 
 
@@ -73,15 +84,41 @@ def _open_directory(files: Files) -> Checkpoint:
     if tensors and len(indexes) == 0:
         _check_whole(files, tensors)
         return safetensors.open_files(files, tensors)
+    if LATEST in here:
+        return _open_latest(files)
+    megatron_dist.refuse_without_index(files, here)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
+    if megatron_ranks.holds_rank_files(files):
+        return megatron_ranks.open_megatron_ranks(files)
     if len(here) < len(there):
         raise CheckpointError(
             f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
         )
     contents = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
     raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
+
+
+def _open_latest(files: Files) -> Checkpoint:
+    """The newest iteration of a training with Megatron."""
+    latest = files.read(LATEST).decode("utf-8", "replace").strip()
+    if latest != "release" and not re.fullmatch("[0-9]{1,18}", latest):
+        raise CheckpointError(f"{files.label(LATEST)} has {brief(latest)}, but a number or 'release' is expected")
+    folder = latest if latest == "release" else f"iter_{int(latest):07d}"
+    try:
+        there = files_at(files.path(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{files.label(LATEST)} says {latest}, but there is no {folder} beside it") from error
+    return _open(*there, None)
+
+
+def _open_dcp(files: Files) -> Checkpoint:
+    """Written by torch, or by Megatron with files of its own beside it."""
+    index = dcp.read_index(files)
+    if megatron_dist.is_megatron_dist(files, index):
+        return megatron_dist.open_megatron_dist(files, index)
+    return dcp.open_dcp(files, index)
 
 
 def _check_whole(files: Files, names: list[str]) -> None:
@@ -99,10 +136,12 @@ def _check_whole(files: Files, names: list[str]) -> None:
 
 
 def _open_file(files: Files, name: str) -> Checkpoint:
+    if name == LATEST:
+        return _open_latest(files)
     if name == sharded.INDEX:
         return sharded.open_sharded(files)
     if name == dcp.METADATA:
-        return dcp.open_dcp(files)
+        return _open_dcp(files)
     if name.endswith(".safetensors.index.json"):
         return safetensors.open_indexed(files, name)
     if name.endswith(".bin.index.json"):

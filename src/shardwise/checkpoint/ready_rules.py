@@ -26,6 +26,7 @@ FILES = (
     "deepseek_v3",
     "gpt_oss",
     "mamba",
+    "megatron",
 )
 ENDING = re.compile(r"(For[A-Z]\w*|LMHeadModel|DoubleHeadsModel|TextModel|Model)$")  # of the class of a model
 HOW_TO_WRITE = (

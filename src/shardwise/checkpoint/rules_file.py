@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from shardwise.checkpoint.axis_rules import Owners, Segments, WholeHeads, Word
 from shardwise.checkpoint.expressions import Expression, expression
+from shardwise.checkpoint.model_config import CONFIG
 from shardwise.checkpoint.model_facts import ModelFacts, Size
 from shardwise.checkpoint.ready_rules import ready_file, ready_names, ready_table
 from shardwise.checkpoint.sharding_rule import FIELD, ShardingRule, at
@@ -116,6 +117,7 @@ def _joined(facts: ModelFacts, base: ModelFacts) -> ModelFacts:
         {**base.counts, **facts.counts},
         facts.experts or base.experts,
         facts.head if facts.head is not None else base.head,
+        base.config_name,
     )
 
 
@@ -131,8 +133,8 @@ def _axes(table: TomlTable, where: str) -> tuple[str, ...]:
 def _facts(table: TomlTable, where: str) -> ModelFacts:
     with at(f"{where}, [model]"):
         model = _typed(table, "model", Mapping, {})
-        _check_keys(model, ("types", "aliases", "axes", "experts", "head"))
-        head = _typed(model, "head", str, None)
+        _check_keys(model, ("types", "aliases", "axes", "experts", "head", "config"))
+        head, config_name = _typed(model, "head", str, None), _typed(model, "config", str, CONFIG)
         experts = expression(model["experts"], "experts") if "experts" in model else None
     with at(f"{where}, [numbers]"):
         numbers = {key: _choices(value, key) for key, value in _typed(table, "numbers", Mapping, {}).items()}
@@ -143,7 +145,7 @@ def _facts(table: TomlTable, where: str) -> ModelFacts:
         for pattern in counts:
             if len(_fields(pattern)) != 1:
                 raise LayoutError(f"{pattern!r} needs one number in the name, such as '*.experts.{{expert}}.*'")
-    return ModelFacts(numbers, shapes, counts, experts, head)
+    return ModelFacts(numbers, shapes, counts, experts, head, config_name)
 
 
 def _choices(value: object, key: str) -> tuple[Expression, ...]:

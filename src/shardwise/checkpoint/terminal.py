@@ -15,6 +15,7 @@ from shardwise import report
 from shardwise.checkpoint import comparing
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.listing import dtype_name, inside, kind, several, short, tied
+from shardwise.checkpoint.megatron_names import translation
 from shardwise.checkpoint.opaque import Objects, opaque_in
 from shardwise.checkpoint.rules import Rules, read_rules
 from shardwise.checkpoint.streams import Select, selector
@@ -177,6 +178,20 @@ def changes(
         "select": select,
         "cast": casts(cast or ()),
         "remap": remaps(remap),
+    }
+
+
+def translated(changes: Changes, opened: Checkpoint, names: str | None) -> Changes:
+    """The same, with the names of another framework."""
+    if names is None:
+        return changes
+    if changes["rename"]:
+        raise ValueError("--names and --rename cannot be combined: rename in a conversion of its own")
+    found = translation(opened, names)
+    return {
+        **changes,
+        "select": changes["select"] or found["select"],
+        "remap": [*found["remap"], *changes["remap"]],
     }
 
 

@@ -222,8 +222,8 @@ class Derivation:
         return {name: made.rearranged(shape, [cells], at) for name, shape, cells in shaped}
 
     def _part_shapes(self, rule: Joining, whole: str, names: Sequence[str], shape: Shape) -> list[Shape] | None:
-        """The shapes of the parts of a whole, from the rule or the target. Sizes are never guessed."""
-        if isinstance(rule, Stack) or rule.sizes is not None:
+        """The shapes of the parts of a whole, from the rule or the target. Sizes are never guessed: one part is all."""
+        if isinstance(rule, Stack) or rule.sizes is not None or len(names) == 1:
             return rule.apart(shape)
         if self._targets is None:
             return None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
-from shardwise.checkpoint.files import ByteRange, Files
+from shardwise.checkpoint.files import ByteRange, FileLabel, Files
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, ArchiveTemplates, read_archives, tensor_reader
 from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, FunctionStub, NameStub, RecordStub, sizes
@@ -67,9 +67,22 @@ NAMES = {
             "_MEM_FORMAT_ENCODING": FunctionStub(NameStub),
         }.items()
     },
+    **{  # of the plans that Megatron leaves in the metadata
+        ("torch.distributed.checkpoint.planner", name): kind
+        for name, kind in {
+            "SavePlan": RecordStub,
+            "WriteItem": RecordStub,
+            "TensorWriteData": RecordStub,
+            "BytesIOWriteData": RecordStub,
+            "WriteItemType": FunctionStub(NameStub),
+        }.items()
+    },
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): RecordStub,
     (OLD_SHARD_MODULE, "TensorProperties"): RecordStub,
     (OLD_SHARD_MODULE, "MEM_FORMAT_ENCODING"): FunctionStub(NameStub),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): RecordStub,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): RecordStub,
     ("torch", "Size"): FunctionStub(sizes),
 }
 
@@ -97,8 +110,22 @@ class StorageTable(NamedTuple):
         return ranges
 
 
-def open_dcp(files: Files) -> Checkpoint:
-    """The tensors and values that `.metadata` lists."""
+class Index(NamedTuple):
+    """The contents of `.metadata`. `intact`: a digest of it proves that; without one, it is None."""
+
+    where: FileLabel
+    metadata: Metadata
+    budget: Budget
+    intact: bool | None
+
+    @property
+    def has_paths(self) -> bool:
+        """True where torch's planner wrote the paths of nested names."""
+        return bool(self.metadata.get("planner_data"))
+
+
+def read_index(files: Files) -> Index:
+    """Read `.metadata`."""
     where = files.label(METADATA)
     data, intact = without_trailer(files.read(METADATA))
     if intact is False:
@@ -108,6 +135,12 @@ def open_dcp(files: Files) -> Checkpoint:
         raise _not_dcp(where)
     if metadata.get(SUMS) is not None and not intact:
         raise damaged(where)
+    return Index(where, metadata, budget, intact)
+
+
+def open_dcp(files: Files, index: Index | None = None) -> Checkpoint:
+    """The tensors and values that `.metadata` lists."""
+    where, metadata, budget, intact = index or read_index(files)
     described, stored = _described(where, metadata)
     paths = _paths(where, metadata, len(described))
     with _well_formed(where, "storage_data"):

@@ -100,10 +100,13 @@ class DcpWriter(Writer):
 
     def index(self, results: Mapping[int, list[Item]], contents: Contents) -> bytes:
         """A pickle of torch's metadata; after it, where torch does not look, a digest of it."""
-        items = [item for several in results.values() for item in several]
+        return self.index_of([item for several in results.values() for item in several], contents)
+
+    def index_of(self, items: Sequence[Item], contents: Contents, *, with_paths: bool = True) -> bytes:
+        """The index of items. `with_paths=False`: names are keys of one dict."""
 
         def make() -> bytes:
-            made = _metadata(items, contents)
+            made = _metadata(items, contents, with_paths)
             if self.folder.sums:
                 made.__dict__[SUMS] = ALGORITHM  # torch ignores it
             return pickle.dumps(made)
@@ -169,7 +172,7 @@ def _item_keys(parts: Sequence[TensorPart], values: Iterable[str]) -> list[ItemK
     return [*((part.name, part.box.lo, part.shape) for part in parts), *((key, None, ()) for key in values)]
 
 
-def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metadata:
+def _metadata(items: Sequence[Item], contents: Contents, with_paths: bool) -> torch_metadata.Metadata:
     from torch.distributed.checkpoint import metadata as torch_metadata  # slow to import
 
     stored = dict[str, object]()
@@ -192,7 +195,8 @@ def _metadata(items: Sequence[Item], contents: Contents) -> torch_metadata.Metad
     nested = nesting(contents)
     version = getattr(torch_metadata, "CURRENT_DCP_VERSION", None)
     described = cast("dict[str, torch_metadata.STORAGE_TYPES]", {**nested.skeletons, **stored})
-    made = torch_metadata.Metadata(described, dict(nested.paths), places, **({"version": version} if version else {}))
+    paths = dict(nested.paths) if with_paths else None
+    made = torch_metadata.Metadata(described, paths, places, **({"version": version} if version else {}))
     if contents.tied:
         made.__dict__[TIED] = dict(contents.tied)  # torch ignores it; without it our reader refuses shared bytes
     return made

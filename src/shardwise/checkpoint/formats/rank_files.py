@@ -42,17 +42,7 @@ def open_rank_files(files: Files, source: RulesSource) -> Checkpoint:
     rules = rules_for(source, files)
     names = rank_files(files, rules)
     opened = [_open(files, name) for name in names]
-    ranks = [_selected(checkpoint, rules) for checkpoint in opened]
-    labels = [files.label(name) for name in names]
-    meshes = _meshes(ranks, rules)
-    _check_names(ranks, labels, rules, meshes)
-    entries = dict[str, Entry]()
-    for name, mesh in meshes.items():
-        rule, known = rules.placed(name)
-        here, words = mesh.ranks.reshape(-1).tolist(), rule.on(rules.known_mesh())
-        shards, where = [ranks[rank][name] for rank in here], [labels[rank] for rank in here]
-        tensor = RankTensors(name, shards, where, mesh, without_heads(words, mesh, known), rule.where, known)
-        entries[name] = _entry(tensor, files, [names[rank] for rank in here])
+    entries = join_ranks([_selected(checkpoint, rules) for checkpoint in opened], names, files, rules)
     return Checkpoint(
         files,
         "files of ranks",
@@ -61,6 +51,21 @@ def open_rank_files(files: Files, source: RulesSource) -> Checkpoint:
         objects=lambda: _objects(opened[0], entries, rules),
         metadata={**opened[0].metadata, "rules": repr(rules)},
     )
+
+
+def join_ranks(
+    ranks: Sequence[Mapping[str, Entry]], names: Sequence[str], files: Files, rules: Rules
+) -> dict[str, Entry]:
+    """The whole tensors of which every rank of the mesh has a part, in the file of that number of `names`."""
+    labels, meshes, entries = [files.label(name) for name in names], _meshes(ranks, rules), dict[str, Entry]()
+    _check_names(ranks, labels, rules, meshes)
+    for name, mesh in meshes.items():
+        rule, known = rules.placed(name)
+        here, words = mesh.ranks.reshape(-1).tolist(), rule.on(rules.known_mesh())
+        shards, where = [ranks[rank][name] for rank in here], [labels[rank] for rank in here]
+        tensor = RankTensors(name, shards, where, mesh, without_heads(words, mesh, known), rule.where, known)
+        entries[name] = _entry(tensor, files, [names[rank] for rank in here])
+    return entries
 
 
 # --- the files -----------------------------------------------------------------------------------------------------
@@ -310,11 +315,16 @@ class RankTensors:
         every = np.arange(len(self.entries)).reshape(self.mesh.shape)
         last = every[tuple(-1 if dim is None else slice(None) for dim in self.dims)]
         for one, other in zip(self.first().reshape(-1).tolist(), last.reshape(-1).tolist(), strict=True):
-            if one != other and _sample(self.entries[one]) != _sample(self.entries[other]):
+            if one != other and not same_sample(self.entries[one], self.entries[other]):
                 raise CheckpointError(
                     f"{self.name!r} differs between {self.labels[one]} and {self.labels[other]}, but by {self.where} "
                     f"they are replicas: is it split over an axis?"
                 )
+
+
+def same_sample(one: Entry, other: Entry) -> bool:
+    """True where the first cells of two tensors are equal."""
+    return _sample(one) == _sample(other)
 
 
 def _sample(entry: Entry) -> bytes:
