@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.formats import dcp, rank_files, safetensors, sharded, torch_save
+from shardwise.checkpoint.formats import dcp, rank_files, safetensors, safetensors_shards, sharded, torch_save
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.errors import CheckpointError
@@ -72,7 +72,7 @@ def _open_directory(files: Files) -> Checkpoint:
     tensors = [name for name in here if name.endswith(".safetensors")]
     if tensors and len(indexes) == 0:
         _check_whole(files, tensors)
-        return safetensors.open_files(files, tensors)
+        return _open_safetensors(files, tensors)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
@@ -84,6 +84,13 @@ def _open_directory(files: Files) -> Checkpoint:
     raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
 
 
+def _open_safetensors(files: Files, names: list[str]) -> Checkpoint:
+    """Files of whole tensors, or of boxes of tensors."""
+    headers = safetensors.read_headers(files, names)
+    shards = safetensors_shards.are_shards(headers)
+    return (safetensors_shards.open_shards if shards else safetensors.open_headers)(files, headers)
+
+
 def _check_whole(files: Files, names: list[str]) -> None:
     """Refuse a part of a checkpoint, which an interrupted save or conversion left."""
     unfinished = [name for name in names if token_of(name)]
@@ -91,7 +98,8 @@ def _check_whole(files: Files, names: list[str]) -> None:
         raise CheckpointError(
             f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: the save was interrupted, or is still running"
         )
-    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
+    whole = [name for name in names if not safetensors_shards.SHARD_NAME.fullmatch(name)]  # of several ranks
+    numbered = [match for name in whole if (match := NUMBERED.fullmatch(name))]
     counts = Counter((match[1], match[3]) for match in numbered)
     for match in numbered:
         if int(match[3]) != counts[match[1], match[3]]:
@@ -110,5 +118,5 @@ def _open_file(files: Files, name: str) -> Checkpoint:
     if torch_save.looks_like_one(files, name):
         return torch_save.open_files(files, [name])
     if name.endswith(".safetensors") or safetensors.looks_like_one(files, name):
-        return safetensors.open_files(files, [name])
+        return _open_safetensors(files, [name])
     raise CheckpointError(f"{files.label(name)} is not a recognized checkpoint. Expected {KNOWN}")

@@ -210,9 +210,19 @@ def read_index(files: Files, name: str) -> Index:
 
 def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
     """The tensors of some files; `expected`: the file of each, by an index."""
+    return open_headers(files, read_headers(files, names), expected)
+
+
+def read_headers(files: Files, names: Sequence[str]) -> dict[str, Header]:
+    """The header of every file."""
+    return {name: read_header(files, name) for name in names}
+
+
+def open_headers(files: Files, headers: Mapping[str, Header], expected: Mapping[str, str] | None = None) -> Checkpoint:
+    """The tensors of files with these headers."""
     entries, metadata, first = dict[str, Entry](), dict[str, str](), dict[str, str]()
-    for number, file in enumerate(names):
-        header = read_header(files, file)
+    names = list(headers)
+    for number, (file, header) in enumerate(headers.items()):
         metadata |= header.metadata
         for name, tensor in header.tensors.items():
             if expected is not None and expected.get(name, file) != file:
