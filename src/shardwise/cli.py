@@ -182,7 +182,8 @@ RulesFile = Annotated[
 ]
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
-Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'.")]
+Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'. Repeated for more.")]
+Excludes = Annotated[list[str] | None, typer.Option(help="Not the names that match: 'optimizer.*'. Repeated for more.")]
 Casts = Annotated[
     list[str] | None,
     typer.Option(
@@ -307,6 +308,7 @@ def convert(
     source_mesh: MeshSizes = None,
     rename: Renames = None,
     select: Selects = None,
+    exclude: Excludes = None,
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
@@ -333,7 +335,7 @@ def convert(
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.changes(rename, select, cast, joins | rearrangements)
+    changed = terminal.changes(rename, select, exclude, cast, joins | rearrangements)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -385,6 +387,7 @@ def verify(
     other_mesh: MeshSizes = None,
     rename: Renames = None,
     select: Selects = None,
+    exclude: Excludes = None,
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
@@ -408,10 +411,11 @@ def verify(
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import receipts, terminal
     from shardwise.checkpoint.name_groups import rename_between
+    from shardwise.checkpoint.selection import Selection
 
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.changes(rename, select, cast, joins | rearrangements)
+    changed = terminal.changes(rename, select, exclude, cast, joins | rearrangements)
     if receipt is not None:
         if b is not None or other_rules is not None or other_mesh or objects is not None:
             raise ValueError("--receipt takes the place of B: leave out B, and the options of B and of objects")
@@ -444,7 +448,7 @@ def verify(
         progress="bar" if bar else None,
     )
     _list(differences, "differences", all=all)
-    for line in terminal.uncompared(one, other, select, objects):  # type: ignore[arg-type]
+    for line in terminal.uncompared(one, other, Selection(select, exclude), objects):  # type: ignore[arg-type]
         _say(line)
     if not any(changed.values()) and (hint := rename_between(one, other)) is not None:
         _say(f"the names differ in a prefix: try --rename '{hint[0]}={hint[1]}'")
@@ -506,6 +510,7 @@ def diff(
     b: Path_,
     rename: Renames = None,
     select: Selects = None,
+    exclude: Excludes = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 40,
     jobs: Jobs = 1,
     bar: Bar = True,
@@ -518,9 +523,9 @@ def diff(
     from shardwise.checkpoint import changes
 
     progress: Literal["bar"] | None = "bar" if bar else None
-    found = changes.changes(
-        checkpoints.open(a), checkpoints.open(b), rename=_pairs(rename), select=select, jobs=jobs, progress=progress
-    )
+    one, other = checkpoints.open(a), checkpoints.open(b)
+    names = {"rename": _pairs(rename), "select": select, "exclude": exclude}
+    found = changes.changes(one, other, **names, jobs=jobs, progress=progress)  # type: ignore[arg-type]
     for line in changes.lines(found, limit):
         _say(line)
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.formats import dcp, rank_files, safetensors, safetensors_shards, sharded, torch_save
+from shardwise.checkpoint.formats import dcp, rank_files, safetensors, safetensors_shards, several, sharded, torch_save
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
+from shardwise.checkpoint.sightings import SHOWN, kind_of, seen
 from shardwise.errors import CheckpointError
 from shardwise.storage.folders import token_of
 from shardwise.storage.locks import LOCK, PARTIAL
@@ -20,6 +21,8 @@ from shardwise.storage.paths import PathLike
 from shardwise.storage.sums import data_name
 
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
+MODELS = ("pytorch_model.bin",)
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
     "torch.save (.pt, .pth, .bin), or a directory of per-rank torch.save files with rules= (in convert source_rules=)"
@@ -63,16 +66,22 @@ def _without_garbage_collection() -> Iterator[None]:
 def _open_directory(files: Files) -> Checkpoint:
     for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # first, as listing a large directory is slow
         if files.has(index):
+            if index == safetensors.INDEX and files.has(ADAPTERS[0]):
+                raise _several(files, [index, ADAPTERS[0]])
             return _open_file(files, index)
     there = [name for name in files.names() if name == data_name(name)]  # without checksums
     here = [name for name in there if name != LOCK and not PARTIAL.fullmatch(name)]
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    tensors = [name for name in here if name.endswith(".safetensors")]
+    _check_one_model(files, here, indexes or tensors)
     if len(indexes) == 1:
         return _open_file(files, indexes[0])
-    tensors = [name for name in here if name.endswith(".safetensors")]
     if tensors and len(indexes) == 0:
         _check_whole(files, tensors)
         return _open_safetensors(files, tensors)
+    folders = files.folders()
+    if several.is_of_accelerate(folders):
+        return _open_accelerate(files, folders)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
@@ -80,8 +89,40 @@ def _open_directory(files: Files) -> Checkpoint:
         raise CheckpointError(
             f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
         )
-    contents = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
-    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
+    raise _unrecognized(files, here, saved, folders)
+
+
+def _check_one_model(files: Files, names: list[str], models: list[str]) -> None:
+    """Refuse a model and an adapter in one folder: some of their tensors may have the same names."""
+    adapters = [name for name in names if name in ADAPTERS]
+    others = [name for name in (*models, *(name for name in names if name in MODELS)) if name not in ADAPTERS]
+    if adapters and others:
+        raise _several(files, [others[0], adapters[0]])
+
+
+def _several(files: Files, names: list[str]) -> CheckpointError:
+    merge = "; --merge of convert adds an adapter to its model" if any(name in ADAPTERS for name in names) else ""
+    return CheckpointError(
+        f"{files.root} has {len(names)} checkpoints: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}. "
+        f"Give the path of one of them, such as {files.path(names[0])}{merge}"
+    )
+
+
+def _unrecognized(files: Files, names: list[str], saved: list[str], folders: list[str]) -> CheckpointError:
+    """Names the checkpoints in a folder that is none, or what was looked for and what was seen."""
+    indexes = (sharded.INDEX, dcp.METADATA, safetensors.INDEX, safetensors.SINGLE)
+    below = [folder for folder in folders if any(files.has(f"{folder}/{index}") for index in indexes)]
+    if below or len(saved) > 1:
+        return _several(files, [*saved, *below])
+    return CheckpointError(
+        f"{files.root} is not a recognized checkpoint: it has {seen(files, names, folders)}. Expected {KNOWN}"
+    )
+
+
+def _open_accelerate(files: Files, folders: list[str]) -> Checkpoint:
+    """The model and the optimizer, each in a folder of its own."""
+    parts = {folder: open(files.path(folder)) for folder in folders if several.ACCELERATE.fullmatch(folder)}
+    return several.joined(files, f"accelerate ({', '.join(parts)})", parts)
 
 
 def _open_safetensors(files: Files, names: list[str]) -> Checkpoint:
@@ -119,4 +160,6 @@ def _open_file(files: Files, name: str) -> Checkpoint:
         return torch_save.open_files(files, [name])
     if name.endswith(".safetensors") or safetensors.looks_like_one(files, name):
         return _open_safetensors(files, [name])
-    raise CheckpointError(f"{files.label(name)} is not a recognized checkpoint. Expected {KNOWN}")
+    raise CheckpointError(
+        f"{files.label(name)} is not a recognized checkpoint: it is {kind_of(files, name)}. Expected {KNOWN}"
+    )

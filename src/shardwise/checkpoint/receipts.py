@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.comparing import Difference
 from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.selection import Select, Selection
 from shardwise.checkpoint.streams import (
     CHUNK,
-    Select,
     Stream,
     check_jobs,
     check_losses,
@@ -205,16 +205,18 @@ def compare(
     rename: Rename = None,
     remap: Iterable[Rule] = (),
     select: Select = None,
+    exclude: Select = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     jobs: int = 1,
     progress: Progress = None,
 ) -> list[Difference]:
     """What differs between a receipt and what `convert` would make of a checkpoint; with `select` it may have more."""
-    streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
+    chosen = Selection(select, exclude)
+    streams = streams_of(opened, rename=rename, remap=remap, selection=chosen, cast=cast)
     check_losses(streams, overflow, "Nothing was compared", jobs=jobs)
     found = stored(streams, jobs=jobs, progress=progress)
-    known = {name: one for name, one in wanted.tensors.items() if select is None or name in streams}
+    known = {name: one for name, one in wanted.tensors.items() if chosen.everything or name in streams}
     return found.differences(replace(wanted, tensors=known))
 
 

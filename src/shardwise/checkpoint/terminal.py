@@ -17,7 +17,7 @@ from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.listing import dtype_name, inside, kind, several, short, tied
 from shardwise.checkpoint.opaque import Objects, opaque_in
 from shardwise.checkpoint.rules import Rules, read_rules
-from shardwise.checkpoint.streams import Select, selector
+from shardwise.checkpoint.selection import Select, Selection
 from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
 from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
@@ -38,6 +38,7 @@ class Changes(TypedDict):
 
     rename: list[tuple[str, str]] | None
     select: Sequence[str] | None
+    exclude: Sequence[str] | None
     cast: list[CastRule] | None
     remap: list[Rule]
 
@@ -168,6 +169,7 @@ def _along(text: str, option: str) -> tuple[str, int, tuple[int, ...] | None]:
 def changes(
     rename: Sequence[str] | None,
     select: Sequence[str] | None,
+    exclude: Sequence[str] | None,
     cast: Sequence[str] | None,
     remap: RemapOptions,
 ) -> Changes:
@@ -175,6 +177,7 @@ def changes(
     return {
         "rename": pairs(rename or (), "--rename") or None,
         "select": select,
+        "exclude": exclude,
         "cast": casts(cast or ()),
         "remap": remaps(remap),
     }
@@ -223,9 +226,9 @@ def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) 
         yield f"carried on, not rebuilt: {several(len(carried), 'object')}, such as {_named(source, carried)}"
 
 
-def uncompared(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> Iterator[str]:
+def uncompared(one: Checkpoint, other: Checkpoint, chosen: Selection, objects: Objects | None) -> Iterator[str]:
     """The values that a comparison left out, and why."""
-    why = comparing.uncompared(one, other, select, objects)
+    why = comparing.uncompared(one, other, chosen, objects)
     for reason in dict.fromkeys(why.values()):
         names = [name for name in why if why[name] == reason]
         yield f"not compared: {several(len(names), 'value')} {reason}, such as {in_line(names[0])}"
@@ -271,7 +274,7 @@ class NameNode:
 
 def tree(checkpoint: Checkpoint, *, only: Select = None, depth: int | None = None) -> Tree:
     """Names by their parts, with the bytes below each; other values, too. `depth`: levels to show."""
-    root, ties, wanted = NameNode(), tied(checkpoint), selector(checkpoint, only)
+    root, ties, wanted = NameNode(), tied(checkpoint), Selection(only).of(checkpoint)
     for name, entry in filter(lambda item: wanted(item[0]), checkpoint.items()):
         node, about = root.at(name), f"{dtype_name(entry)} {list(entry.shape)}"
         node.about = f"{about}  tied to {ties[name]}" if name in ties else about

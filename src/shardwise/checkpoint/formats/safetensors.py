@@ -78,7 +78,10 @@ def read_header(files: Files, name: str) -> Header:
     where, size = files.label(name), files.size(name)
     if size < 8:
         raise CheckpointError(f"{where} has {size} bytes, too few for a safetensors file")
-    length = int.from_bytes(files.read(name, 0, 8), "little")
+    start = files.read(name, 0, 8)
+    if start == b"version ":
+        raise CheckpointError(f"{where} is a pointer of Git LFS: fetch the file itself with git lfs pull")
+    length = int.from_bytes(start, "little")
     if length > min(size - 8, MOST_HEADER):
         raise CheckpointError(f"{where}: a header of {length} bytes in a file of {size}: it is truncated or damaged")
     fields = parse_json(files.read(name, 8, 8 + length), where)

@@ -51,7 +51,7 @@ def open_shards(files: Files, headers: Mapping[str, Header]) -> Checkpoint:
         for name, tensor in header.tensors.items():
             shards[name].append(Shard(number, offsets.get(name, (0,) * len(tensor.shape)), tensor))
     entries = {name: _entry(name, several, names, files) for name, several in shards.items()}
-    return Checkpoint(files, "safetensors shards", entries)
+    return Checkpoint(files, "safetensors", entries)
 
 
 def saved_offsets(header: Header, where: object) -> dict[str, tuple[int, ...]]:
