@@ -418,7 +418,7 @@ LITERAL = {name: torch.full((2, 3), float(at)) for at, name in enumerate(["a0", 
         ({"select": "a[0]"}, {"a[0]": "a[0]"}),
         ({"select": ["a?", "a[1]"]}, {"a?": "a?", "a[1]": "a[1]"}),
         ({"select": "a[01]"}, {"a0": "a0", "a1": "a1"}),  # which no tensor is called
-        ({"select": "a[[?]*", "exclude": "a[0]"}, {"a[1]": "a[1]"}),
+        ({"select": "a[[?]*", "exclude": "a[0]"}, {"a?": "a?", "a[1]": "a[1]"}),
         ({"rename": {"a[0]": "b", "a?": "c"}}, {"a0": "a0", "a1": "a1", "a?": "c", "a[0]": "b", "a[1]": "a[1]"}),
         (
             {"select": ["a?", "a[[]*"], "rename": [("a?", "c"), ("a*", "d*")]},

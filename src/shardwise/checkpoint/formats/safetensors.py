@@ -73,23 +73,23 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_header(files: Files, name: str) -> Header:
-    """The header of a file; refused if it is damaged, or does not match the size of the file."""
-    where, size = files.label(name), files.size(name)
-    if size < 8:
+def read_header(files: Files, name: str, begin: int = 0) -> Header:
+    """The header of a file from a byte on; refused if it is damaged, or does not match the size of the file."""
+    where, size, data = files.label(name), files.size(name), begin + 8
+    if size < data:
         raise CheckpointError(f"{where} has {size} bytes, too few for a safetensors file")
-    start = files.read(name, 0, 8)
+    start = files.read(name, begin, data)
     if start == b"version ":
         raise CheckpointError(f"{where} is a pointer of Git LFS: fetch the file itself with git lfs pull")
     length = int.from_bytes(start, "little")
-    if length > min(size - 8, MOST_HEADER):
+    if length > min(size - data, MOST_HEADER):
         raise CheckpointError(f"{where}: a header of {length} bytes in a file of {size}: it is truncated or damaged")
-    fields = parse_json(files.read(name, 8, 8 + length), where)
+    fields = parse_json(files.read(name, data, data + length), where)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ must map names to strings")
-    tensors = {key: _tensor(key, where, value, 8 + length, size) for key, value in fields.items()}
-    _check_order(where, tensors, 8 + length, size)
+    tensors = {key: _tensor(key, where, value, data + length, size) for key, value in fields.items()}
+    _check_order(where, tensors, data + length, size)
     return Header(tensors, cast("dict[str, str]", metadata))
 
 
