@@ -119,6 +119,15 @@ def _unrecognized(files: Files, names: list[str], saved: list[str], folders: lis
     )
 
 
+def _open_dcp(files: Files) -> Checkpoint:
+    """With what Lightning writes beside it: all that is not of a model or an optimizer."""
+    checkpoint, beside = dcp.open_dcp(files), several.LIGHTNING
+    if not files.has(beside) or not torch_save.looks_like_one(files, beside):
+        return checkpoint
+    parts = {dcp.METADATA: checkpoint, beside: torch_save.open_files(files, [beside])}
+    return several.joined(files, "lightning", parts)
+
+
 def _open_accelerate(files: Files, folders: list[str]) -> Checkpoint:
     """The model and the optimizer, each in a folder of its own."""
     parts = {folder: open(files.path(folder)) for folder in folders if several.ACCELERATE.fullmatch(folder)}
@@ -151,7 +160,7 @@ def _open_file(files: Files, name: str) -> Checkpoint:
     if name == sharded.INDEX:
         return sharded.open_sharded(files)
     if name == dcp.METADATA:
-        return dcp.open_dcp(files)
+        return _open_dcp(files)
     if name.endswith(".safetensors.index.json"):
         return safetensors.open_indexed(files, name)
     if name.endswith(".bin.index.json"):
