@@ -184,6 +184,9 @@ MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rul
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
 Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'. Repeated for more.")]
 Excludes = Annotated[list[str] | None, typer.Option(help="Not the names that match: 'optimizer.*'. Repeated for more.")]
+Merge = Annotated[
+    str | None, typer.Option(help="The folder of a LoRA adapter of peft: each weight becomes base + scale * B @ A.")
+]
 Casts = Annotated[
     list[str] | None,
     typer.Option(
@@ -309,6 +312,7 @@ def convert(
     rename: Renames = None,
     select: Selects = None,
     exclude: Excludes = None,
+    merge: Merge = None,
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
@@ -335,7 +339,7 @@ def convert(
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.changes(rename, select, exclude, cast, joins | rearrangements)
+    changed = terminal.changes(rename, select, exclude, merge, cast, joins | rearrangements)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -388,6 +392,7 @@ def verify(
     rename: Renames = None,
     select: Selects = None,
     exclude: Excludes = None,
+    merge: Merge = None,
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
@@ -415,7 +420,7 @@ def verify(
 
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.changes(rename, select, exclude, cast, joins | rearrangements)
+    changed = terminal.changes(rename, select, exclude, merge, cast, joins | rearrangements)
     if receipt is not None:
         if b is not None or other_rules is not None or other_mesh or objects is not None:
             raise ValueError("--receipt takes the place of B: leave out B, and the options of B and of objects")

@@ -9,6 +9,7 @@ from typing import overload
 import numpy as np
 import torch
 
+from shardwise.checkpoint.adapters import with_adapter
 from shardwise.checkpoint.damage import Damage, verify_sums
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import WORDS
@@ -67,6 +68,7 @@ def verify(
     remap: Iterable[Rule] = (),
     select: Select = None,
     exclude: Select = None,
+    merge: PathLike | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     objects: Objects | None = None,
@@ -85,6 +87,7 @@ def verify(
     remap: Iterable[Rule] = (),
     select: Select = None,
     exclude: Select = None,
+    merge: PathLike | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     objects: Objects | None = None,
@@ -99,20 +102,21 @@ def verify(
     byte is as it was written. A checkpoint without checksums is refused.
 
     `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
-    `select`, `exclude`, `cast` and `overflow` as in `convert`: compares b with what `convert` would make of a; with
-    `select` or `exclude` b may have more. Other values are compared if both formats can hold them. safetensors holds
-    none: there only values with tensors inside count as a difference. `objects="drop"`: objects of unknown classes are
-    not compared.
+    `select`, `exclude`, `merge`, `cast` and `overflow` as in `convert`: compares b with what `convert` would make of
+    a; with `select` or `exclude` b may have more. Other values are compared if both formats can hold them. safetensors
+    holds none: there only values with tensors inside count as a difference. `objects="drop"`: objects of unknown
+    classes are not compared.
     """
     check_objects(objects)
     check_progress(progress)
     check_jobs(jobs)
     if b is None:
-        options = {"rename": rename, "remap": remap, "select": select, "exclude": exclude, "cast": cast}
+        options = {"rename": rename, "remap": remap, "select": select, "exclude": exclude, "merge": merge, "cast": cast}
         _check_alone(**options, objects=objects, other_rules=other_rules)
         return verify_sums(a, rules=rules, jobs=jobs, progress=progress)
     chosen = Selection(select, exclude)
     one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
+    one = one if merge is None else with_adapter(one, merge)
     other = b if isinstance(b, Checkpoint) else open(b, rules=other_rules)
     streams = streams_of(one, rename=rename, remap=remap, selection=chosen, cast=cast)
     check_overflow(overflow)

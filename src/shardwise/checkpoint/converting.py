@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import PurePath
 from typing import IO
 
+from shardwise.checkpoint.adapters import with_adapter
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.comparing import compare_streams
 from shardwise.checkpoint.coupled_rules import CoupledRules
@@ -74,6 +75,7 @@ def convert(
     remap: Iterable[Rule] = (),
     select: Select = None,
     exclude: Select = None,
+    merge: PathLike | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     max_shard_size: int | str | None = None,
@@ -93,21 +95,21 @@ def convert(
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "torch.save";
     by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split
     them, and Quantized turns codes and scales into values, or values into these. `select`, `exclude`: patterns of
-    source names to take or to leave out, also of values that are not tensors. `cast`: a dtype for all floating point
-    tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a
-    pattern only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers
-    or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of
-    range for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing
-    are refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes
-    objects of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by
-    default those without tensors are left out, and others refused. An interrupted conversion resumes: complete files
-    are not written again, and `reused` of the result lists them. Concurrent saves and conversions to `out` are
-    refused. `verify`: read it back and compare every cell. `sums`: write checksums of every file beside it, which
-    `load` and `verify` check.
+    source names to take or to leave out, also of values that are not tensors. `merge`: the folder of a LoRA adapter of
+    peft, which is added to the weights, by source names. `cast`: a dtype for all floating point tensors, or rules
+    [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern only casts
+    between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or bool, a rule
+    must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range for its new
+    dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing are refused.
+    `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes objects of
+    unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by default those
+    without tensors are left out, and others refused. An interrupted conversion resumes: complete files are not written
+    again, and `reused` of the result lists them. Concurrent saves and conversions to `out` are refused. `verify`: read
+    it back and compare every cell. `sums`: write checksums of every file beside it, which `load` and `verify` check.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    chosen = Selection(select, exclude)
+    opened, chosen = opened if merge is None else with_adapter(opened, merge), Selection(select, exclude)
     given = None if rules is None else rules_for(rules, opened.files)
     streams = streams_of(opened, rename=rename, remap=remap, selection=chosen, cast=cast)
     streams = {key: stream for key, stream in streams.items() if given is None or not given.skips(key)}

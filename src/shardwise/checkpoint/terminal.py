@@ -39,6 +39,7 @@ class Changes(TypedDict):
     rename: list[tuple[str, str]] | None
     select: Sequence[str] | None
     exclude: Sequence[str] | None
+    merge: str | None
     cast: list[CastRule] | None
     remap: list[Rule]
 
@@ -170,6 +171,7 @@ def changes(
     rename: Sequence[str] | None,
     select: Sequence[str] | None,
     exclude: Sequence[str] | None,
+    merge: str | None,
     cast: Sequence[str] | None,
     remap: RemapOptions,
 ) -> Changes:
@@ -178,6 +180,7 @@ def changes(
         "rename": pairs(rename or (), "--rename") or None,
         "select": select,
         "exclude": exclude,
+        "merge": merge,
         "cast": casts(cast or ()),
         "remap": remaps(remap),
     }
