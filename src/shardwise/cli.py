@@ -62,13 +62,15 @@ Page = Annotated[Path | None, typer.Option(help="Also write an HTML page.")]
 
 SHELL = {  # options as errors of the library name them, and as the shell does
     r"\boverflow=['\"]allow['\"]": "--allow-overflow",
+    r"\bwith_config=, or give the folder that has them": "--with-config, or give --config-from FOLDER",
+    r"\bwith_config=": "--with-config",
     r"\bkey='([^']*)'": r"--key-file \1",
     r"give key=, .* a file with it": "give --key-file FILE, with a secret that all jobs know",
     r"\bcast=\[\('([^']+)', torch\.(\w+)\)\]": r"--cast '\1=\2'",
 }
 KEYWORDS = re.compile(
-    r"\b(cast|exclude|format|hosts|itemsize|jobs|max_bytes|max_shard_size|objects|other_rules|rename|rules|select"
-    r"|source_rules)=(?:'([\w./*-]+)'|\"([\w./*-]+)\"|(\d+)\b)?(?![\w\[])"
+    r"\b(cast|exclude|format|hosts|itemsize|jobs|max_bytes|max_shard_size|merge|objects|other_rules|parameters|rename"
+    r"|rules|select|source_rules)=(?:'([\w./*-]+)'|\"([\w./*-]+)\"|(\d+)\b)?(?![\w\[])"
 )
 
 
@@ -322,6 +324,10 @@ def convert(
     rotary: Rotaries = None,
     pad: Pads = None,
     quantized: QuantizedTensors = None,
+    with_config: Annotated[
+        bool, typer.Option("--with-config", help="Also copy config, tokenizer and generation files of SOURCE.")
+    ] = False,
+    config_from: Annotated[str | None, typer.Option(help="The same, of another folder.")] = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -349,6 +355,7 @@ def convert(
             rules=_rules(rules, mesh),
             **changed,
             overflow=_overflow(allow_overflow),
+            with_config=config_from if config_from is not None else with_config,
             objects=objects,  # type: ignore[arg-type]
             jobs=jobs,
             max_bytes=size_in_bytes(max_bytes),
@@ -362,6 +369,8 @@ def convert(
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(terminal.summary(made))}{checked}", soft_wrap=True)
     for line in terminal.fates(opened, made, objects):  # type: ignore[arg-type]
+        _say(line)
+    for line in terminal.uncopied(opened, made):
         _say(line)
 
 

@@ -38,7 +38,7 @@ def test_a_model_and_an_adapter_in_one_folder_are_two_checkpoints(tmp_path, mode
             (save_file if name.endswith(".safetensors") else torch.save)(ONE, tmp_path / name)
     said = refused(tmp_path)
     assert f"has 2 checkpoints: {model}, {adapter}." in said
-    assert f"such as {tmp_path / model}; --merge" in said
+    assert f"such as {tmp_path / model}; convert with merge=" in said
     assert list(checkpoint.open(tmp_path / model)) == list(checkpoint.open(tmp_path / adapter)) == ["w"]
     (tmp_path / model).unlink()
     if not model.endswith(".json"):

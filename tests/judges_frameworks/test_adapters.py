@@ -86,15 +86,18 @@ def test_a_merge_has_the_same_bits_for_every_sharding_and_gives_the_logits_of_pe
     base.save_pretrained(tmp_path / "base")
     adapted = trained(base, target_modules=QKV)
     adapted.save_pretrained(tmp_path / "adapter")
-    one = checkpoint.convert(tmp_path / "base", tmp_path / "out", merge=tmp_path / "adapter")
+    one = checkpoint.convert(tmp_path / "base", tmp_path / "out", merge=tmp_path / "adapter", with_config=True)
     rules = checkpoint.read_rules("llama").with_mesh(tp=2)
     options = {"format": "sharded", "rules": rules, "merge": tmp_path / "adapter", "max_bytes": 4096}
     two = checkpoint.convert(tmp_path / "base", tmp_path / "sharded", **options)
     assert not checkpoint.verify(one, two)
-    (tmp_path / "out" / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
     model, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+    checkpoint.convert(tmp_path / "out", tmp_path / "small", cast=torch.bfloat16, with_config=True)
+    small = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype="auto")
+    assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(small.state_dict(), model.to(torch.bfloat16).state_dict(), rtol=0, atol=0)
 
 
 REFUSED = {

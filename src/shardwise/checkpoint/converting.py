@@ -17,6 +17,7 @@ from typing import IO
 from shardwise.checkpoint.adapters import with_adapter
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.comparing import compare_streams
+from shardwise.checkpoint.config_files import copies_of, write_copies
 from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
@@ -24,6 +25,7 @@ from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
+from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource, rules_for
@@ -76,6 +78,7 @@ def convert(
     select: Select = None,
     exclude: Select = None,
     merge: PathLike | None = None,
+    with_config: PathLike | bool = False,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     max_shard_size: int | str | None = None,
@@ -96,7 +99,8 @@ def convert(
     by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split
     them, and Quantized turns codes and scales into values, or values into these. `select`, `exclude`: patterns of
     source names to take or to leave out, also of values that are not tensors. `merge`: the folder of a LoRA adapter of
-    peft, which is added to the weights, by source names. `cast`: a dtype for all floating point tensors, or rules
+    peft, which is added to the weights, by source names. `with_config`: also copy config, tokenizer and generation
+    files, of the source (True) or of another folder. `cast`: a dtype for all floating point tensors, or rules
     [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern only casts
     between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or bool, a rule
     must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range for its new
@@ -129,10 +133,12 @@ def convert(
     writer = WRITERS[format](folder, owners, token, name)
     _check_apart(opened, folder, name)
     writer.fits(contents)
+    copies = _copies(with_config, opened, streams, folder)
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claim_folder(folder, token, name) as claim, _resumable(claim, folder, token, owners):
         writer.check(contents)
         files = _write_files(writer, owners, streams, contents, chunk, jobs, progress)
+        write_copies(copies, folder)
         for old in writer.finish(files, contents):
             writer.folder.remove(old)
         made = open(folder.path_of(writer.main))
@@ -140,6 +146,15 @@ def convert(
         if verify:
             _verify(streams, contents, made, chunk, jobs, progress)
     return made
+
+
+def _copies(
+    wanted: PathLike | bool, opened: Checkpoint, streams: Mapping[str, Stream], folder: OutputFolder
+) -> dict[str, bytes]:
+    """The config files to write beside the weights."""
+    if wanted is False:
+        return {}
+    return copies_of(opened.files if wanted is True else files_at(wanted)[0], streams, folder)
 
 
 def _contents(

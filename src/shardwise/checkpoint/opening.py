@@ -101,7 +101,7 @@ def _check_one_model(files: Files, names: list[str], models: list[str]) -> None:
 
 
 def _several(files: Files, names: list[str]) -> CheckpointError:
-    merge = "; --merge of convert adds an adapter to its model" if any(name in ADAPTERS for name in names) else ""
+    merge = "; convert with merge= adds an adapter to its model" if any(name in ADAPTERS for name in names) else ""
     return CheckpointError(
         f"{files.root} has {len(names)} checkpoints: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}. "
         f"Give the path of one of them, such as {files.path(names[0])}{merge}"

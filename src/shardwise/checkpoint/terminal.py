@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from shardwise import report
 from shardwise.checkpoint import comparing
+from shardwise.checkpoint.config_files import config_files
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.listing import dtype_name, inside, kind, several, short, tied
 from shardwise.checkpoint.opaque import Objects, opaque_in
@@ -227,6 +228,16 @@ def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) 
     carried = _opaque(source, made.objects)
     if carried:
         yield f"carried on, not rebuilt: {several(len(carried), 'object')}, such as {_named(source, carried)}"
+
+
+def uncopied(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
+    """The files that `from_pretrained` needs, and that a conversion to its formats did not copy."""
+    if made.format not in ("safetensors", "torch.save") or not source.files.near:
+        return
+    there = set(made.files.names())
+    left = [name for name in config_files(source.files) if name not in there]
+    if left:
+        yield f"not copied: {', '.join(map(in_line, left))}: --with-config copies them"
 
 
 def uncompared(one: Checkpoint, other: Checkpoint, chosen: Selection, objects: Objects | None) -> Iterator[str]:
