@@ -10,7 +10,16 @@ from contextlib import contextmanager
 
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.formats import dcp, rank_files, safetensors, safetensors_shards, several, sharded, torch_save
+from shardwise.checkpoint.formats import (
+    dcp,
+    rank_files,
+    rank_shards,
+    safetensors,
+    safetensors_shards,
+    several,
+    sharded,
+    torch_save,
+)
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.sightings import SHOWN, kind_of, seen
@@ -85,6 +94,10 @@ def _open_directory(files: Files) -> Checkpoint:
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
+    groups = [group for group in rank_shards.groups(saved) if len(group) > 1 and torch_save.has_shards(files, group[0])]
+    if groups:
+        parts = {group[0]: torch_save.open_files(files, group, ranks=True) for group in groups}
+        return several.joined(files, "torch.save", parts)
     if len(here) < len(there):
         raise CheckpointError(
             f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
