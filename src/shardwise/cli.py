@@ -328,6 +328,10 @@ def convert(
         bool, typer.Option("--with-config", help="Also copy config, tokenizer and generation files of SOURCE.")
     ] = False,
     config_from: Annotated[str | None, typer.Option(help="The same, of another folder.")] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="A text file: the names of an optimizer's parameters, one per line, in place of numbers."),
+    ] = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -355,6 +359,7 @@ def convert(
             rules=_rules(rules, mesh),
             **changed,
             overflow=_overflow(allow_overflow),
+            parameters=parameters,
             with_config=config_from if config_from is not None else with_config,
             objects=objects,  # type: ignore[arg-type]
             jobs=jobs,

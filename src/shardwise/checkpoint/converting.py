@@ -28,6 +28,7 @@ from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.optimizer_names import Parameters, with_names
 from shardwise.checkpoint.rules import RulesSource, rules_for
 from shardwise.checkpoint.selection import Select, Selection
 from shardwise.checkpoint.streams import (
@@ -78,6 +79,7 @@ def convert(
     select: Select = None,
     exclude: Select = None,
     merge: PathLike | None = None,
+    parameters: Parameters | None = None,
     with_config: PathLike | bool = False,
     cast: Cast = None,
     overflow: Overflow = "refuse",
@@ -99,20 +101,23 @@ def convert(
     by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`; Concat and Stack join tensors or split
     them, and Quantized turns codes and scales into values, or values into these. `select`, `exclude`: patterns of
     source names to take or to leave out, also of values that are not tensors. `merge`: the folder of a LoRA adapter of
-    peft, which is added to the weights, by source names. `with_config`: also copy config, tokenizer and generation
-    files, of the source (True) or of another folder. `cast`: a dtype for all floating point tensors, or rules
-    [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern only casts
-    between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or bool, a rule
-    must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of range for its new
-    dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing are refused.
-    `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes objects of
-    unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by default those
-    without tensors are left out, and others refused. An interrupted conversion resumes: complete files are not written
-    again, and `reused` of the result lists them. Concurrent saves and conversions to `out` are refused. `verify`: read
-    it back and compare every cell. `sums`: write checksums of every file beside it, which `load` and `verify` check.
+    peft, which is added to the weights, by source names. `parameters`: the names of the parameters of an optimizer, in
+    the order of its groups, or a text file with a name in each line: they take the place of the numbers in its states.
+    `with_config`: also copy config, tokenizer and generation files, of the source (True) or of another folder. `cast`:
+    a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype
+    for the rest. A dtype or a pattern only casts between float64, float32, float16 and bfloat16: to cast quantized
+    codes, their scales, integers or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write
+    nothing if a value is out of range for its new dtype; "allow" casts it, and `lost` of the result lists such
+    tensors. Rules that match nothing are refused. `max_bytes`: the memory limit for values, shared by `jobs` threads.
+    `objects`: "carry" also writes objects of unknown classes, unchanged, and is refused if `format` cannot hold them;
+    "drop" leaves them out; by default those without tensors are left out, and others refused. An interrupted
+    conversion resumes: complete files are not written again, and `reused` of the result lists them. Concurrent saves
+    and conversions to `out` are refused. `verify`: read it back and compare every cell. `sums`: write checksums of
+    every file beside it, which `load` and `verify` check.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
+    opened = opened if parameters is None else with_names(opened, parameters)
     opened, chosen = opened if merge is None else with_adapter(opened, merge), Selection(select, exclude)
     given = None if rules is None else rules_for(rules, opened.files)
     streams = streams_of(opened, rename=rename, remap=remap, selection=chosen, cast=cast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -482,11 +482,21 @@ class Checkpoint(LazyMapping[Entry]):
         self.lost: tuple[Lost, ...] = ()  # by `convert`: values beyond the range of their new dtype, cast as allowed
         self._objects = objects
 
-    def replaced(self, entries: Mapping[str, Entry], *, without: Collection[str] = ()) -> Checkpoint:
-        """The same with other tensors; `without`: names that have no path any more."""
-        paths = {name: path for name, path in self.paths.items() if name not in without}
+    def replaced(
+        self,
+        entries: Mapping[str, Entry],
+        *,
+        paths: Mapping[str, tuple[str | int, ...]] | None = None,
+        objects: Mapping[str, object] | None = None,
+    ) -> Checkpoint:
+        """The same with other tensors, and perhaps other paths and values."""
         made = Checkpoint(
-            self.files, self.format, entries, paths=paths, objects=lambda: self.objects, metadata=self.metadata
+            self.files,
+            self.format,
+            entries,
+            paths=self.paths if paths is None else paths,
+            objects=lambda: self.objects if objects is None else objects,
+            metadata=self.metadata,
         )
         made.sums = self.sums
         made.path = self.path  # of a single file it is more than the root of `files`

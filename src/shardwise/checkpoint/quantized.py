@@ -127,7 +127,8 @@ def with_values(checkpoint: Checkpoint, rules: Sequence[Quantized]) -> Checkpoin
             entries[one.value] = ValueEntry(one, checkpoint[one.codes], checkpoint[one.scales], rule)
         elif name not in scales:
             entries[name] = checkpoint[name]
-    return checkpoint.replaced(entries, without=scales)
+    paths = {name: path for name, path in checkpoint.paths.items() if name not in scales}
+    return checkpoint.replaced(entries, paths=paths)
 
 
 def quantized_in(checkpoint: Checkpoint) -> list[str]:
