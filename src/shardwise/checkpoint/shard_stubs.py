@@ -23,7 +23,14 @@ from shardwise.checkpoint.unpickle_stubs import (
     sizes,
     tensor_of_type,
 )
-from shardwise.containers.torch_private import OLD_SHARD_MODULE, REBUILD_MODULE, TENSOR_MODULE
+from shardwise.containers.torch_private import (
+    MESH_LAYOUT_MODULE,
+    OLD_SHARD_MODULE,
+    REBUILD_MODULE,
+    SHARD_MODULE,
+    SPEC_MODULE,
+    TENSOR_MODULE,
+)
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Mesh, Partial, Replicate, Shard
 from shardwise.quoting import brief
@@ -74,22 +81,22 @@ def _kinds(module: str, *names: str) -> dict[tuple[str, str], type[DistributedSt
     return {(module, name): type(name, (DistributedStub,), {}) for name in names}
 
 
-_SHARD, _TENSOR = "torch.distributed._shard.", "torch.distributed.tensor"
+_TENSOR = "torch.distributed.tensor"
 CLASSES = {
-    **_kinds(f"{_SHARD}sharded_tensor.api", "ShardedTensor"),
-    **_kinds(f"{_SHARD}sharded_tensor.shard", "Shard"),
-    **_kinds(f"{_SHARD}metadata", "ShardMetadata"),
+    **_kinds(f"{SHARD_MODULE}.sharded_tensor.api", "ShardedTensor"),
+    **_kinds(f"{SHARD_MODULE}.sharded_tensor.shard", "Shard"),
+    **_kinds(f"{SHARD_MODULE}.metadata", "ShardMetadata"),
     **_kinds(OLD_SHARD_MODULE, "ShardedTensorMetadata", "TensorProperties"),
-    **_kinds(f"{_SHARD}sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
-    **_kinds(f"{_SHARD}sharding_spec.api", "EnumerableShardingSpec"),
+    **_kinds(f"{SHARD_MODULE}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
+    **_kinds(f"{SHARD_MODULE}.sharding_spec.api", "EnumerableShardingSpec"),
     **_kinds("torch.distributed.remote_device", "_remote_device"),
     **_kinds(_TENSOR, "DTensor"),
-    **_kinds(f"{_TENSOR}._dtensor_spec", "DTensorSpec", "TensorMeta", "ShardOrderEntry"),
+    **_kinds(SPEC_MODULE, "DTensorSpec", "TensorMeta", "ShardOrderEntry"),
     **_kinds(f"{_TENSOR}.placement_types", "Shard", "Replicate", "Partial", "_StridedShard"),
     **_kinds("torch.distributed.device_mesh", "DeviceMesh"),
-    **_kinds("torch.distributed._mesh_layout", "_MeshLayout", "_FlatLayout"),
+    **_kinds(MESH_LAYOUT_MODULE, "_MeshLayout", "_FlatLayout"),
 }
-SHARDED_TENSOR, DTENSOR = CLASSES[f"{_SHARD}sharded_tensor.api", "ShardedTensor"], CLASSES[_TENSOR, "DTensor"]
+SHARDED_TENSOR, DTENSOR = CLASSES[f"{SHARD_MODULE}.sharded_tensor.api", "ShardedTensor"], CLASSES[_TENSOR, "DTensor"]
 PLACEMENTS = {CLASSES[f"{_TENSOR}.placement_types", name]: name for name in ("Shard", "Replicate")}
 
 
