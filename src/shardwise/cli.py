@@ -62,13 +62,15 @@ Page = Annotated[Path | None, typer.Option(help="Also write an HTML page.")]
 
 SHELL = {  # options as errors of the library name them, and as the shell does
     r"\boverflow=['\"]allow['\"]": "--allow-overflow",
+    r"\bwith_config=, or give the folder that has them": "--with-config, or give --config-from FOLDER",
+    r"\bwith_config=": "--with-config",
     r"\bkey='([^']*)'": r"--key-file \1",
     r"give key=, .* a file with it": "give --key-file FILE, with a secret that all jobs know",
     r"\bcast=\[\('([^']+)', torch\.(\w+)\)\]": r"--cast '\1=\2'",
 }
 KEYWORDS = re.compile(
-    r"\b(cast|exclude|format|hosts|itemsize|jobs|max_bytes|max_shard_size|objects|other_rules|rename|rules|select"
-    r"|source_rules)=(?:'([\w./*-]+)'|\"([\w./*-]+)\"|(\d+)\b)?(?![\w\[])"
+    r"\b(cast|exclude|format|hosts|itemsize|jobs|max_bytes|max_shard_size|merge|objects|other_rules|parameters|rename"
+    r"|rules|select|source_rules)=(?:'([\w./*-]+)'|\"([\w./*-]+)\"|(\d+)\b)?(?![\w\[])"
 )
 
 
@@ -182,7 +184,11 @@ RulesFile = Annotated[
 ]
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
-Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'.")]
+Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'. Repeated for more.")]
+Excludes = Annotated[list[str] | None, typer.Option(help="Not the names that match: 'optimizer.*'. Repeated for more.")]
+Merge = Annotated[
+    str | None, typer.Option(help="The folder of a LoRA adapter of peft: each weight becomes base + scale * B @ A.")
+]
 Casts = Annotated[
     list[str] | None,
     typer.Option(
@@ -311,6 +317,8 @@ def convert(
     source_mesh: MeshSizes = None,
     rename: Renames = None,
     select: Selects = None,
+    exclude: Excludes = None,
+    merge: Merge = None,
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
@@ -321,6 +329,14 @@ def convert(
     pad: Pads = None,
     quantized: QuantizedTensors = None,
     names: Names = None,
+    with_config: Annotated[
+        bool, typer.Option("--with-config", help="Also copy config, tokenizer and generation files of SOURCE.")
+    ] = False,
+    config_from: Annotated[str | None, typer.Option(help="The same, of another folder.")] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="A text file: the names of an optimizer's parameters, one per line, in place of numbers."),
+    ] = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
@@ -338,7 +354,8 @@ def convert(
     opened = checkpoints.open(source, rules=_rules(source_rules, source_mesh))
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.translated(terminal.changes(rename, select, cast, joins | rearrangements), opened, names)
+    changes = terminal.changes(rename, select, exclude, merge, cast, joins | rearrangements)
+    changed = terminal.translated(changes, opened, names)
     with _continued():
         made = checkpoints.convert(
             opened,
@@ -348,6 +365,8 @@ def convert(
             rules=_rules(rules, mesh),
             **changed,
             overflow=_overflow(allow_overflow),
+            parameters=parameters,
+            with_config=config_from if config_from is not None else with_config,
             objects=objects,  # type: ignore[arg-type]
             jobs=jobs,
             max_bytes=size_in_bytes(max_bytes),
@@ -361,6 +380,8 @@ def convert(
     checked = f"; read back, every cell is {_right(opened, made, changed['cast'] or ())}" if verify else ""
     Console(highlight=False).print(f"{escape(terminal.summary(made))}{checked}", soft_wrap=True)
     for line in terminal.fates(opened, made, objects):  # type: ignore[arg-type]
+        _say(line)
+    for line in terminal.uncopied(opened, made):
         _say(line)
 
 
@@ -390,6 +411,8 @@ def verify(
     other_mesh: MeshSizes = None,
     rename: Renames = None,
     select: Selects = None,
+    exclude: Excludes = None,
+    merge: Merge = None,
     cast: Casts = None,
     allow_overflow: AllowOverflow = False,
     concat: Concats = None,
@@ -414,10 +437,11 @@ def verify(
     from shardwise import checkpoint as checkpoints
     from shardwise.checkpoint import receipts, terminal
     from shardwise.checkpoint.name_groups import rename_between
+    from shardwise.checkpoint.selection import Selection
 
     joins = {"quantized": quantized, "concat": concat, "interleave": interleave, "stack": stack}
     rearrangements = {"transpose": transpose, "rotary": rotary, "pad": pad}
-    changed = terminal.changes(rename, select, cast, joins | rearrangements)
+    changed = terminal.changes(rename, select, exclude, merge, cast, joins | rearrangements)
     if names is not None:
         changed = terminal.translated(changed, checkpoints.open(a, rules=_rules(rules, mesh)), names)
     if receipt is not None:
@@ -452,7 +476,7 @@ def verify(
         progress="bar" if bar else None,
     )
     _list(differences, "differences", all=all)
-    for line in terminal.uncompared(one, other, select, objects):  # type: ignore[arg-type]
+    for line in terminal.uncompared(one, other, Selection(select, exclude), objects):  # type: ignore[arg-type]
         _say(line)
     if not any(changed.values()) and (hint := rename_between(one, other)) is not None:
         _say(f"the names differ in a prefix: try --rename '{hint[0]}={hint[1]}'")
@@ -514,6 +538,7 @@ def diff(
     b: Path_,
     rename: Renames = None,
     select: Selects = None,
+    exclude: Excludes = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 40,
     jobs: Jobs = 1,
     bar: Bar = True,
@@ -526,9 +551,9 @@ def diff(
     from shardwise.checkpoint import changes
 
     progress: Literal["bar"] | None = "bar" if bar else None
-    found = changes.changes(
-        checkpoints.open(a), checkpoints.open(b), rename=_pairs(rename), select=select, jobs=jobs, progress=progress
-    )
+    one, other = checkpoints.open(a), checkpoints.open(b)
+    names = {"rename": _pairs(rename), "select": select, "exclude": exclude}
+    found = changes.changes(one, other, **names, jobs=jobs, progress=progress)  # type: ignore[arg-type]
     for line in changes.lines(found, limit):
         _say(line)
 

@@ -340,3 +340,33 @@ def test_options_that_compare_need_a_second_checkpoint(shell, saved):
     code, text = shell("verify", saved, "--select", "norm")
     assert code == 2
     assert "options that compare need a second checkpoint, B" in text
+
+
+def test_config_files_are_named_or_copied(shell, tmp_path):
+    (tmp_path / "in").mkdir()
+    checkpoint.convert(_stored(tmp_path), tmp_path / "in")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    code, said = shell("convert", "in", "out")
+    assert (code, "not copied: config.json, tokenizer.json: --with-config copies them" in said) == (0, True), said
+    for option in (["--with-config"], ["--config-from", "in"]):
+        code, said = shell("convert", "in", f"out{option[0]}", *option)
+        assert (code, "not copied" in said) == (0, False), said
+        assert (tmp_path / f"out{option[0]}" / "tokenizer.json").read_text() == "{}"
+    code, said = shell("convert", "out", "bare", "--with-config")
+    assert (code, "leave out --with-config, or give --config-from FOLDER" in said) == (2, True), said
+
+
+def test_names_are_excluded_and_several_are_selected(shell, tmp_path):
+    _stored(tmp_path)
+    options = ["--select", "layers.*", "--select", "norm", "--exclude", "*.k"]
+    assert shell("convert", "stored.pt", "out.safetensors", *options)[0] == 0
+    assert sorted(checkpoint.open("out.safetensors")) == ["layers.0.q", "norm"]
+    assert shell("verify", "stored.pt", "out.safetensors", *options)[0] == 0
+    code, said = shell("convert", "stored.pt", "b.safetensors", "--exclude", "nothing.*")
+    assert (code, "--exclude has 'nothing.*', which matches no name" in said) == (2, True), said
+
+
+def _stored(tmp_path):
+    torch.save(WEIGHTS, tmp_path / "stored.pt")
+    return tmp_path / "stored.pt"

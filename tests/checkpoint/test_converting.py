@@ -390,16 +390,23 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("select", "names"),
+    ("options", "names"),
     [
-        ("model.*", ["model.0.up", "model.1.up", "model.norm"]),
-        (["head", "*.[1-9].*"], ["head", "model.1.up"]),
-        (["*"], ["head", "model.0.up", "model.1.up", "model.norm"]),
+        ({"select": "model.*"}, ["model.0.up", "model.1.up", "model.norm"]),
+        ({"select": ["head", "*.[1-9].*"]}, ["head", "model.1.up"]),
+        ({"select": ["*"]}, ["head", "model.0.up", "model.1.up", "model.norm"]),
+        ({"exclude": "model.*"}, ["head"]),
+        ({"exclude": ["head", "*.0.*"]}, ["model.1.up", "model.norm"]),
+        ({"select": ["model.*", "head"], "exclude": ["*.[01].*"]}, ["head", "model.norm"]),
     ],
+    ids=str,
 )
-def test_patterns_choose_source_names(tmp_path, few, select, names):
-    found = became(tmp_path, few, select=select, rename={"head": "h"})
+def test_patterns_choose_source_names(tmp_path, few, options, names):
+    found = became(tmp_path, few, **options, rename={"head": "h"})
     assert_same(found, {"h" if name == "head" else name: few[name] for name in names})
+    assert not checkpoint.verify(
+        tmp_path / "in.safetensors", tmp_path / "out.safetensors", **options, rename={"head": "h"}
+    )
 
 
 LITERAL = {name: torch.full((2, 3), float(at)) for at, name in enumerate(["a0", "a1", "a?", "a[0]", "a[1]"])}
@@ -411,6 +418,7 @@ LITERAL = {name: torch.full((2, 3), float(at)) for at, name in enumerate(["a0", 
         ({"select": "a[0]"}, {"a[0]": "a[0]"}),
         ({"select": ["a?", "a[1]"]}, {"a?": "a?", "a[1]": "a[1]"}),
         ({"select": "a[01]"}, {"a0": "a0", "a1": "a1"}),  # which no tensor is called
+        ({"select": "a[[?]*", "exclude": "a[0]"}, {"a?": "a?", "a[1]": "a[1]"}),
         ({"rename": {"a[0]": "b", "a?": "c"}}, {"a0": "a0", "a1": "a1", "a?": "c", "a[0]": "b", "a[1]": "a[1]"}),
         (
             {"select": ["a?", "a[[]*"], "rename": [("a?", "c"), ("a*", "d*")]},

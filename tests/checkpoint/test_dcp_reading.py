@@ -13,7 +13,7 @@ import torch._dynamo  # a process imports it with its first DTensor, which takes
 import torch.distributed.checkpoint as judge
 from devices import device_type
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -317,13 +317,6 @@ def test_another_dtype_or_shape_than_the_metadata_says_is_refused(copied):
         with pytest.raises(CheckpointError, match=message):
             opened(copied)["w"].read()
         (copied / ".metadata").write_bytes(good)
-
-
-def test_tensors_in_safetensors_form_are_refused_with_the_reason(tmp_path):
-    writer = FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
-    judge.save({"a": torch.ones(2), "b": torch.ones(3), "n": 1}, storage_writer=writer)
-    with pytest.raises(CheckpointError, match="in safetensors form"):
-        opened(tmp_path / "c")
 
 
 def test_a_directory_without_metadata_is_refused(tmp_path):

@@ -244,12 +244,14 @@ def test_what_is_no_plain_tensor_is_refused(tmp_path, what):
         opened(tmp_path / "m.pt")
 
 
-def test_sharded_tensors_are_sent_to_the_other_format(tmp_path):
+def test_a_dtensor_that_is_whole_is_read_and_other_objects_of_torch_distributed_are_refused(tmp_path):
     def save(rank):
         tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh(device_type(), (1,)), [Shard(0)])
         torch.save({"a": tensor}, tmp_path / "m.pt")
 
     on_ranks(1, save)
+    torch.testing.assert_close(opened(tmp_path / "m.pt")["a"].read(), torch.ones(4, 2))
+    torch.save({"a": torch.distributed.fsdp.ShardingStrategy.FULL_SHARD}, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=r"m.pt.* a sharded tensor is saved with torch.distributed.checkpoint"):
         opened(tmp_path / "m.pt")
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from shardwise.checkpoint.entry import Checkpoint
-from shardwise.checkpoint.streams import CHUNK, Select, Stream, check_jobs, map_in_order, stream_of, streams_of
+from shardwise.checkpoint.selection import Select, Selection
+from shardwise.checkpoint.streams import CHUNK, Stream, check_jobs, map_in_order, stream_of, streams_of
 from shardwise.job.names import Rename
 from shardwise.job.progress import Progress, check_progress, reporter
 from shardwise.quoting import in_line
@@ -39,14 +40,16 @@ def changes(
     *,
     rename: Rename = None,
     select: Select = None,
+    exclude: Select = None,
     jobs: int = 1,
     progress: Progress = None,
 ) -> list[Change]:
     """All tensors that differ: those that came, went or have another shape, then by relative change, largest first."""
     check_progress(progress)
     check_jobs(jobs)
-    source = streams_of(a, rename=rename, select=select)
-    there = {name: stream_of(entry) for name, entry in b.items() if select is None or name in source}
+    chosen = Selection(select, exclude)
+    source = streams_of(a, rename=rename, selection=chosen)
+    there = {name: stream_of(entry) for name, entry in b.items() if chosen.everything or name in source}
     listed = [Change(name, "removed") for name in source if name not in there]
     listed += [Change(name, "added") for name in there if name not in source]
     pairs = {name: (stream, there[name]) for name, stream in source.items() if name in there}

@@ -9,20 +9,20 @@ from typing import overload
 import numpy as np
 import torch
 
+from shardwise.checkpoint.adapters import with_adapter
 from shardwise.checkpoint.damage import Damage, verify_sums
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.opaque import Objects, check_objects, tensors_in
 from shardwise.checkpoint.opening import open
 from shardwise.checkpoint.rules import RulesSource
+from shardwise.checkpoint.selection import EVERYTHING, Select, Selection
 from shardwise.checkpoint.streams import (
     CHUNK,
-    Select,
     Stream,
     check_jobs,
     check_losses,
     map_in_order,
-    selector,
     stream_of,
     streams_of,
 )
@@ -67,6 +67,8 @@ def verify(
     rename: Rename = None,
     remap: Iterable[Rule] = (),
     select: Select = None,
+    exclude: Select = None,
+    merge: PathLike | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     objects: Objects | None = None,
@@ -84,6 +86,8 @@ def verify(
     rename: Rename = None,
     remap: Iterable[Rule] = (),
     select: Select = None,
+    exclude: Select = None,
+    merge: PathLike | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     objects: Objects | None = None,
@@ -98,29 +102,33 @@ def verify(
     byte is as it was written. A checkpoint without checksums is refused.
 
     `a` and `b`: what `open` takes (with `rules`, and `other_rules` for b), or what it returned. `rename`, `remap`,
-    `select`, `cast` and `overflow` as in `convert`: compares b with what `convert` would make of a; with `select` b may
-    have more. Other values are compared if both formats can hold them. safetensors holds none: there only values with
-    tensors inside count as a difference. `objects="drop"`: objects of unknown classes are not compared.
+    `select`, `exclude`, `merge`, `cast` and `overflow` as in `convert`: compares b with what `convert` would make of
+    a; with `select` or `exclude` b may have more. Other values are compared if both formats can hold them. safetensors
+    holds none: there only values with tensors inside count as a difference. `objects="drop"`: objects of unknown
+    classes are not compared.
     """
     check_objects(objects)
     check_progress(progress)
     check_jobs(jobs)
     if b is None:
-        _check_alone(rename=rename, remap=remap, select=select, cast=cast, objects=objects, other_rules=other_rules)
+        options = {"rename": rename, "remap": remap, "select": select, "exclude": exclude, "merge": merge, "cast": cast}
+        _check_alone(**options, objects=objects, other_rules=other_rules)
         return verify_sums(a, rules=rules, jobs=jobs, progress=progress)
+    chosen = Selection(select, exclude)
     one = a if isinstance(a, Checkpoint) else open(a, rules=rules)
+    one = one if merge is None else with_adapter(one, merge)
     other = b if isinstance(b, Checkpoint) else open(b, rules=other_rules)
-    streams = streams_of(one, rename=rename, remap=remap, select=select, cast=cast)
+    streams = streams_of(one, rename=rename, remap=remap, selection=chosen, cast=cast)
     check_overflow(overflow)
     if overflow == "refuse":
         check_losses(streams, overflow, "Nothing was compared", jobs=jobs)
     differences = _absent(streams, other, other.path)
-    if select is None:
+    if chosen.everything:
         differences += _absent(other, streams, one.path)
     pairs = {name: (stream, stream_of(other[name])) for name, stream in streams.items() if name in other}
     differences += compare_streams(pairs, jobs=jobs, progress=progress)
-    differences += _structure(one, other, [*pairs, *filter(selector(one, select), one.objects)])
-    return differences + _values(one, other, select, objects)
+    differences += _structure(one, other, [*pairs, *filter(chosen.of(one), one.objects)])
+    return differences + _values(one, other, chosen, objects)
 
 
 def _check_alone(**options: object) -> None:
@@ -143,10 +151,10 @@ def _absent(names: Iterable[str], there: Iterable[str], path: str) -> list[Diffe
     return near + [Difference(name, f"{path} has no {name!r}") for name in absent[SUGGESTIONS:]]
 
 
-def _values(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> list[Difference]:
+def _values(one: Checkpoint, other: Checkpoint, chosen: Selection, objects: Objects | None) -> list[Difference]:
     """Differences in values that are not tensors."""
-    skipped = set(uncompared(one, other, select, objects))
-    mine, theirs = ({key: v for key, v in side.items() if key not in skipped} for side in _sides(one, other, select))
+    skipped = set(uncompared(one, other, chosen, objects))
+    mine, theirs = ({key: v for key, v in side.items() if key not in skipped} for side in _sides(one, other, chosen))
     differences = _missing_values(mine, other) + _missing_values(theirs, one)
     for name in mine:
         if name in theirs and not same_value(mine[name], theirs[name]):
@@ -155,12 +163,12 @@ def _values(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects
 
 
 def uncompared(
-    one: Checkpoint, other: Checkpoint, select: Select = None, objects: Objects | None = None
+    one: Checkpoint, other: Checkpoint, chosen: Selection = EVERYTHING, objects: Objects | None = None
 ) -> dict[str, str]:
     """The values that are not compared, and why."""
     safetensors = "safetensors" in (one.format, other.format)
     reasons = dict[str, str]()
-    for name, value in (item for side in _sides(one, other, select) for item in side.items()):
+    for name, value in (item for side in _sides(one, other, chosen) for item in side.items()):
         if objects == "drop" and not has_known_types(value):
             reasons[name] = "of unknown classes"
         elif safetensors and not tensors_in(value):
@@ -168,10 +176,10 @@ def uncompared(
     return reasons
 
 
-def _sides(one: Checkpoint, other: Checkpoint, select: Select) -> tuple[dict[str, object], dict[str, object]]:
+def _sides(one: Checkpoint, other: Checkpoint, chosen: Selection) -> tuple[dict[str, object], dict[str, object]]:
     """The selected values of both."""
-    mine = {name: one.objects[name] for name in filter(selector(one, select), one.objects)}
-    return mine, {name: value for name, value in other.objects.items() if select is None or name in mine}
+    mine = {name: one.objects[name] for name in filter(chosen.of(one), one.objects)}
+    return mine, {name: value for name, value in other.objects.items() if chosen.everything or name in mine}
 
 
 def _missing_values(values: Mapping[str, object], there: Checkpoint) -> list[Difference]:

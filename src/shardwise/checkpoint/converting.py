@@ -14,8 +14,10 @@ from operator import itemgetter
 from pathlib import PurePath
 from typing import IO
 
+from shardwise.checkpoint.adapters import with_adapter
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.comparing import compare_streams
+from shardwise.checkpoint.config_files import copies_of, write_copies
 from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
@@ -24,18 +26,19 @@ from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.formats.torch_save import TorchSaveWriter, torch_save_bytes
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
+from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.opaque import Objects, check_objects, opaque_in, tensors_in
 from shardwise.checkpoint.opening import open
+from shardwise.checkpoint.optimizer_names import Parameters, with_names
 from shardwise.checkpoint.rules import RulesSource, rules_for
+from shardwise.checkpoint.selection import Select, Selection
 from shardwise.checkpoint.streams import (
     CHUNK,
-    Select,
     Stream,
     check_jobs,
     check_losses,
     duplicates,
     map_in_order,
-    selector,
     stream_of,
     streams_of,
 )
@@ -76,7 +79,11 @@ def convert(
     format: str | None = None,
     rename: Rename = None,
     remap: Iterable[Rule] = (),
-    select: Sequence[str] | str | None = None,
+    select: Select = None,
+    exclude: Select = None,
+    merge: PathLike | None = None,
+    parameters: Parameters | None = None,
+    with_config: PathLike | bool = False,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     max_shard_size: int | str | None = None,
@@ -95,31 +102,36 @@ def convert(
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "megatron-dist"
     (Megatron's torch_dist), "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`;
-    Concat and Stack join tensors or split them, and Quantized turns codes and scales into values, or back. `select`:
-    patterns of source names, also of values that are not tensors. `cast`: a dtype for all floating point tensors,
-    or rules [(pattern, dtype), ...] by the new names, optionally with a dtype for the rest. A dtype or a pattern
-    only casts between float64, float32, float16 and bfloat16: to cast quantized codes, their scales, integers or
-    bool, a rule must have the full name of the tensor. `overflow="refuse"`: write nothing if a value is out of
-    range for its new dtype; "allow" casts it, and `lost` of the result lists such tensors. Rules that match nothing
-    are refused. `max_bytes`: the memory limit for values, shared by `jobs` threads. `objects`: "carry" also writes
-    objects of unknown classes, unchanged, and is refused if `format` cannot hold them; "drop" leaves them out; by
-    default those without tensors are left out, and others refused. An interrupted conversion resumes: complete
-    files are not written again, and `reused` of the result lists them. Concurrent saves and conversions to `out`
-    are refused. `verify`: read it back and compare every cell. `sums`: write checksums of every file beside it, which
-    `load` and `verify` check.
+    Concat and Stack join tensors or split them, and Quantized turns codes and scales into values, or values into these. `select`, `exclude`: patterns of
+    source names to take or to leave out, also of values that are not tensors. `merge`: the folder of a LoRA adapter of
+    peft, which is added to the weights, by source names. `parameters`: the names of the parameters of an optimizer, in
+    the order of its groups, or a text file with a name in each line: they take the place of the numbers in its states.
+    `with_config`: also copy config, tokenizer and generation files, of the source (True) or of another folder. `cast`:
+    a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype
+    for the rest. A dtype or a pattern only casts between float64, float32, float16 and bfloat16: to cast quantized
+    codes, their scales, integers or bool, a rule must have the full name of the tensor. `overflow="refuse"`: write
+    nothing if a value is out of range for its new dtype; "allow" casts it, and `lost` of the result lists such
+    tensors. Rules that match nothing are refused. `max_bytes`: the memory limit for values, shared by `jobs` threads.
+    `objects`: "carry" also writes objects of unknown classes, unchanged, and is refused if `format` cannot hold them;
+    "drop" leaves them out; by default those without tensors are left out, and others refused. An interrupted
+    conversion resumes: complete files are not written again, and `reused` of the result lists them. Concurrent saves
+    and conversions to `out` are refused. `verify`: read it back and compare every cell. `sums`: write checksums of
+    every file beside it, which `load` and `verify` check.
     """
     check_progress(progress)
     opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
+    opened = opened if parameters is None else with_names(opened, parameters)
+    opened, chosen = opened if merge is None else with_adapter(opened, merge), Selection(select, exclude)
     given = None if rules is None else rules_for(rules, opened.files)
-    streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
+    streams = streams_of(opened, rename=rename, remap=remap, selection=chosen, cast=cast)
     streams = {key: stream for key, stream in streams.items() if given is None or not given.skips(key)}
     sharding = None if given is None else CoupledRules.of(given, streams)
     if sharding is not None:
-        sharding.check(streams, whole=select is None)
+        sharding.check(streams, whole=chosen.everything)
     chunk = _chunk(max_bytes, jobs)
     format, folder, name = _place(out, format, durable=durable, sums=sums)
     layouts = _layouts(streams, format, None if name is None else PurePath(name), max_shard_size, sharding)
-    ties, values = _ties(streams, sharding), _values_to_write(opened, select, objects, format)
+    ties, values = _ties(streams, sharding), _values_to_write(opened, chosen, objects, format)
     if format == "safetensors":  # which has neither
         _warn_of(ties, streams)
         ties, values = {}, {}
@@ -129,10 +141,12 @@ def convert(
     writer = WRITERS[format](folder, owners, token, name)
     _check_apart(opened, folder, name)
     writer.fits(contents)
+    copies = _copies(with_config, opened, streams, folder)
     lost = check_losses(streams, overflow, "Nothing was written", jobs=jobs, chunk=chunk)
     with claim_folder(folder, token, name) as claim, _resumable(claim, folder, token, owners):
         writer.check(contents)
         files = _write_files(writer, owners, streams, contents, chunk, jobs, progress)
+        write_copies(copies, folder)
         for old in writer.finish(files, contents):
             writer.folder.remove(old)
         made = open(folder.path_of(writer.main))
@@ -140,6 +154,15 @@ def convert(
         if verify:
             _verify(streams, contents, made, chunk, jobs, progress)
     return made
+
+
+def _copies(
+    wanted: PathLike | bool, opened: Checkpoint, streams: Mapping[str, Stream], folder: OutputFolder
+) -> dict[str, bytes]:
+    """The config files to write beside the weights."""
+    if wanted is False:
+        return {}
+    return copies_of(opened.files if wanted is True else files_at(wanted)[0], streams, folder)
 
 
 def _contents(
@@ -174,10 +197,12 @@ def _resumable(claim: WriteClaim, folder: OutputFolder, token: str, owners: Sequ
         raise
 
 
-def _values_to_write(opened: Checkpoint, select: Select, objects: Objects | None, format: str) -> dict[str, object]:
+def _values_to_write(
+    opened: Checkpoint, selection: Selection, objects: Objects | None, format: str
+) -> dict[str, object]:
     """The selected values other than tensors, without those of unknown classes unless objects='carry'."""
     check_objects(objects)
-    values = {key: opened.objects[key] for key in filter(selector(opened, select), opened.objects)}
+    values = {key: opened.objects[key] for key in filter(selection.of(opened), opened.objects)}
     lost = [key for key, value in values.items() if objects != "drop" and _is_lost(value, objects, format)]
     if lost:
         raise CheckpointError(f"{lost[0]!r} in {opened.path} is {_loss(values[lost[0]], format)}")
@@ -337,12 +362,13 @@ def _write(stream: Stream, box: Box, chunk: int, done: Count, file: IO[bytes]) -
 
 def _check_apart(opened: Checkpoint, folder: OutputFolder, name: str | None) -> None:
     """Refuse to overwrite the source."""
-    tables = {id(entry.paths): entry.paths for entry in opened.values()}
-    used = {path for paths in tables.values() for path in paths}
+    tables = {id(entry.paths): entry for entry in opened.values()}
+    used = {path for entry in tables.values() for path in entry.paths}
+    places = {entry.files.path(path) for entry in tables.values() for path in entry.paths}
     beside = {path.rpartition("/")[0] for path in used if path.startswith("../")}  # of an incremental save
     onto = any(same_location(root, folder.path) for root in (opened.files.root, *map(opened.files.path, beside)))
     if name is not None:
-        onto = any(same_location(opened.files.path(path), folder.path_of(name)) for path in used)
+        onto = any(same_location(path, folder.path_of(name)) for path in places)
     if onto:
         raise CheckpointError(
             f"{folder.path if name is None else folder.path_of(name)} is the source: give another path"

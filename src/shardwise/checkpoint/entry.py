@@ -482,6 +482,26 @@ class Checkpoint(LazyMapping[Entry]):
         self.lost: tuple[Lost, ...] = ()  # by `convert`: values beyond the range of their new dtype, cast as allowed
         self._objects = objects
 
+    def replaced(
+        self,
+        entries: Mapping[str, Entry],
+        *,
+        paths: Mapping[str, tuple[str | int, ...]] | None = None,
+        objects: Mapping[str, object] | None = None,
+    ) -> Checkpoint:
+        """The same with other tensors, and perhaps other paths and values."""
+        made = Checkpoint(
+            self.files,
+            self.format,
+            entries,
+            paths=self.paths if paths is None else paths,
+            objects=lambda: self.objects if objects is None else objects,
+            metadata=self.metadata,
+        )
+        made.sums = self.sums
+        made.path = self.path  # of a single file it is more than the root of `files`
+        return made
+
     @cached_property
     def objects(self) -> Mapping[str, Any]:
         """Values other than tensors, by name: counters, settings."""

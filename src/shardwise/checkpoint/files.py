@@ -65,6 +65,10 @@ class Files(ABC):
     def names(self, *, recursive: bool = False) -> list[str]:
         """The names of all files, sorted."""
 
+    def folders(self) -> list[str]:
+        """The names of the folders at the root, sorted."""
+        return []
+
     @abstractmethod
     def has(self, name: str) -> bool:
         """True if the file exists."""
@@ -151,6 +155,12 @@ class RemoteFiles(Files):
         with readable(self.root):
             paths = self._system.find(self._path, maxdepth=None if recursive else 1)
         return sorted(str(path)[len(self._path) :].lstrip("/") for path in paths)
+
+    def folders(self) -> list[str]:
+        """As the driver lists them."""
+        with readable(self.root):
+            listed = self._system.ls(self._path, detail=True)
+        return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in listed if one["type"] == "directory")
 
     def _at(self, name: str) -> str:
         """The path that the driver knows, which has no `..`."""

@@ -11,7 +11,8 @@ from rich.text import Text
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.name_groups import grouped
 from shardwise.checkpoint.opaque import Opaque, tensors_in
-from shardwise.checkpoint.streams import Select, duplicates, selector
+from shardwise.checkpoint.selection import Select, Selection
+from shardwise.checkpoint.streams import duplicates
 from shardwise.errors import CheckpointError
 from shardwise.job.names import missing
 from shardwise.planning import size
@@ -53,7 +54,7 @@ def rows(checkpoint: Checkpoint, *, every: bool = False, only: Select = None) ->
 
 def _chosen(checkpoint: Checkpoint, only: Select) -> Callable[[str], bool]:
     """Refuse patterns where none matches."""
-    wanted = selector(checkpoint, only)
+    wanted = Selection(only).of(checkpoint)
     if not any(map(wanted, [*checkpoint, *checkpoint.objects])) and only:
         raise CheckpointError(missing(f"{checkpoint.path}: no name matches", list(only), [*checkpoint]))
     return wanted

@@ -82,6 +82,11 @@ class LocalFiles(Files):
         with readable(self.root):
             return sorted(_local_names(self.root, "", recursive))
 
+    def folders(self) -> list[str]:
+        """As the system lists them."""
+        with readable(self.root):
+            return sorted(one.name for one in os.scandir(self.root) if one.is_dir())
+
     def has(self, name: str) -> bool:
         """By its status."""
         return (self._path / name).is_file()

@@ -15,12 +15,16 @@ from shardwise.checkpoint.formats import (
     megatron_dist,
     megatron_ranks,
     rank_files,
+    rank_shards,
     safetensors,
+    safetensors_shards,
+    several,
     sharded,
     torch_save,
 )
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
+from shardwise.checkpoint.sightings import SHOWN, kind_of, seen
 from shardwise.errors import CheckpointError
 from shardwise.quoting import brief
 from shardwise.storage.folders import token_of
@@ -30,6 +34,8 @@ from shardwise.storage.sums import data_name
 
 NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 LATEST = "latest_checkpointed_iteration.txt"  # of Megatron
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
+MODELS = ("pytorch_model.bin",)
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
     "Megatron (torch_dist, mp_rank_XX), torch.save (.pt, .pth, .bin), "
@@ -74,30 +80,91 @@ def _without_garbage_collection() -> Iterator[None]:
 def _open_directory(files: Files) -> Checkpoint:
     for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # first, as listing a large directory is slow
         if files.has(index):
+            if index == safetensors.INDEX and files.has(ADAPTERS[0]):
+                raise _several(files, [index, ADAPTERS[0]])
             return _open_file(files, index)
     there = [name for name in files.names() if name == data_name(name)]  # without checksums
     here = [name for name in there if name != LOCK and not PARTIAL.fullmatch(name)]
     indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    tensors = [name for name in here if name.endswith(".safetensors")]
+    _check_one_model(files, here, indexes or tensors)
     if len(indexes) == 1:
         return _open_file(files, indexes[0])
-    tensors = [name for name in here if name.endswith(".safetensors")]
     if tensors and len(indexes) == 0:
         _check_whole(files, tensors)
-        return safetensors.open_files(files, tensors)
+        return _open_safetensors(files, tensors)
     if LATEST in here:
         return _open_latest(files)
     megatron_dist.refuse_without_index(files, here)
+    folders = files.folders()
+    if several.is_of_accelerate(folders):
+        return _open_accelerate(files, folders)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
+    groups = [group for group in rank_shards.groups(saved) if len(group) > 1 and torch_save.has_shards(files, group[0])]
+    if groups:
+        parts = {group[0]: torch_save.open_files(files, group, ranks=True) for group in groups}
+        return several.joined(files, "torch.save", parts)
     if megatron_ranks.holds_rank_files(files):
         return megatron_ranks.open_megatron_ranks(files)
     if len(here) < len(there):
         raise CheckpointError(
             f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
         )
-    contents = f"{', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "no files"
-    raise CheckpointError(f"{files.root} is not a recognized checkpoint: it has {contents}. Expected {KNOWN}")
+    raise _unrecognized(files, here, saved, folders)
+
+
+def _check_one_model(files: Files, names: list[str], models: list[str]) -> None:
+    """Refuse a model and an adapter in one folder: some of their tensors may have the same names."""
+    adapters = [name for name in names if name in ADAPTERS]
+    others = [name for name in (*models, *(name for name in names if name in MODELS)) if name not in ADAPTERS]
+    if adapters and others:
+        raise _several(files, [others[0], adapters[0]])
+
+
+def _several(files: Files, names: list[str]) -> CheckpointError:
+    merge = "; convert with merge= adds an adapter to its model" if any(name in ADAPTERS for name in names) else ""
+    return CheckpointError(
+        f"{files.root} has {len(names)} checkpoints: {', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}. "
+        f"Give the path of one of them, such as {files.path(names[0])}{merge}"
+    )
+
+
+def _unrecognized(files: Files, names: list[str], saved: list[str], folders: list[str]) -> CheckpointError:
+    """Names the checkpoints in a folder that is none, or what was looked for and what was seen."""
+    indexes = (sharded.INDEX, dcp.METADATA, safetensors.INDEX, safetensors.SINGLE)
+    below = [folder for folder in folders if any(files.has(f"{folder}/{index}") for index in indexes)]
+    if below or len(saved) > 1:
+        return _several(files, [*saved, *below])
+    return CheckpointError(
+        f"{files.root} is not a recognized checkpoint: it has {seen(files, names, folders)}. Expected {KNOWN}"
+    )
+
+
+def _open_dcp(files: Files) -> Checkpoint:
+    """With what Megatron or Lightning write beside it: all that is not of a model or an optimizer."""
+    index, beside = dcp.read_index(files), several.LIGHTNING
+    if megatron_dist.is_megatron_dist(files, index):
+        return megatron_dist.open_megatron_dist(files, index)
+    checkpoint = dcp.open_dcp(files, index)
+    if not files.has(beside) or not torch_save.looks_like_one(files, beside):
+        return checkpoint
+    parts = {dcp.METADATA: checkpoint, beside: torch_save.open_files(files, [beside])}
+    return several.joined(files, "lightning", parts)
+
+
+def _open_accelerate(files: Files, folders: list[str]) -> Checkpoint:
+    """The model and the optimizer, each in a folder of its own."""
+    parts = {folder: open(files.path(folder)) for folder in folders if several.ACCELERATE.fullmatch(folder)}
+    return several.joined(files, f"accelerate ({', '.join(parts)})", parts)
+
+
+def _open_safetensors(files: Files, names: list[str]) -> Checkpoint:
+    """Files of whole tensors, or of boxes of tensors."""
+    headers = safetensors.read_headers(files, names)
+    shards = safetensors_shards.are_shards(headers)
+    return (safetensors_shards.open_shards if shards else safetensors.open_headers)(files, headers)
 
 
 def _open_latest(files: Files) -> Checkpoint:
@@ -113,14 +180,6 @@ def _open_latest(files: Files) -> Checkpoint:
     return _open(*there, None)
 
 
-def _open_dcp(files: Files) -> Checkpoint:
-    """Written by torch, or by Megatron with files of its own beside it."""
-    index = dcp.read_index(files)
-    if megatron_dist.is_megatron_dist(files, index):
-        return megatron_dist.open_megatron_dist(files, index)
-    return dcp.open_dcp(files, index)
-
-
 def _check_whole(files: Files, names: list[str]) -> None:
     """Refuse a part of a checkpoint, which an interrupted save or conversion left."""
     unfinished = [name for name in names if token_of(name)]
@@ -128,7 +187,8 @@ def _check_whole(files: Files, names: list[str]) -> None:
         raise CheckpointError(
             f"{files.root} has {unfinished[0]}, but no {sharded.INDEX}: the save was interrupted, or is still running"
         )
-    numbered = [match for name in names if (match := NUMBERED.fullmatch(name))]
+    whole = [name for name in names if not safetensors_shards.SHARD_NAME.fullmatch(name)]  # of several ranks
+    numbered = [match for name in whole if (match := NUMBERED.fullmatch(name))]
     counts = Counter((match[1], match[3]) for match in numbered)
     for match in numbered:
         if int(match[3]) != counts[match[1], match[3]]:
@@ -149,5 +209,7 @@ def _open_file(files: Files, name: str) -> Checkpoint:
     if torch_save.looks_like_one(files, name):
         return torch_save.open_files(files, [name])
     if name.endswith(".safetensors") or safetensors.looks_like_one(files, name):
-        return safetensors.open_files(files, [name])
-    raise CheckpointError(f"{files.label(name)} is not a recognized checkpoint. Expected {KNOWN}")
+        return _open_safetensors(files, [name])
+    raise CheckpointError(
+        f"{files.label(name)} is not a recognized checkpoint: it is {kind_of(files, name)}. Expected {KNOWN}"
+    )

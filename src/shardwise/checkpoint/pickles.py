@@ -31,6 +31,7 @@ from shardwise.checkpoint.opaque import (
     is_unknown_class,
     unknown_class,
 )
+from shardwise.checkpoint.shard_stubs import SHARDED_TENSOR, SHARDING, DistributedStub
 from shardwise.checkpoint.unpickle_stubs import (
     COPIES,
     FACTORIES,
@@ -84,9 +85,14 @@ class UnknownNames(Mapping[tuple[str, str], object]):
         self._classes = dict[tuple[str, str], type[UnknownObject]]()
 
     def __contains__(self, key: object) -> bool:
+        return key in SHARDING or self._is_unknown(key)
+
+    def _is_unknown(self, key: object) -> bool:
         return key not in KNOWN and key not in COPIES and not (isinstance(key, tuple) and is_sharding(*key))
 
     def __getitem__(self, key: tuple[str, str]) -> object:
+        if key in SHARDING:
+            return SHARDING[key]
         if key in RECONSTRUCTORS:
             return FunctionStub(_reconstruct)
         return FunctionStub(self._attribute) if key in ATTRIBUTES else self._class(*key)
@@ -100,6 +106,8 @@ class UnknownNames(Mapping[tuple[str, str], object]):
 
     def _attribute(self, owner: object, name: object) -> object:
         """How old protocols name what is inside a class: another class, a method, a member of an Enum."""
+        if owner is SHARDED_TENSOR and name == "ProcessGroupState":
+            return DistributedStub
         if is_unknown_class(owner) and type(name) is str:
             if len(owner.qualname) + len(name) > MAX_NAME:  # each may be longer than the one before, for a few bytes
                 raise pickle.UnpicklingError(f"it names a class with more than {MAX_NAME} characters")

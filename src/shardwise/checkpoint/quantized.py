@@ -127,17 +127,8 @@ def with_values(checkpoint: Checkpoint, rules: Sequence[Quantized]) -> Checkpoin
             entries[one.value] = ValueEntry(one, checkpoint[one.codes], checkpoint[one.scales], rule)
         elif name not in scales:
             entries[name] = checkpoint[name]
-    made = Checkpoint(
-        checkpoint.files,
-        checkpoint.format,
-        entries,
-        paths={name: path for name, path in checkpoint.paths.items() if name not in scales},
-        objects=lambda: checkpoint.objects,
-        metadata=checkpoint.metadata,
-    )
-    made.sums = checkpoint.sums
-    made.path = checkpoint.path  # of a single file it is more than the root of `files`
-    return made
+    paths = {name: path for name, path in checkpoint.paths.items() if name not in scales}
+    return checkpoint.replaced(entries, paths=paths)
 
 
 def quantized_in(checkpoint: Checkpoint) -> list[str]:

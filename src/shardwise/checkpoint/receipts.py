@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.adapters import with_adapter
 from shardwise.checkpoint.comparing import Difference
 from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.selection import Select, Selection
 from shardwise.checkpoint.streams import (
     CHUNK,
-    Select,
     Stream,
     check_jobs,
     check_losses,
@@ -38,6 +39,7 @@ from shardwise.job.sums import LANES, box_sums
 from shardwise.quantized.moves import Rule
 from shardwise.quoting import brief
 from shardwise.state.traverse import StateDict, flatten_state_dict
+from shardwise.storage.paths import PathLike
 from shardwise.tensor.fingerprints import VERSION, digits, fingerprint, own_sums
 
 MARK = "shardwise_receipt"  # the key of a receipt file that has its version
@@ -205,16 +207,19 @@ def compare(
     rename: Rename = None,
     remap: Iterable[Rule] = (),
     select: Select = None,
+    exclude: Select = None,
+    merge: PathLike | None = None,
     cast: Cast = None,
     overflow: Overflow = "refuse",
     jobs: int = 1,
     progress: Progress = None,
 ) -> list[Difference]:
     """What differs between a receipt and what `convert` would make of a checkpoint; with `select` it may have more."""
-    streams = streams_of(opened, rename=rename, remap=remap, select=select, cast=cast)
+    opened, chosen = opened if merge is None else with_adapter(opened, merge), Selection(select, exclude)
+    streams = streams_of(opened, rename=rename, remap=remap, selection=chosen, cast=cast)
     check_losses(streams, overflow, "Nothing was compared", jobs=jobs)
     found = stored(streams, jobs=jobs, progress=progress)
-    known = {name: one for name, one in wanted.tensors.items() if select is None or name in streams}
+    known = {name: one for name, one in wanted.tensors.items() if chosen.everything or name in streams}
     return found.differences(replace(wanted, tensors=known))
 
 

@@ -17,12 +17,13 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, FileCopies, HashableBoxes, Packed, read_into
 from shardwise.checkpoint.files import WORDS
 from shardwise.checkpoint.quantized import ValueEntry, coded_entries, quantized_names, with_values
+from shardwise.checkpoint.selection import EVERYTHING, Selection, check_used
 from shardwise.checkpoint.zeros import zeros_entry
 from shardwise.errors import CheckpointError, RefusedCastError
 from shardwise.exchange.overflow import Losses, Lost, Overflow, check_overflow, may_overflow, refusal
 from shardwise.geometry import Box, Boxes, Window, cut, ints
 from shardwise.job.casts import Cast, CastRequest, Casts, Change, Typed, check_change, check_changes
-from shardwise.job.names import Rename, matched, rename_patterns
+from shardwise.job.names import Rename, rename_patterns
 from shardwise.job.remap import Link, links, shapes_after
 from shardwise.job.subtensor import Subtensor
 from shardwise.quantized.moves import Rule, split_rules
@@ -30,7 +31,6 @@ from shardwise.quantized.recognition import Quantized
 
 T = TypeVar("T")
 R = TypeVar("R")
-Select = Sequence[str] | str | None
 Sources = tuple[tuple[Link, Entry], ...]
 CHUNK = 2**23  # bytes that are read at a time
 APART = 2**20  # bytes of a buffer that gets memory of its own
@@ -151,21 +151,26 @@ def stream_of(entry: Entry) -> Stream:
 
 
 def streams_of(
-    opened: Checkpoint, *, rename: Rename = None, remap: Iterable[Rule] = (), select: Select = None, cast: Cast = None
+    opened: Checkpoint,
+    *,
+    rename: Rename = None,
+    remap: Iterable[Rule] = (),
+    selection: Selection = EVERYTHING,
+    cast: Cast = None,
 ) -> dict[str, Stream]:
     """The tensors by their new names. Patterns that match nothing are refused."""
     (quantized, remap), casts = split_rules(remap), Casts.of(cast)
     opened = with_values(opened, quantized)
-    shapes = {name: opened[name].shape for name in filter(selector(opened, select), opened)}
+    shapes = {name: opened[name].shape for name in filter(selection.of(opened), opened)}
     if not shapes and len(opened):
-        _check_used(opened, "select=", _patterns(select), opened)
+        selection.check(opened, list(opened))
     targets = shapes_after(shapes, rename=rename, remap=remap)
     casts = casts.among(targets)
     sources = by_target(links(shapes, targets, rename=rename, remap=remap, empty=True), opened)
-    if select is not None:
-        _check_used(opened, "select=", _patterns(select), [*opened, *opened.objects])
-    _check_used(opened, "rename=", rename_patterns(rename), opened)
-    _check_used(opened, "cast=", casts.unused(targets), targets)
+    if not selection.everything:
+        selection.check(opened, [*opened, *opened.objects])
+    check_used(opened, "rename=", rename_patterns(rename), opened)
+    check_used(opened, "cast=", casts.unused(targets), targets)
     streams = {name: _stream(name, shape, sources[name], casts) for name, shape in targets.items()}
     check_casts(opened, sources, streams, partial(_check_cast, opened=opened, casts=casts))
     for stream in streams.values():
@@ -201,26 +206,6 @@ def _fits_nothing(rule: Quantized) -> str:
             "names and a format: Quantized('*.weight', '*.weight_scale_inv', format='fp8-block')"
         )
     return f"{rule} fits nothing: leave it out, or look for other names"
-
-
-def selector(opened: Checkpoint, select: Select) -> Callable[[str], bool]:
-    """A function that is True for the selected names of a checkpoint."""
-    if select is None:
-        return lambda name: True
-    patterns, names = _patterns(select), {*opened, *opened.objects}
-    return lambda name: any(matched(pattern, name, names) is not None for pattern in patterns)
-
-
-def _patterns(select: Select) -> list[str]:
-    return [select] if isinstance(select, str) else list(select or [])
-
-
-def _check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names: Iterable[str]) -> None:
-    there = list(names)
-    for pattern in patterns:
-        if not any(matched(pattern, name) is not None for name in there):
-            some = ", ".join(map(repr, there[:4])) + (" ..." if len(there) > 4 else "")
-            raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which matches no name: there are {some}")
 
 
 def _stream(name: str, shape: tuple[int, ...], sources: Sources, casts: Casts) -> Stream:

@@ -13,12 +13,13 @@ from rich.tree import Tree
 
 from shardwise import report
 from shardwise.checkpoint import comparing
+from shardwise.checkpoint.config_files import config_files
 from shardwise.checkpoint.entry import Checkpoint, Entry
 from shardwise.checkpoint.listing import dtype_name, inside, kind, several, short, tied
 from shardwise.checkpoint.megatron_names import translation
 from shardwise.checkpoint.opaque import Objects, opaque_in
 from shardwise.checkpoint.rules import Rules, read_rules
-from shardwise.checkpoint.streams import Select, selector
+from shardwise.checkpoint.selection import Select, Selection
 from shardwise.job.remap import Concat, Interleaved, Padded, Remap, Rotary, Stack, Transposed
 from shardwise.job.remap_rules import ROTARY_ORDERS
 from shardwise.planning import size
@@ -39,6 +40,8 @@ class Changes(TypedDict):
 
     rename: list[tuple[str, str]] | None
     select: Sequence[str] | None
+    exclude: Sequence[str] | None
+    merge: str | None
     cast: list[CastRule] | None
     remap: list[Rule]
 
@@ -169,6 +172,8 @@ def _along(text: str, option: str) -> tuple[str, int, tuple[int, ...] | None]:
 def changes(
     rename: Sequence[str] | None,
     select: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    merge: str | None,
     cast: Sequence[str] | None,
     remap: RemapOptions,
 ) -> Changes:
@@ -176,6 +181,8 @@ def changes(
     return {
         "rename": pairs(rename or (), "--rename") or None,
         "select": select,
+        "exclude": exclude,
+        "merge": merge,
         "cast": casts(cast or ()),
         "remap": remaps(remap),
     }
@@ -238,9 +245,19 @@ def fates(source: Checkpoint, made: Checkpoint, objects: Objects | None = None) 
         yield f"carried on, not rebuilt: {several(len(carried), 'object')}, such as {_named(source, carried)}"
 
 
-def uncompared(one: Checkpoint, other: Checkpoint, select: Select, objects: Objects | None) -> Iterator[str]:
+def uncopied(source: Checkpoint, made: Checkpoint) -> Iterator[str]:
+    """The files that `from_pretrained` needs, and that a conversion to its formats did not copy."""
+    if made.format not in ("safetensors", "torch.save") or not source.files.near:
+        return
+    there = set(made.files.names())
+    left = [name for name in config_files(source.files) if name not in there]
+    if left:
+        yield f"not copied: {', '.join(map(in_line, left))}: --with-config copies them"
+
+
+def uncompared(one: Checkpoint, other: Checkpoint, chosen: Selection, objects: Objects | None) -> Iterator[str]:
     """The values that a comparison left out, and why."""
-    why = comparing.uncompared(one, other, select, objects)
+    why = comparing.uncompared(one, other, chosen, objects)
     for reason in dict.fromkeys(why.values()):
         names = [name for name in why if why[name] == reason]
         yield f"not compared: {several(len(names), 'value')} {reason}, such as {in_line(names[0])}"
@@ -286,7 +303,7 @@ class NameNode:
 
 def tree(checkpoint: Checkpoint, *, only: Select = None, depth: int | None = None) -> Tree:
     """Names by their parts, with the bytes below each; other values, too. `depth`: levels to show."""
-    root, ties, wanted = NameNode(), tied(checkpoint), selector(checkpoint, only)
+    root, ties, wanted = NameNode(), tied(checkpoint), Selection(only).of(checkpoint)
     for name, entry in filter(lambda item: wanted(item[0]), checkpoint.items()):
         node, about = root.at(name), f"{dtype_name(entry)} {list(entry.shape)}"
         node.about = f"{about}  tied to {ties[name]}" if name in ties else about

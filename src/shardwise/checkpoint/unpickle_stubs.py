@@ -301,7 +301,7 @@ def _parameter(data: object, *_: object) -> TensorStub:
     return data
 
 
-def _tensor_of_type(rebuild: object, kind: object, args: object, *_: object) -> object:
+def tensor_of_type(rebuild: object, kind: object, args: object, *_: object) -> object:
     """Tensors with attributes, which are ignored; for an unknown class, an object with the tensor in it."""
     known = isinstance(kind, NameStub) or is_unknown_class(kind)
     if not isinstance(rebuild, FunctionStub) or not known or type(args) is not tuple:
@@ -404,7 +404,7 @@ KNOWN: Names = {
     (REBUILD_MODULE, "_rebuild_tensor_v3"): FunctionStub(_typed_tensor),
     (REBUILD_MODULE, "_rebuild_parameter"): FunctionStub(_parameter),
     (REBUILD_MODULE, "_rebuild_parameter_with_state"): FunctionStub(_parameter),
-    (TENSOR_MODULE, "_rebuild_from_type_v2"): FunctionStub(_tensor_of_type),
+    (TENSOR_MODULE, "_rebuild_from_type_v2"): FunctionStub(tensor_of_type),
     ("torch", "Tensor"): NameStub("torch.Tensor"),
     ("torch.nn.parameter", "Parameter"): NameStub("torch.nn.Parameter"),
     ("torch", "device"): FunctionStub(_device),

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = [
+    "MESH_LAYOUT_MODULE",
     "OLD_SHARD_MODULE",
     "REBUILD_MODULE",
+    "SHARD_MODULE",
+    "SPEC_MODULE",
     "TENSOR_MODULE",
     "after_backward",
     "argument_leaves",
@@ -34,7 +37,9 @@ __all__ = [
 
 # modules whose functions and classes are named in files
 REBUILD_MODULE, TENSOR_MODULE = "torch._utils", "torch._tensor"
-OLD_SHARD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # of DCP metadata up to torch 2.2
+SHARD_MODULE, MESH_LAYOUT_MODULE = "torch.distributed._shard", "torch.distributed._mesh_layout"
+SPEC_MODULE = "torch.distributed.tensor._dtensor_spec"
+OLD_SHARD_MODULE = f"{SHARD_MODULE}.sharded_tensor.metadata"  # of DCP metadata up to torch 2.2
 
 
 Pack = Callable[[torch.Tensor], object]

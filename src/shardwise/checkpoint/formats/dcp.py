@@ -19,6 +19,7 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, LazyMapping, Positions
 from shardwise.checkpoint.files import ByteRange, FileLabel, Files
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, ArchiveTemplates, read_archives, tensor_reader
+from shardwise.checkpoint.formats.dcp_variants import ZSTD, CompressedFiles, EmbeddedTensors
 from shardwise.checkpoint.pickles import MAX_DEPTH, Budget, unpickle, without_stubs
 from shardwise.checkpoint.unpickle_stubs import MAX_SIZE, FunctionStub, NameStub, RecordStub, sizes
 from shardwise.containers.torch_private import OLD_SHARD_MODULE
@@ -31,6 +32,7 @@ from shardwise.storage.sums import damaged, without_trailer
 
 METADATA, TIED, SUMS = ".metadata", "shardwise_tied", "shardwise_sums"
 ABSENT = object()
+WHOLE = -1  # the stop of bytes that end where their file does
 DcpPath = tuple[str | int | float | tuple[int], ...]  # a path as `.metadata` has it
 ChunkKey = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -95,11 +97,24 @@ class StorageTable(NamedTuple):
     start: Ints
     stop: Ints
     paths: list[str]
+    files: Files
 
-    def ranges(self, files: Files, rows: Ints, names: Sequence[str]) -> list[ByteRange]:
+    def uncompressed(self, rows: list[int]) -> StorageTable:
+        """The same with some rows as files of their own."""
+        if not rows:
+            return self
+        files, paths, file, start, stop = CompressedFiles(self.files), [*self.paths], *map(np.copy, self[1:4])
+        for row in rows:
+            where = ByteRange(self.paths[self.file[row]], int(self.start[row]), int(self.stop[row]))
+            file[row], start[row], stop[row] = len(paths), 0, WHOLE
+            paths.append(files.add(where))
+        return StorageTable(self.rows, file, start, stop, paths, files)
+
+    def ranges(self, rows: Ints, names: Sequence[str]) -> list[ByteRange]:
         """The bytes of some rows; refused if the file is shorter."""
-        columns = (column[rows].tolist() for column in (self.file, self.start, self.stop))
+        files, columns = self.files, (column[rows].tolist() for column in (self.file, self.start, self.stop))
         ranges = [ByteRange(self.paths[file], start, stop) for file, start, stop in zip(*columns, strict=True)]
+        ranges = [one._replace(stop=files.size(one.file)) if one.stop == WHOLE else one for one in ranges]
         for one, name in zip(ranges, names, strict=True):
             size = files.size(one.file)
             if one.stop > size:
@@ -146,11 +161,11 @@ def open_dcp(files: Files, index: Index | None = None) -> Checkpoint:
     with _well_formed(where, "storage_data"):
         tied = _tied(metadata.get(TIED))
         table = _table(files, stored, tied)
-    entries, values, templates = dict[str, Entry](), dict[str, int](), ArchiveTemplates(files)
+    entries, values, contents = dict[str, Entry](), dict[str, int](), BoxContents(table.files)
     for name, kind in described.items():
         with _well_formed(where, name):
             if isinstance(kind, TensorMetadata):
-                entries[name] = _entry(files, name, kind, table, templates, budget, tied.get(name, name))
+                entries[name] = _entry(name, kind, table, contents, budget, tied.get(name, name))
             elif isinstance(kind, BytesMetadata):
                 values[name] = table.rows[name, None]
             elif isinstance(kind, dict):
@@ -160,9 +175,7 @@ def open_dcp(files: Files, index: Index | None = None) -> Checkpoint:
     inner = _inner_leaves(paths, values)
     whole = values.keys() - {leaf.outer for leaf in inner.values()}
     nested = {name: path for name, path in paths.items() if name in entries or name in inner or name in whole}
-    checkpoint = Checkpoint(
-        files, "dcp", entries, paths=nested, objects=lambda: _lazy_values(files, table, values, inner)
-    )
+    checkpoint = Checkpoint(files, "dcp", entries, paths=nested, objects=lambda: _lazy_values(table, values, inner))
     checkpoint.sums = intact is True
     return checkpoint
 
@@ -240,13 +253,6 @@ def _tied(field: object) -> dict[str, str]:
 def _table(files: Files, stored: Mapping[RecordStub, RecordStub], tied: Mapping[str, str]) -> StorageTable:
     indexes, infos = [index.state for index in stored], [info.state for info in stored.values()]
     keys = [(index["fqn"], index.get("offset")) for index in indexes]
-    for key, info in zip(keys, infos, strict=True):
-        if info.get("transform_descriptors"):
-            raise CheckpointError(
-                f"{files.label(METADATA)}: {key[0]!r} went through {brief(info['transform_descriptors'])} when saved, "
-                f"which shardwise cannot read. Remedy: load it with torch.distributed.checkpoint, and save it without"
-                f" transforms"
-            )
     rows = {key: row for row, key in enumerate(keys)}
     if len(rows) < len(keys):
         twice = next(key for row, key in enumerate(keys) if rows[key] != row)
@@ -255,13 +261,26 @@ def _table(files: Files, stored: Mapping[RecordStub, RecordStub], tied: Mapping[
     number = {name: at for at, name in enumerate(sorted(set(names)))}
     start, length = (_numbers([info[field] for info in infos]) for field in ("offset", "length"))
     paths = [inside(name, files.label(METADATA)) for name in number]
-    table = StorageTable(rows, ints([number[name] for name in names]), start, start + length, paths)
+    table = StorageTable(rows, ints([number[name] for name in names]), start, start + length, paths, files)
     again = [row for row, (name, _) in enumerate(keys) if name in tied] if tied else []
     other = next((keys[row][0] for row in again if not _is_again(table, row, tied[keys[row][0]], keys[row][1])), None)
     if other is not None:
         raise ValueError(f"{other!r} is tied to {tied[other]!r}, but has other bytes")
     _check_apart(files, table, keys, np.delete(np.arange(len(keys)), ints(again)))
-    return table
+    return table.uncompressed(_compressed(files, keys, infos))
+
+
+def _compressed(files: Files, keys: Sequence[tuple[str, object]], infos: Sequence[Mapping[str, object]]) -> list[int]:
+    """The rows that are compressed."""
+    transformed = [row for row, info in enumerate(infos) if info.get("transform_descriptors")]
+    for row in transformed:
+        how = infos[row]["transform_descriptors"]
+        if not isinstance(how, list | tuple) or [str(one).partition(".") for one in how] != [ZSTD.partition(".")]:
+            raise CheckpointError(
+                f"{files.label(METADATA)}: {keys[row][0]!r} went through {brief(how)} when saved, which shardwise "
+                f"cannot read. Remedy: load it with torch.distributed.checkpoint, and save it without transforms"
+            )
+    return transformed
 
 
 def _is_again(table: StorageTable, row: int, other: str, lo: tuple[int, ...] | None) -> bool:
@@ -285,23 +304,41 @@ def _check_apart(files: Files, table: StorageTable, keys: Sequence[tuple[str, ob
     both = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1]))
     if not len(both):
         return
-    at = int(both[0])
+    same = both[start[both] == start[both + 1]]  # tensors in safetensors form begin where the first one does
+    places = {(table.paths[file[at]], int(start[at])) for at in same.tolist()}
+    embedded = {place for place in places if not _is_archive(files, *place)}
+    at = next((at for at in both.tolist() if (table.paths[file[at]], int(start[at])) not in embedded), None)
+    if at is None:
+        return
     name, first, second = table.paths[file[at]], keys[order[at]][0], keys[order[at + 1]][0]
-    if start[at] == start[at + 1] and files.read(name, int(start[at]), int(start[at]) + 4) != BEGIN:
-        why = "tensors in safetensors form are not read from .distcp files"
-    else:
-        why = "one of them was overwritten"
     raise ValueError(
-        f"{files.label(name)}: bytes {start[at + 1]} to {stop[at]} belong to both {first!r} and {second!r}: {why}"
+        f"{files.label(name)}: bytes {start[at + 1]} to {stop[at]} belong to both {first!r} and {second!r}: "
+        f"one of them was overwritten"
     )
 
 
+def _is_archive(files: Files, name: str, start: int) -> bool:
+    return files.read(name, start, start + len(BEGIN)) == BEGIN
+
+
+class BoxContents:
+    """Finds elements in the bytes of boxes: archives, or tensors in safetensors form, which have no byte more."""
+
+    def __init__(self, files: Files) -> None:
+        self._archives, self._embedded = ArchiveTemplates(files), EmbeddedTensors(files)
+
+    def locate(self, ranges: Sequence[ByteRange], boxes: Boxes, name: str, dtype: torch.dtype) -> Positions:
+        """The elements of boxes of a tensor, each in some bytes."""
+        least = (boxes.volumes() * dtype.itemsize).tolist()
+        embedded = all(one.stop - one.start == size for one, size in zip(ranges, least, strict=True))
+        return (self._embedded if embedded else self._archives).locate(ranges, boxes, name, dtype)
+
+
 def _entry(
-    files: Files,
     name: str,
     metadata: TensorMetadata,
     table: StorageTable,
-    templates: ArchiveTemplates,
+    contents: BoxContents,
     budget: Budget,
     own: str,
 ) -> Entry:
@@ -315,10 +352,10 @@ def _entry(
     rows = ints([table.rows[name, lo] for lo, size in chunks if 0 not in size])
 
     def locate(some: Ints) -> Positions:
-        archives = table.ranges(files, rows[some], [name] * len(some))
-        return templates.locate(archives, stored.boxes.take(some), name, dtype)
+        ranges = table.ranges(rows[some], [name] * len(some))
+        return contents.locate(ranges, stored.boxes.take(some), name, dtype)
 
-    return Entry(name, shape, dtype, stored, table.file[rows], locate, table.paths, files, own)
+    return Entry(name, shape, dtype, stored, table.file[rows], locate, table.paths, table.files, own)
 
 
 @lru_cache(maxsize=1024)
@@ -342,17 +379,15 @@ class InnerLeaf(NamedTuple):
     path: OBJ_PATH
 
 
-def _lazy_values(
-    files: Files, table: StorageTable, rows: Mapping[str, int], inner: Mapping[str, InnerLeaf]
-) -> LazyMapping[object]:
+def _lazy_values(table: StorageTable, rows: Mapping[str, int], inner: Mapping[str, InnerLeaf]) -> LazyMapping[object]:
     """Values that are not tensors, with the leaves inside values in their place: fetched together, made one by one."""
-    leaves = defaultdict[str, list[str]](list)
+    leaves, files = defaultdict[str, list[str]](list), table.files
     for name, leaf in inner.items():
         leaves[leaf.outer].append(name)
 
     @cache
     def archives() -> dict[str, Archive]:
-        return dict(zip(rows, read_archives(files, table.ranges(files, ints([*rows.values()]), [*rows])), strict=True))
+        return dict(zip(rows, read_archives(files, table.ranges(ints([*rows.values()]), [*rows])), strict=True))
 
     def whole(name: str) -> object:
         archive = archives()[name]

@@ -73,20 +73,23 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_header(files: Files, name: str) -> Header:
-    """The header of a file; refused if it is damaged, or does not match the size of the file."""
-    where, size = files.label(name), files.size(name)
-    if size < 8:
+def read_header(files: Files, name: str, begin: int = 0) -> Header:
+    """The header of a file from a byte on; refused if it is damaged, or does not match the size of the file."""
+    where, size, data = files.label(name), files.size(name), begin + 8
+    if size < data:
         raise CheckpointError(f"{where} has {size} bytes, too few for a safetensors file")
-    length = int.from_bytes(files.read(name, 0, 8), "little")
-    if length > min(size - 8, MOST_HEADER):
+    start = files.read(name, begin, data)
+    if start == b"version ":
+        raise CheckpointError(f"{where} is a pointer of Git LFS: fetch the file itself with git lfs pull")
+    length = int.from_bytes(start, "little")
+    if length > min(size - data, MOST_HEADER):
         raise CheckpointError(f"{where}: a header of {length} bytes in a file of {size}: it is truncated or damaged")
-    fields = parse_json(files.read(name, 8, 8 + length), where)
+    fields = parse_json(files.read(name, data, data + length), where)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{where}: __metadata__ must map names to strings")
-    tensors = {key: _tensor(key, where, value, 8 + length, size) for key, value in fields.items()}
-    _check_order(where, tensors, 8 + length, size)
+    tensors = {key: _tensor(key, where, value, data + length, size) for key, value in fields.items()}
+    _check_order(where, tensors, data + length, size)
     return Header(tensors, cast("dict[str, str]", metadata))
 
 
@@ -210,9 +213,19 @@ def read_index(files: Files, name: str) -> Index:
 
 def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
     """The tensors of some files; `expected`: the file of each, by an index."""
+    return open_headers(files, read_headers(files, names), expected)
+
+
+def read_headers(files: Files, names: Sequence[str]) -> dict[str, Header]:
+    """The header of every file."""
+    return {name: read_header(files, name) for name in names}
+
+
+def open_headers(files: Files, headers: Mapping[str, Header], expected: Mapping[str, str] | None = None) -> Checkpoint:
+    """The tensors of files with these headers."""
     entries, metadata, first = dict[str, Entry](), dict[str, str](), dict[str, str]()
-    for number, file in enumerate(names):
-        header = read_header(files, file)
+    names = list(headers)
+    for number, (file, header) in enumerate(headers.items()):
         metadata |= header.metadata
         for name, tensor in header.tensors.items():
             if expected is not None and expected.get(name, file) != file:

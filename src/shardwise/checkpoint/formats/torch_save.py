@@ -22,12 +22,14 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
 from shardwise.checkpoint.files import ByteRange, Files
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, data_starts, read_archives, tensor_reader
+from shardwise.checkpoint.formats.rank_shards import shard_entry
 from shardwise.checkpoint.formats.safetensors import open_indexed as open_by_index
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_keys, check_overlaps
 from shardwise.checkpoint.formats.zips import archive_segments
 from shardwise.checkpoint.opaque import Opaque, OpaqueError, UnknownObject, is_unknown_class, opaque_in
 from shardwise.checkpoint.pickles import count_tensors, refuse, without_stubs
 from shardwise.checkpoint.segments import Checksum, Data, Segment, write_segments, write_tensor
+from shardwise.checkpoint.shard_stubs import ShardStub
 from shardwise.checkpoint.unpickle_stubs import TensorStub
 from shardwise.containers.sharded import is_sharded
 from shardwise.containers.torch_private import rebuild_tensor, rebuild_typed_tensor
@@ -64,15 +66,27 @@ def looks_like_one(files: Files, name: str) -> bool:
     return start.startswith(LEGACY) or (start.startswith(BEGIN) and known)
 
 
-def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None) -> Checkpoint:
-    """The tensors and values of some files; `expected`: the file of each, by an index."""
+def open_files(
+    files: Files, names: Sequence[str], expected: Mapping[str, str] | None = None, *, ranks: bool = False
+) -> Checkpoint:
+    """The tensors and values of some files; `expected`: the file of each, by an index.
+
+    `ranks`: they are of several ranks, and what is not sharded is in each of them.
+    """
     entries, paths, values = dict[str, Entry](), dict[str, OBJ_PATH](), dict[str, tuple[Archive, object]]()
+    shards = dict[str, list[tuple[int, Archive, ShardStub]]]()
     for number, file in enumerate(names):
         archive = _open(files, file)
         flat, nested = _flat(archive)
         for name, value in flat.items():
             if expected is not None and expected.get(name, file) != file:
                 continue  # another file has it, too
+            if isinstance(value, ShardStub) and (name in shards or name not in paths):
+                shards.setdefault(name, []).append((number, archive, value))
+                paths[name] = nested[name]
+                continue
+            if name in paths and ranks:
+                continue
             if name in paths:
                 raise CheckpointError(
                     f"{name!r} is in {files.label(file)} and in another file: add an index that says which one counts"
@@ -82,11 +96,17 @@ def open_files(files: Files, names: Sequence[str], expected: Mapping[str, str] |
                 entries[name] = _entry(name, value, archive, number, names, files)
             else:
                 values[name] = archive, value
+    entries |= {name: shard_entry(name, found, names, files) for name, found in shards.items()}
     _check_hidden(values.values() if not entries else ())
     for name, file in (expected or {}).items():
         if name not in paths:
             raise CheckpointError(f"{files.label(file)} does not have {name!r}, although the index says so")
     return Checkpoint(files, "torch.save", entries, paths=paths, objects=lambda: _objects(files, values))
+
+
+def has_shards(files: Files, name: str) -> bool:
+    """True for a file with parts of sharded tensors."""
+    return any(isinstance(value, ShardStub) for value in _flat(_open(files, name))[0].values())
 
 
 def _check_hidden(values: Iterable[tuple[Archive, object]]) -> None:
