@@ -301,3 +301,22 @@ def test_after_close_nothing_is_left_and_after_an_error_of_one_rank_all_is(folde
     on_ranks(2, train)
     is_step(resumed(folder, 2), 1, 2)
     gone(folder)
+
+
+def test_saves_of_what_changed_are_whole_in_memory(folder):
+    """On the disk they lack what did not change. So lost files of them are not taken from there one by one."""
+
+    def train(rank):
+        run = checkpoint.Run(folder, memory=2, lease=LEASE)
+        for step in (1, 2):
+            report = run.save(step, {**sharded_state(step, 3), "frozen": torch.arange(1000.0)}, incremental=True)
+        dist.barrier()
+        if rank != 2:
+            os.kill(keepers_of(folder)[run._keeping._keeper.address], signal.SIGKILL)
+        assert report.referenced or rank
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    on_ranks(3, train, dying=range(3))
+    found = resumed(folder, 2)
+    is_step(found, 2, 2)
+    assert found[0][1].memory == 0, "two of three files are lost"
