@@ -83,7 +83,7 @@ def killed_after(folder, ranks, *steps, keep=(), dead_keepers=(), state=sharded_
             (run.save if step in steps else run.keep)(step, state(step, ranks))
         dist.barrier()
         if rank in dead_keepers:
-            os.kill(keepers_of(folder)[run._keeping._keeper.address], signal.SIGKILL)
+            os.kill(run._keeping._keeper._process.pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     on_ranks(ranks, train, dying=range(ranks))

@@ -92,7 +92,7 @@ def test_a_keeper_that_is_killed_is_replaced(folder):
         run = checkpoint.Run(folder, memory=2, lease=LEASE)
         run.keep(1, sharded_state(1, 2))
         if rank == 1:
-            os.kill(keepers_of(folder)[run._keeping._keeper.address], signal.SIGKILL)
+            os.kill(run._keeping._keeper._process.pid, signal.SIGKILL)
         run.keep(2, sharded_state(2, 2))
         run.keep(3, sharded_state(3, 2))
         dist.barrier()
@@ -113,7 +113,7 @@ def test_a_keeper_that_stands_still_is_replaced_and_its_memory_is_not_written_ag
         memory = run._keeping._held[-1].files[0].memory
         before = memory.clone()
         if rank == 1:
-            os.kill(keepers_of(folder)[run._keeping._keeper.address], signal.SIGSTOP)
+            os.kill(run._keeping._keeper._process.pid, signal.SIGSTOP)
         for step in (3, 4, 5):
             run.keep(step, sharded_state(step, 2))
         if rank == 1:
@@ -312,7 +312,7 @@ def test_saves_of_what_changed_are_whole_in_memory(folder):
             report = run.save(step, {**sharded_state(step, 3), "frozen": torch.arange(1000.0)}, incremental=True)
         dist.barrier()
         if rank != 2:
-            os.kill(keepers_of(folder)[run._keeping._keeper.address], signal.SIGKILL)
+            os.kill(run._keeping._keeper._process.pid, signal.SIGKILL)
         assert report.referenced or rank
         os.kill(os.getpid(), signal.SIGKILL)
 
