@@ -34,9 +34,14 @@ The stall is the time until `save(..., async_op=True)` returns. Earlier saves ha
 It is compared with `copy_` of the same tensors into warm memory, and with `dcp.async_save`. Steps are forward,
 backward and AdamW of three linear layers. They begin when a save has returned, and are compared with steps that begin
 when `dcp.async_save` has returned.
+
+`Run(memory=2)` keeps each step in memory, too: once beside each rank that has it, and once beside the other. How long
+`keep` takes, and `resume` to fill a rank's shard from there, is compared with `copy_` of that shard. What the ranks
+take of it to agree is the time to resume the smallest tensor alone.
 """
 RANKS = 2
 OURS, AS_DCP, PEER, COPY = "ours", "ours, dcp", "dcp.async_save", "copy"
+KEEP, RESUME, AGREE = "keep in memory", "resume from memory", "resume one small tensor"
 STEPS, ALONE = ("steps beside ours", "steps beside dcp.async_save"), "steps alone"
 FEW = 20  # steps in a repeat
 
@@ -47,6 +52,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         dist.destroy_process_group()
     with TemporaryDirectory() as folder:
         found = on_ranks(RANKS, lambda _: _measured(Path(folder), effort.medium), timeout=900)
+        kept = on_ranks(RANKS, lambda _: _kept(Path(folder, "kept"), effort.medium), timeout=900)
     seconds = {way: together(rank[way] for rank in found) for way in found[0]}
     each = size(2 * sum(map(prod, model().values())) // RANKS)
     stall, target = f"stall of an asynchronous save, {each} per rank", Target(1.15, most=True)
@@ -58,6 +64,47 @@ def rows(effort: Effort) -> Iterator[Row]:
     yield Row(
         f"{FEW} training steps beside a save", seconds[STEPS[0]], seconds[STEPS[1]], "beside dcp's", Target(1), note
     )
+
+    yield from _kept_rows({way: together(rank[way] for rank in kept) for way in kept[0]}, each)
+
+
+def _kept_rows(seconds: dict[str, float], each: str) -> Iterator[Row]:
+    note = f"{1e3 * seconds[AGREE]:.0f} ms of it to agree"
+    yield Row(
+        f"recover a shard of {each} from memory",
+        seconds[RESUME],
+        seconds[COPY],
+        "copy_ into warm memory",
+        Target(5, most=True),
+        note,
+    )
+    yield Row(f"keep a shard of {each} in two places", seconds[KEEP], seconds[COPY], "copy_ into warm memory")
+
+
+def _kept(folder: Path, repeats: int) -> dict[str, list[Interval]]:
+    """Each rank's shard, from memory to memory."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    mesh = DeviceMesh("cpu", list(range(RANKS)))
+    state, into = ({name: tensor_of(shape, mesh, Shard(0)) for name, shape in model().items()} for _ in range(2))
+    small = min(into, key=lambda name: into[name].numel())
+    steps = count()
+    with checkpoint.Run(folder, memory=2) as run:
+        run.keep(next(steps), state)
+        run.keep(next(steps), state)
+
+        def copy(_: object) -> None:
+            for name, tensor in state.items():
+                into[name].to_local().copy_(tensor.to_local())
+
+        ways = {
+            KEEP: Task(lambda _: run.keep(next(steps), state), repeats=repeats, start=meet),
+            RESUME: Task(lambda _: run.resume(into=into), repeats=repeats, start=meet),
+            AGREE: Task(lambda _: run.resume(into={small: into[small]}), repeats=repeats, start=meet),
+            COPY: Task(copy, repeats=repeats, start=meet),
+        }
+        spans, _ = every_repeat(*ways.values())
+    return {way: one[1:] or one for way, one in zip(ways, spans, strict=True)}
 
 
 def _measured(folder: Path, repeats: int) -> dict[str, list[Interval]]:

@@ -6,6 +6,7 @@ from shardwise.checkpoint.comparing import Difference, verify
 from shardwise.checkpoint.converting import convert
 from shardwise.checkpoint.damage import Damage
 from shardwise.checkpoint.entry import Checkpoint, Entry
+from shardwise.checkpoint.kept_loading import Resumed
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.megatron_names import translation
 from shardwise.checkpoint.opaque import Opaque
@@ -33,6 +34,7 @@ __all__ = [
     "Receipt",
     "Rotary",
     "Rules",
+    "Resumed",
     "Run",
     "SaveHandle",
     "SaveReport",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise, repeat
+from itertools import repeat
 from math import prod
 
 from shardwise.checkpoint.entry import Entry, HashableBoxes
@@ -13,6 +14,8 @@ from shardwise.geometry import Box, Boxes, cut, ints, row_major
 from shardwise.layout import Grid, Layout, places_of
 from shardwise.planning import plan
 
+Ranks = tuple[int, ...]
+Readers = tuple[Ranks, ...]  # each of these groups reads all of something
 OwnedBox = tuple[int, tuple[int, ...], tuple[int, ...]]  # an owner, and the corners of a box
 WHOLE = 2**22  # bytes of a box that one of its replicas writes whole: smaller parts are not worth their names
 
@@ -92,22 +95,47 @@ def _owned(owners: Iterable[int], boxes: Boxes) -> list[OwnedBox]:
 
 
 def assign_readers(entries: Iterable[Entry], owners: Sequence[int]) -> dict[str, Layout]:
-    """The readers of every tensor: stored boxes in order, in shares of equally many bytes."""
-    sizes = {entry: [volume * entry.dtype.itemsize for volume in entry.boxes.volumes().tolist()] for entry in entries}
-    total, before = max(1, sum(map(sum, sizes.values()))), 0
+    """The readers of every tensor: stored boxes in order, in shares of equally many bytes.
+
+    What only some ranks can read is shared among these. If those of several hosts can, each host reads all of it: then
+    the plan takes each cell from where it is nearest.
+    """
+    everyone, totals, before = (tuple(owners),), Counter[Ranks](), Counter[Ranks]()
+    sizes = dict[Entry, list[tuple[int, Readers]]]()
+    for entry in entries:
+        who = _readers(entry, everyone)
+        sizes[entry] = [
+            (volume * entry.dtype.itemsize, groups)
+            for volume, groups in zip(entry.boxes.volumes().tolist(), who, strict=True)
+        ]
+        for size, groups in sizes[entry]:
+            totals.update(dict.fromkeys(groups, size))
     layouts = dict[str, Layout]()
-    for entry, size in sizes.items():
-        edges = list(accumulate(size, initial=before))
-        readers = tuple(
-            tuple(owners[start * len(owners) // total : (stop - 1) * len(owners) // total + 1])
-            for start, stop in pairwise(edges)
-        )
+    for entry, rows in sizes.items():
+        readers = tuple(tuple(_share(group, size, before, totals) for group in groups) for size, groups in rows)
         layouts[entry.name] = _read_by(entry.shape, entry.stored, readers)
-        before = edges[-1]
     return layouts
 
 
+def _readers(entry: Entry, everyone: Readers) -> list[Readers]:
+    """The groups of ranks that can read each stored box."""
+    known = entry.files.readers
+    if not known:
+        return [everyone] * entry.shards
+    names = [entry.paths[number] for number in entry.file.tolist()]
+    return [tuple(map(tuple, known[name])) if name in known else everyone for name in names]
+
+
+def _share(group: Ranks, size: int, before: Counter[Ranks], totals: Counter[Ranks]) -> Ranks:
+    """The ranks of a group that read the next bytes."""
+    start, total = before[group], max(1, totals[group])
+    before[group] += size
+    return group[start * len(group) // total : (start + size - 1) * len(group) // total + 1]
+
+
 @lru_cache(maxsize=1024)
-def _read_by(shape: tuple[int, ...], stored: HashableBoxes, readers: tuple[tuple[int, ...], ...]) -> Layout:
+def _read_by(shape: tuple[int, ...], stored: HashableBoxes, readers: tuple[Readers, ...]) -> Layout:
     """Cached: most tensors are read whole by one rank, and many are stored in the same boxes."""
-    return Layout.boxes(shape, _slices(stored.boxes, readers), overlap="replicas")
+    rows = [(row, group) for row, groups in enumerate(readers) for group in groups]
+    boxes = stored.boxes.take(ints([row for row, _ in rows]))
+    return Layout.boxes(shape, _slices(boxes, [group for _, group in rows]), overlap="replicas")

@@ -178,7 +178,8 @@ class RunningSaves:
             lambda: (None, (why, save.pending.written()))
         )  # until then it is not known to have ended well
         self.running.remove(handle)
-        self.memory.give_back(save.file.memory)
+        if not save.file.kept:
+            self.memory.give_back(save.file.memory)
         failed = {rank: why for rank, (why, _) in by_rank.items() if why is not None}
         if not failed:
             written, referenced = zip(*(amounts for _, amounts in by_rank.values()), strict=True)

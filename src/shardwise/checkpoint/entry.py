@@ -446,6 +446,10 @@ class LazyMapping(Mapping[str, V]):
         value = self._made[name] = self._make(name)
         return value
 
+    def replace(self, name: str, value: V) -> None:
+        """From now on this is the value."""
+        self._made[name] = value
+
     def __contains__(self, name: object) -> bool:
         return name in self._names
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import inf
 from operator import mul
@@ -23,6 +23,8 @@ from shardwise.storage.paths import beside, join_path, readable
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+    from shardwise.job.plan import ModelPlan
 
 Bytes = npt.NDArray[np.uint8]
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -60,6 +62,10 @@ class Files(ABC):
 
     root: str
     near = False  # True where a read costs little more than its bytes
+    readers: Mapping[str, Sequence[Sequence[int]]] = {}  # of files that only some ranks read: those, a group per host
+
+    def planned(self, plan: ModelPlan, me: int) -> None:  # noqa: B027  # most do not count
+        """All ranks fill their tensors from these files by a plan."""
 
     @abstractmethod
     def names(self, *, recursive: bool = False) -> list[str]:

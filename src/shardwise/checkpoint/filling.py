@@ -165,6 +165,8 @@ def fill_once(
         return ModelPlan.of(links, sources, prepared.targets, max_bytes=options.max_bytes, hosts=hosts), prepared
 
     plan, prepared = agree_on(transport, "load", make)
+    for files in {entry.files for entry in prepared.entries().values()}:
+        files.planned(plan, callers.me)
     job = Job(transport, plan, "load", overflow="count" if options.count_losses else "allow")
     source = FileSide(prepared.entries(), plan, callers.me, options.check)
     target = LiveSide({**flat, **prepared.buffers}, plan.targets)

@@ -272,12 +272,12 @@ class LocalFiles(Files):
         with self._lock, readable(self.label(name)):
             while len(self._mapped) >= MAX_MAPPED:  # tensors of a dropped one keep it alive
                 self._mapped.pop(next(iter(self._mapped)))
-            data = np.frombuffer(_mapping(file.number) if self._status[name].size else b"", dtype=np.uint8)
+            data = np.frombuffer(map_privately(file.number) if self._status[name].size else b"", dtype=np.uint8)
             mapped = self._mapped[name] = MappedFile(data, {})
             return mapped
 
 
-def _mapping(file: int) -> mmap.mmap:
+def map_privately(file: int) -> mmap.mmap:
     """Private, so that it can never write to the file; without reserving swap."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return mmap.mmap(file, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

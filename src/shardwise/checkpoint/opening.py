@@ -48,7 +48,11 @@ def open(path: PathLike, *, rules: RulesSource | None = None) -> Checkpoint:
 
     `rules` (a rules file, or what `read_rules` returns) say how the per-rank files of a directory fit together.
     """
-    files, name = files_at(path)
+    return open_files(*files_at(path), rules)
+
+
+def open_files(files: Files, name: str | None = None, rules: RulesSource | None = None) -> Checkpoint:
+    """Open a checkpoint in files; `name`: if it is a single one."""
     with _without_garbage_collection():
         checkpoint = _open(files, name, rules)
     files.mark_opened()

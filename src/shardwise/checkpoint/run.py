@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from operator import index as whole_number
 from types import TracebackType
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.async_saves import SaveHandle, SaveReport
+from shardwise.checkpoint.keeping import Keeping, KeepOptions
+from shardwise.checkpoint.kept_loading import Resumed
+from shardwise.checkpoint.kept_saves import keep_state, save_kept
 from shardwise.checkpoint.resuming import Resuming
 from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.run_claim import RunClaim
@@ -23,10 +27,13 @@ from shardwise.checkpoint.step_folders import StepFolders
 from shardwise.checkpoint.stopping import StopSignals
 from shardwise.errors import CheckpointError
 from shardwise.job.agree import Callers, total_of_all
+from shardwise.job.names import Rename
+from shardwise.job.remap import Remap
 from shardwise.quoting import brief
 from shardwise.state.traverse import StateDict
 from shardwise.storage.paths import PathLike
 
+LEASE = 600.0  # seconds: time to restart a job in
 STEPS = 10**18  # steps are less than that: more digits than names and files hold are no step
 log = logging.getLogger("shardwise")
 
@@ -58,6 +65,10 @@ class Run:
     `keep`: so many of the newest steps are kept, None for all; `keep_every=1000`: and every 1000th for good. Others are
     removed once a newer one is whole. `folder` is a path or URL that all ranks share. As long as a Run is open, another
     one on the same folder is refused.
+
+    `memory=2`: the newest step is also kept in memory, in two copies on different hosts (on one host, beside different
+    ranks), by processes that outlive this one. `resume` of the next job takes it from there. They end with `close`, or
+    `lease` seconds after the last process of the run has ended.
     """
 
     def __init__(
@@ -66,29 +77,50 @@ class Run:
         *,
         keep: int | None = 3,
         keep_every: int | None = None,
+        memory: int | None = None,
+        lease: float = LEASE,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group, self._kept = group, f"keep={keep}, keep_every={keep_every}"
+        self._keeping: Keeping | None = None
+        self._resumed: Resumed | None = None
         self._claim: RunClaim | None = None
         self._at: int | None = None  # the step that this training goes on from
         self._pending = deque[_Pending]()
         self._signals, self._stopping, self._closed = StopSignals(), False, False
         finalize(self, self._signals.restore)
-        callers = Callers("Run", group)
+        if memory is not None:
+            self._kept += f", memory={memory}"
+        same = {"folder": str(folder), "keep": keep, "keep_every": keep_every, "memory": memory, "lease": lease}
+        try:
+            self._open(folder, keep, keep_every, memory, lease, same)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _open(
+        self,
+        folder: PathLike,
+        keep: int | None,
+        keep_every: int | None,
+        memory: int | None,
+        lease: float,
+        same: Mapping[str, object],
+    ) -> None:
+        """All ranks together: refuse what is invalid or in use, and start keepers."""
+        callers, options = Callers("Run", self._group), KeepOptions(1 if memory is None else memory, lease)
 
         def start() -> tuple[StepFolders, None]:
             self._retention = Retention(keep, keep_every)
+            options.check()
             folders = StepFolders(folder)
             folders.check()
             self._claim = RunClaim(folders.run) if callers.first else None
             return folders, None
 
-        try:
-            same = {"folder": str(folder), "keep": keep, "keep_every": keep_every}
-            self._folders, _ = callers.tell(start, same)
-        except BaseException:
-            self._leave()
-            raise
+        self._folders, _ = callers.tell(start, same)
+        if memory is not None:
+            self._keeping = Keeping(callers, self._folders.run, options)
 
     def __repr__(self) -> str:
         return f"Run({self._folders.run.path!r}, {self._kept}{', closed' * self._closed})"
@@ -104,16 +136,24 @@ class Run:
             self._leave()
 
     def close(self) -> None:
-        """Wait for the save that is running, and let other jobs write to the folder."""
+        """Wait for the save that is running, let other jobs write to the folder, and free what is kept in memory.
+
+        With `memory=` all ranks call it: what is kept stays for its lease if one of them does not.
+        """
         if not self._closed:
             try:
                 self._collect_all()
+                if self._keeping is not None:
+                    self._callers("Run.close").all_do(lambda: None)
+                    self._keeping.end()
             finally:
                 self._leave()
 
     def _leave(self) -> None:
         self._closed = True
         self._signals.restore()
+        if self._keeping is not None:
+            self._keeping.leave()
         if self._claim is not None:
             self._claim.release()
 
@@ -150,25 +190,17 @@ class Run:
 
         `incremental=True`: tensors that did not change on a rank since the newest step that is whole are not written
         again. What newer steps need of a removed one stays in its folder. Returns a `SaveReport`.
+
+        With `memory=` the step is kept in memory first, and written from there: one save runs at a time.
         """
         callers, begun = self._callers_in_place("Run.save"), time.monotonic()
-        self._collect(max(in_flight - 1, 0) if async_op and type(in_flight) is int else 0)
+        several = async_op and type(in_flight) is int and self._keeping is None
+        self._collect(max(in_flight - 1, 0) if several else 0)
         waited = time.monotonic() - begun
-
-        def begin() -> tuple[int, str | None]:
-            number = _checked_step(step)
-            if not isinstance(incremental, bool):
-                raise TypeError(f"incremental={brief(incremental)}: give True or False, a run knows the step before")
-            if callers.first:
-                self._begin(number)
-            return number, self._folders.before(number) if callers.first and incremental else None
-
-        same = {"step": brief(step), "async_op": async_op, "in_flight": brief(in_flight)}
-        same["incremental"] = brief(incremental)
-        number, earlier = callers.tell(begin, same)
-        before = next(iter(earlier.values()))
+        same = {"async_op": async_op, "in_flight": brief(in_flight), "incremental": brief(incremental)}
+        number, before = self._begun(callers, step, same, incremental=incremental)
         options |= {"incremental": before or incremental, "async_op": async_op, "in_flight": in_flight}
-        done = save(state, self.path(number), group=self._group, **options)
+        done = self._saved(state, self.path(number), options)
         self._at = number
         if not async_op:
             self._conclude(callers, number)
@@ -178,12 +210,51 @@ class Run:
         self._pending.append(_Pending(number, handle, before))
         return handle
 
-    def _begin(self, step: int) -> None:
+    def _saved(self, state: StateDict, path: str, options: Mapping[str, Any]) -> SaveHandle | SaveReport | None:
+        if self._keeping is not None:
+            return save_kept(state, path, self._keeping, group=self._group, **options)
+        return cast("SaveHandle | SaveReport | None", save(state, path, group=self._group, **options))
+
+    def keep(self, step: int, state: StateDict, *, rename: Rename = None, remap: Iterable[Remap] = ()) -> None:
+        """Keep the state of a step in memory only: more often than `save`, which keeps it there, too.
+
+        It needs `memory=`. Training waits for a copy of this rank's tensors and of those that it holds for others.
+        """
+        callers = self._callers_in_place("Run.keep")
+        if self._keeping is None:
+            raise CheckpointError("Run.keep needs memory=: Run(folder, memory=2) keeps each step in two places")
+        if self._pending and self._pending[0].step != self._keeping.newest:
+            self._collect()  # its memory is needed
+        number, _ = self._begun(callers, step, {}, incremental=False)
+        keep_state(callers, state, self._keeping, rename, remap)
+        self._at = number
+
+    def _begun(
+        self, callers: Callers, step: int, same: Mapping[str, object], *, incremental: bool
+    ) -> tuple[int, str | None]:
+        """The step's number, once it is known that it comes last; and the path of the step to compare it with."""
+        kept = self._keeping.find(callers) if self._keeping is not None and self._at is None else {}
+
+        def begin() -> tuple[int, str | None]:
+            number = _checked_step(step)
+            if not isinstance(incremental, bool):
+                raise TypeError(f"incremental={brief(incremental)}: give True or False, a run knows the step before")
+            if callers.first:
+                self._begin(number, max(kept, default=None))
+            return number, self._folders.before(number) if callers.first and incremental else None
+
+        number, earlier = callers.tell(begin, {"step": brief(step), **same})
+        if self._keeping is not None:
+            self._keeping.begin(callers, number, self._at)
+        return number, next(iter(earlier.values()))
+
+    def _begin(self, step: int, kept: int | None) -> None:
         """Refuse a step that would not come last. Later ones that this training did not resume from go first."""
         assert self._claim is not None
         self._claim.check()
         if self._at is None:
-            newest = next(iter(self._folders.saved()), None)
+            there = [one for one in (next(iter(self._folders.saved()), None), kept) if one is not None]
+            newest = max(there, default=None)
             if newest is not None and newest >= step:
                 raise CheckpointError(
                     f"{self._folders.run.path} has step {newest}, so step {step} would not be the newest: resume() "
@@ -272,9 +343,10 @@ class Run:
 
         A damaged step is named in a warning of the logger "shardwise", and the one before it is loaded. If all are
         damaged, that is an error: training must not start anew unnoticed. So are values that do not fit `into`.
+        With `memory=` steps in memory count, too: what is there of a step is taken from there, the rest from the disk.
         `step`: load this one, and no other. `options` are those of `checkpoint.load`.
         """
-        resuming = Resuming(self._callers_in_place("Run.resume"), self._folders, into, options)
+        resuming = Resuming(self._callers_in_place("Run.resume"), self._folders, into, options, self._keeping)
         self._collect()
         if step is None:
             found = resuming.newest()
@@ -282,8 +354,13 @@ class Run:
             number, _ = resuming.callers.tell(lambda: (_checked_step(step), None), {"step": brief(step)})
             found = resuming.one(number)
         if found is not None:
-            self._at = found
+            self._at, self._resumed = found, resuming.resumed
         return found
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """From where the last `resume` has loaded its step: memory or disk. None if nothing was loaded."""
+        return self._resumed
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

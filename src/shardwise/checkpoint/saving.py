@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from math import inf
 from secrets import token_hex
-from typing import Literal, NamedTuple, TypeGuard, cast, overload
+from typing import Literal, NamedTuple, Protocol, TypeGuard, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from shardwise.checkpoint.increments import location_in
 from shardwise.checkpoint.known_states import Cuts, KnownState, KnownStates, StateDescription
 from shardwise.checkpoint.random_state import with_random_states
 from shardwise.checkpoint.remapping import remap_state_dict
-from shardwise.checkpoint.segments import write_tensor
+from shardwise.checkpoint.segments import Segment, write_tensor
 from shardwise.checkpoint.staging import SaveMemory, StagedFile, StagedFolder, stage
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.description import describe_all, is_tensor, lists_chunks, memory_of
@@ -131,10 +131,26 @@ def save(
     whole, and can be compared with. Returns a `SaveReport` of the bytes that were written and that were not. The
     state is copied to memory first, as with `async_op=True`.
     """
+    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience, as_text(incremental))
+    return save_state(state_dict, path, options, group=group, rename=rename, remap=remap, durable=durable)
+
+
+def save_state(
+    state_dict: StateDict,
+    path: PathLike,
+    options: SaveOptions,
+    *,
+    group: dist.ProcessGroup | None,
+    rename: Rename,
+    remap: Iterable[Remap],
+    durable: bool,
+    keep: Keep | None = None,
+) -> SaveHandle | SaveReport | None:
+    """As `save`. `keep`: the files are kept in memory, too, before they are written."""
     begin, callers = time.monotonic(), Callers("save", group)
-    options = SaveOptions(format, str(path), sums, async_op, in_flight, patience, _as_text(incremental))
-    saved = _Saved.of(callers, state_dict, options, rename, remap)
-    waited, staged = RunningSaves.of(callers).make_room(in_flight if async_op else 1), options.staged
+    format, sums, async_op = options.format, options.sums, options.async_op
+    saved, staged = Saved.of(callers, state_dict, options, rename, remap), options.staged or keep is not None
+    waited = RunningSaves.of(callers).make_room(options.in_flight if async_op else 1)
     earlier = location_in(callers, path, options.incremental)
     with ExitStack() as stack:
         fits = partial(WRITERS[format].fits, saved.contents)
@@ -144,7 +160,7 @@ def save(
         handle = None
         if staged:
             into = StagedFolder(path, durable=durable, run=token, sums=sums)
-            handle = _start(callers, into, saved, options, claim, earlier)
+            handle = _start(callers, into, saved, options, claim, earlier, keep)
             handle.stalled(time.monotonic() - begin, waited)
         else:
             writer = WRITERS[format](OutputFolder(path, durable=durable, run=token, sums=sums), callers.owners, token)
@@ -153,7 +169,7 @@ def save(
     return handle if handle is None or async_op else _waited_for(handle)
 
 
-def _as_text(incremental: bool | PathLike) -> bool | str:
+def as_text(incremental: bool | PathLike) -> bool | str:
     return incremental if isinstance(incremental, bool) else str(incremental)
 
 
@@ -179,7 +195,7 @@ def prepare(
     >>> sw.checkpoint.save({"w": torch.ones(4)}, "memory://first", async_op=True).wait()
     """
     callers = Callers("prepare", group)
-    saved = _Saved.of(
+    saved = Saved.of(
         callers,
         state_dict,
         SaveOptions(format, "", sums=True, async_op=True, in_flight=1, patience=PATIENCE),
@@ -196,17 +212,22 @@ def prepare(
     callers.all_do(work)
 
 
-class _Saved(NamedTuple):
-    """What is saved: the contents of the checkpoint, the parts that this rank writes, and names that differ."""
+class Saved(NamedTuple):
+    """What is saved: the contents of the checkpoint, the parts that this rank writes, and names that differ.
+
+    `flat` has this rank's tensors, `sources` the ranks whose values count.
+    """
 
     contents: Contents
     parts: Callable[[], Sequence[TensorPart]]
     differing: Sequence[str]
+    flat: Mapping[str, object]
+    sources: Mapping[str, TensorInfo]
 
     @staticmethod
     def of(
         callers: Callers, state_dict: StateDict, options: SaveOptions, rename: Rename, remap: Iterable[Remap]
-    ) -> _Saved:
+    ) -> Saved:
         """All ranks tell each other what they have."""
         quantized, rules = split_rules(remap)
         if quantized:
@@ -218,13 +239,15 @@ class _Saved(NamedTuple):
         flat, state = _describe(callers, state_dict, options)
         others = {name: value for name, value in flat.items() if name not in state.tensors and not is_tensor(value)}
         contents = Contents(state.layouts, others, state.paths, state.ties, state.made)
-        return _Saved(contents, partial(_parts, state, flat, callers.me), state.differing)
+        sources = {**state.tensors}
+        for name in state.differing:
+            sources[name] = replace(sources[name], layout=_of_first(sources[name]))
+        return Saved(contents, partial(_parts, state, flat, callers.me), state.differing, flat, sources)
 
     def stage(self, callers: Callers, writer: Writer, memory: SaveMemory) -> tuple[StagedFile, object]:
         """This rank's file, in memory; and what the index needs of it."""
-        result = writer.write(callers.me, self.parts(), self.contents)
-        assert isinstance(writer.folder, StagedFolder), "it only takes what is to be written"
-        return stage(writer.folder.name, writer.folder.segments, memory), result
+        described, result = describe_file(writer, callers.me, self.parts(), self.contents)
+        return stage(*described, memory), result
 
     def warn(self, callers: Callers) -> None:
         """Of tensors that differ between ranks."""
@@ -232,25 +255,64 @@ class _Saved(NamedTuple):
             warnings.warn(printable(_unlike(self.differing)), stacklevel=3)
 
 
+class Keep(Protocol):
+    """Keeps the files of a save in memory."""
+
+    def keep(
+        self, callers: Callers, saved: Saved, writer: Writer, check: Callable[[], None]
+    ) -> tuple[StagedFile, bytes]:
+        """This rank's file, which stays in memory, and the index. All ranks call, and `check` first."""
+        ...
+
+
+def describe_file(
+    writer: Writer, owner: int, parts: Sequence[TensorPart], contents: Contents
+) -> tuple[tuple[str, list[Segment]], object]:
+    """The name and contents of an owner's file, and what the index needs of it. `writer` has a StagedFolder."""
+    result = writer.write(owner, parts, contents)
+    assert isinstance(writer.folder, StagedFolder), "it only takes what is to be written"
+    return (writer.folder.name, writer.folder.segments), result
+
+
 def _start(
     callers: Callers,
     folder: StagedFolder,
-    saved: _Saved,
+    saved: Saved,
     options: SaveOptions,
     claim: WriteClaim,
     earlier: str | None,
+    keep: Keep | None,
 ) -> SaveHandle:
     """Copy the parts of this rank to memory, and let another process do the rest."""
     saves, writer = RunningSaves.of(callers), WRITERS[options.format](folder, callers.owners, folder.run)
 
-    def copy() -> tuple[StagedFile, object]:
+    def check() -> None:
         if callers.first:
             writer.check(saved.contents)
+
+    def copy() -> tuple[StagedFile, object]:
+        check()
         return saved.stage(callers, writer, saves.memory)
 
-    file, results = callers.tell(copy)
-    index = writer.index(results, saved.contents) if callers.first else b""
-    order = WriteOrder(
+    if keep is None:
+        file, results = callers.tell(copy)
+        index = writer.index(results, saved.contents) if callers.first else b""
+    else:
+        file, index = keep.keep(callers, saved, writer, check)
+    order = _order(callers, folder, writer, file, options, earlier)
+    return saves.submit(callers, order, file, index, claim.give_away())
+
+
+def _order(
+    callers: Callers,
+    folder: StagedFolder,
+    writer: Writer,
+    file: StagedFile,
+    options: SaveOptions,
+    earlier: str | None,
+) -> WriteOrder:
+    """What the process that writes does for this rank."""
+    return WriteOrder(
         folder=folder.path,
         token=writer.token,
         durable=folder.durable,
@@ -264,7 +326,6 @@ def _start(
         commit=Commit(writer.main, tuple(writer.files)) if callers.first else None,
         earlier=earlier,
     )
-    return saves.submit(callers, order, file, index, claim.give_away())
 
 
 @dataclass(frozen=True)
@@ -475,11 +536,16 @@ def _check_whole(tensors: Mapping[str, TensorInfo]) -> None:
 def _layouts(tensors: Mapping[str, TensorInfo], differing: Sequence[str]) -> dict[str, tuple[torch.dtype, Layout]]:
     """The dtype of every tensor and its writers. The first rank writes tensors that differ between ranks."""
     sources = {name: tensor.layout for name, tensor in tensors.items()}
-    sources |= {name: Layout.replicated(tensors[name].shape, sources[name].owners()[:1]) for name in differing}
+    sources |= {name: _of_first(tensors[name]) for name in differing}
     return {
         name: (tensor.dtype, assign_writers(name, sources[name], tensor.dtype.itemsize, turn))
         for turn, (name, tensor) in enumerate(tensors.items())
     }
+
+
+def _of_first(tensor: TensorInfo) -> Layout:
+    """A plain tensor as the first rank that has it holds it."""
+    return Layout.replicated(tensor.shape, tensor.layout.owners()[:1])
 
 
 def _unlike(names: Sequence[str]) -> str:

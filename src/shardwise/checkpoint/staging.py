@@ -48,12 +48,13 @@ class StagedFolder(OutputFolder):
 
 
 class StagedFile(NamedTuple):
-    """A file in memory, complete but for its checksums. `memory` has whole pages."""
+    """A file in memory, complete but for its checksums. `memory` has whole pages. `kept`: also when it is written."""
 
     name: str
     size: int
     memory: torch.Tensor
     checksums: tuple[Crc, ...]
+    kept: bool = False
 
     @property
     def view(self) -> memoryview:
@@ -92,9 +93,14 @@ class SaveMemory:
         """For the next save."""
         self._spare.append(memory)
 
+    @property
+    def spare(self) -> int:
+        """Bytes that no save uses."""
+        return sum(one.numel() for one in self._spare)
+
     def release(self) -> int:
         """Free what no save uses; the number of bytes."""
-        size = sum(one.numel() for one in self._spare)
+        size = self.spare
         self._spare.clear()
         self._views.clear()
         return size
@@ -109,6 +115,19 @@ def stage(name: str, segments: Sequence[Segment], memory: SaveMemory) -> StagedF
     except BaseException:
         memory.give_back(room)
         raise
+
+
+class Vacancy:
+    """Room for the elements of a tensor in a staged file, in place of the tensor: `stage` leaves it open."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self.room: torch.Tensor | None = None
+
+    def write(self, file: OutputFile) -> None:
+        """Take the room where the file is now."""
+        assert isinstance(file, _Room), "only staged files have room"
+        self.room = file.leave_open(self._like)
 
 
 def _fill(room: torch.Tensor, views: Views, segments: Sequence[Segment]) -> tuple[Crc, ...]:
@@ -154,11 +173,17 @@ class _Room(TensorSink):
         """Its values follow, row-major. They may begin anywhere: files have no gaps between tensors."""
         if tensor.is_complex():  # processors read pairs of numbers from aligned memory only
             tensor = torch.view_as_real(tensor.detach())
-        size = tensor.nbytes
-        if size:
-            self.rooms.append(self._view(tensor))
+        room = self.leave_open(tensor)
+        if tensor.nbytes:
+            self.rooms.append(room)
             self.tensors.append(tensor)
+
+    def leave_open(self, like: torch.Tensor) -> torch.Tensor:
+        """Room for such a tensor, which somebody else fills."""
+        size = like.numel() * like.element_size()
+        room = self._view(like) if size else torch.empty(like.shape, dtype=like.dtype, device="cpu")
         self.at += size
+        return room
 
     def _view(self, values: torch.Tensor) -> torch.Tensor:
         """Room for them. To make views of thousands of tensors takes as long as to copy some of them."""

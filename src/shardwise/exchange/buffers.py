@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.exchange.messages import Message, Pair, Tensors, view_of
+from shardwise.storage.available_memory import available_memory
 
 PAGE = 2**21
 CPU = torch.device("cpu")
@@ -50,12 +50,8 @@ def on_the_cpu() -> AbstractContextManager[Any]:
 
 
 def available() -> int:
-    """Bytes of memory that this machine can still give."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    except OSError:  # not a Linux
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    """Bytes of memory that this process can still get."""
+    return available_memory()
 
 
 def _ask_for_large_pages(address: int, size: int) -> None:

@@ -57,7 +57,9 @@ class WriterProcess:
             self._stderr = Descriptor(os.memfd_create("shardwise writer", os.MFD_CLOEXEC))
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._process = _start(theirs.fileno(), self._stderr.number)
+                number = theirs.fileno()
+                words = "-P", "-m", "shardwise.storage.writer_process", str(number)
+                self._process = start_python(*words, socket=number, stderr=self._stderr.number)
         except OSError as error:
             raise CheckpointError(
                 f"the process that writes checkpoints cannot be started with {sys.executable!r}: {error}. "
@@ -129,12 +131,24 @@ class WriterProcess:
         return self._lost is not None and number not in self._answers
 
 
-def _start(orders: int, stderr: int) -> subprocess.Popen[bytes]:
-    """It imports what this process would. Ctrl-C is not for it, and readers of our output do not wait for it."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "shardwise.storage.writer_process", str(orders)],
+class OutlivingProcess(subprocess.Popen[bytes]):
+    """May go on when this process ends: that is no reason for a warning."""
+
+    def __del__(self) -> None:
+        """Leave it alone."""
+
+
+def start_python(
+    *words: str, socket: int, stderr: int = subprocess.DEVNULL, kind: type[subprocess.Popen[bytes]] = subprocess.Popen
+) -> subprocess.Popen[bytes]:
+    """Run Python in a process of its own, which inherits a socket.
+
+    It imports what this process would. Ctrl-C is not for it, and readers of our output do not wait for it.
+    """
+    return kind(
+        [sys.executable, *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        pass_fds=[orders],
+        pass_fds=[socket],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
