@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from threading import Lock, Thread
 from typing import Protocol
+from weakref import finalize
 
 from shardwise.errors import CheckpointError
 from shardwise.storage.appending import Descriptor
@@ -56,10 +57,11 @@ class WriterProcess:
         try:
             self._stderr = Descriptor(os.memfd_create("shardwise writer", os.MFD_CLOEXEC))
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            finalize(self, self._socket.close)  # the writer ends when it has done its work
             with theirs:
                 number = theirs.fileno()
                 words = "-P", "-m", "shardwise.storage.writer_process", str(number)
-                self._process = start_python(*words, socket=number, stderr=self._stderr.number)
+                self._process = start_python(*words, socket=number, stderr=self._stderr.number, kind=OutlivingProcess)
         except OSError as error:
             raise CheckpointError(
                 f"the process that writes checkpoints cannot be started with {sys.executable!r}: {error}. "
