@@ -301,7 +301,10 @@ def _wide_console() -> Console:
 def convert(
     source: Path_,
     out: Annotated[str, typer.Argument(help="Where to write it.", show_default=False)],
-    format: Annotated[str | None, typer.Option(help="safetensors, sharded, dcp, megatron-dist or torch.save.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="safetensors, sharded, dcp, megatron-dist, torch.save or deepspeed-universal."),
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Several safetensors files of this size, such as 5GB.")
     ] = None,

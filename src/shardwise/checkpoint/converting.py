@@ -21,6 +21,7 @@ from shardwise.checkpoint.config_files import copies_of, write_copies
 from shardwise.checkpoint.coupled_rules import CoupledRules
 from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.formats.dcp_writing import DcpWriter
+from shardwise.checkpoint.formats.deepspeed_writing import UniversalWriter
 from shardwise.checkpoint.formats.megatron_dist import MegatronDistWriter
 from shardwise.checkpoint.formats.safetensors import SafetensorsWriter
 from shardwise.checkpoint.formats.sharded import ShardedWriter
@@ -63,6 +64,7 @@ WRITERS: dict[str, type[Writer]] = {
     "dcp": DcpWriter,
     "megatron-dist": MegatronDistWriter,
     "torch.save": TorchSaveWriter,
+    "deepspeed-universal": UniversalWriter,
 }
 SHARDED = "megatron-dist", "sharded", "dcp"  # formats of several ranks
 ONE_RANK = "mesh = {tp = 1}", "rule = [{name = '*', placements = 'R'}]"
@@ -101,8 +103,8 @@ def convert(
 
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "megatron-dist"
-    (Megatron's torch_dist), "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as in `Resharder`;
-    Concat and Stack join tensors or split them, and Quantized turns codes and scales into values, or values into
+    (Megatron's torch_dist), "deepspeed-universal", "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as
+    in `Resharder`; Concat and Stack join tensors or split them, and Quantized turns codes and scales into values, or values into
     these. `select`, `exclude`: patterns of source names to take or to leave out, also of values that are not
     tensors. `merge`: the folder of a LoRA adapter of peft, which is added to the weights, by source names.
     `parameters`: the names of the parameters of an optimizer, in the order of its groups, or a text file with a

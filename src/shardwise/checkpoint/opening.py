@@ -12,6 +12,8 @@ from shardwise.checkpoint.entry import Checkpoint
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import (
     dcp,
+    deepspeed,
+    deepspeed_universal,
     megatron_dist,
     megatron_ranks,
     rank_files,
@@ -22,6 +24,7 @@ from shardwise.checkpoint.formats import (
     sharded,
     torch_save,
 )
+from shardwise.checkpoint.formats.deepspeed_files import is_step
 from shardwise.checkpoint.local_files import files_at
 from shardwise.checkpoint.rules import RulesSource
 from shardwise.checkpoint.sightings import SHOWN, kind_of, seen
@@ -38,7 +41,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
 MODELS = ("pytorch_model.bin",)
 KNOWN = (
     "safetensors (a file, several with an index, or sharded by shardwise), torch.distributed.checkpoint (.metadata), "
-    "Megatron (torch_dist, mp_rank_XX), torch.save (.pt, .pth, .bin), "
+    "Megatron (torch_dist, mp_rank_XX), torch.save (.pt, .pth, .bin), DeepSpeed (latest, *_optim_states.pt, zero/), "
     "or a directory of per-rank torch.save files with rules= (in convert source_rules=)"
 )
 
@@ -55,7 +58,7 @@ def open_files(files: Files, name: str | None = None, rules: RulesSource | None 
     """Open a checkpoint in files; `name`: if it is a single one."""
     with _without_garbage_collection():
         checkpoint = _open(files, name, rules)
-    files.mark_opened()
+    checkpoint.files.mark_opened()
     return checkpoint
 
 
@@ -100,12 +103,19 @@ def _open_directory(files: Files) -> Checkpoint:
     if LATEST in here:
         return _open_latest(files)
     megatron_dist.refuse_without_index(files, here)
+    if deepspeed_universal.is_universal(files):
+        return deepspeed_universal.open_universal(files)
+    if is_step(here):
+        return deepspeed.open_step(files, here)
     folders = files.folders()
     if several.is_of_accelerate(folders):
         return _open_accelerate(files, folders)
     saved = [name for name in here if torch_save.looks_like_one(files, name)]
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
+    step = deepspeed.step_folder(files)
+    if step is not None:
+        return _open(*files_at(files.path(step)), None)
     groups = [group for group in rank_shards.groups(saved) if len(group) > 1 and torch_save.has_shards(files, group[0])]
     if groups:
         parts = {group[0]: torch_save.open_files(files, group, ranks=True) for group in groups}
@@ -202,6 +212,8 @@ def _check_whole(files: Files, names: list[str]) -> None:
 def _open_file(files: Files, name: str) -> Checkpoint:
     if name == LATEST:
         return _open_latest(files)
+    if name in deepspeed.LATEST:
+        return _open(*files_at(files.path(deepspeed.folder_of(files, name))), None)
     if name == sharded.INDEX:
         return sharded.open_sharded(files)
     if name == dcp.METADATA:

@@ -327,13 +327,17 @@ def same_sample(one: Entry, other: Entry) -> bool:
     return _sample(one) == _sample(other)
 
 
-def _sample(entry: Entry) -> bytes:
-    """The first cells along every dim."""
+def first_cells(shape: Sequence[int]) -> Box:
+    """The first cells along every dim: enough to compare two tensors."""
     hi, left = list[int](), SAMPLE
-    for size in reversed(entry.shape):
+    for size in reversed(shape):
         hi.insert(0, min(size, max(left, 1)))
         left //= max(hi[0], 1)
-    cells = entry.read(Box.whole(hi))
+    return Box.whole(hi)
+
+
+def _sample(entry: Entry) -> bytes:
+    cells = entry.read(first_cells(entry.shape))
     return cells.view(-1).view(torch.uint8).numpy().tobytes() if cells.numel() else b""
 
 

@@ -22,6 +22,7 @@ import torch
 from shardwise.checkpoint.entry import Checkpoint, Entry, Positions, whole_box
 from shardwise.checkpoint.files import ByteRange, Files
 from shardwise.checkpoint.formats.archives import BEGIN, Archive, data_starts, read_archives, tensor_reader
+from shardwise.checkpoint.formats.partitioned import check_has_weights
 from shardwise.checkpoint.formats.rank_shards import shard_entry
 from shardwise.checkpoint.formats.safetensors import open_indexed as open_by_index
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer, check_keys, check_overlaps
@@ -76,7 +77,7 @@ def open_files(
     entries, paths, values = dict[str, Entry](), dict[str, OBJ_PATH](), dict[str, tuple[Archive, object]]()
     shards = dict[str, list[tuple[int, Archive, ShardStub]]]()
     for number, file in enumerate(names):
-        archive = _open(files, file)
+        archive = read_archive(files, file)
         flat, nested = _flat(archive)
         for name, value in flat.items():
             if expected is not None and expected.get(name, file) != file:
@@ -93,7 +94,7 @@ def open_files(
                 )
             paths[name] = nested[name]
             if isinstance(value, TensorStub):
-                entries[name] = _entry(name, value, archive, number, names, files)
+                entries[name] = tensor_entry(name, value, archive, number, names, files)
             else:
                 values[name] = archive, value
     entries |= {name: shard_entry(name, found, names, files) for name, found in shards.items()}
@@ -101,12 +102,12 @@ def open_files(
     for name, file in (expected or {}).items():
         if name not in paths:
             raise CheckpointError(f"{files.label(file)} does not have {name!r}, although the index says so")
-    return Checkpoint(files, "torch.save", entries, paths=paths, objects=lambda: _objects(files, values))
+    return Checkpoint(files, "torch.save", entries, paths=paths, objects=lambda: objects_of(files, values))
 
 
 def has_shards(files: Files, name: str) -> bool:
     """True for a file with parts of sharded tensors."""
-    return any(isinstance(value, ShardStub) for value in _flat(_open(files, name))[0].values())
+    return any(isinstance(value, ShardStub) for value in _flat(read_archive(files, name))[0].values())
 
 
 def _check_hidden(values: Iterable[tuple[Archive, object]]) -> None:
@@ -121,7 +122,8 @@ def open_indexed(files: Files, index: str) -> Checkpoint:
     return open_by_index(files, index, open_files)
 
 
-def _open(files: Files, name: str) -> Archive:
+def read_archive(files: Files, name: str) -> Archive:
+    """What a file has, without the tensors."""
     size = files.size(name)
     start = files.read(name, 0, min(len(LEGACY), size))
     if start.startswith(LEGACY):
@@ -136,19 +138,28 @@ def _flat(archive: Archive) -> tuple[dict[str, object], dict[str, OBJ_PATH]]:
     root = archive.root()
     if isinstance(root, UnknownObject) or is_unknown_class(root):  # not a checkpoint
         refuse(archive.where, root.module, root.qualname)
+    check_has_weights(root, archive.where)
     if isinstance(root, TensorStub):
         root = {"tensor": root}
     elif isinstance(root, list | tuple):
         root = {str(at): item for at, item in enumerate(root)}
     elif not isinstance(root, dict):
         root = {"value": root}
+    return flatten(root, archive.where)
+
+
+def flatten(root: Mapping[str, object], where: object) -> tuple[dict[str, object], dict[str, OBJ_PATH]]:
+    """The values of nested dicts by dotted names, and the path of each."""
     try:
         return flatten_state_dict(root)
     except Exception as error:  # keys that cannot be names
-        raise CheckpointError(f"{archive.where}: cannot give names to its values: {error}") from error
+        raise CheckpointError(f"{where}: cannot give names to its values: {error}") from error
 
 
-def _entry(name: str, tensor: TensorStub, archive: Archive, number: int, names: Sequence[str], files: Files) -> Entry:
+def tensor_entry(
+    name: str, tensor: TensorStub, archive: Archive, number: int, names: Sequence[str], files: Files
+) -> Entry:
+    """A tensor of an archive, in the file with that number among `names`."""
     shape, size = tensor.shape, tensor.dtype.itemsize
     member = archive.storage(tensor, name)
     stored = whole_box(shape)
@@ -162,7 +173,8 @@ def _entry(name: str, tensor: TensorStub, archive: Archive, number: int, names: 
     return Entry(name, shape, tensor.dtype, stored, np.full(stored.boxes.count, number), locate, names, files, shared)
 
 
-def _objects(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict[str, object]:
+def objects_of(files: Files, values: Mapping[str, tuple[Archive, object]]) -> dict[str, object]:
+    """Values of archives, with real objects in the place of stubs."""
     return {
         name: without_stubs(value, f"{name!r} in {archive.where}", tensor_reader(files, archive, name))
         for name, (archive, value) in values.items()
