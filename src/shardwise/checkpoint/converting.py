@@ -103,12 +103,12 @@ def convert(
 
     `format`: "safetensors" (one file, or several of at most `max_shard_size` with an index, as Hugging Face has them),
     "sharded" (a safetensors file for every rank of the mesh in `rules`), "dcp" (with `rules` by rank), "megatron-dist"
-    (Megatron's torch_dist), "deepspeed-universal", "torch.save"; by default by the suffix of `out`. `rename`, `remap`: as
-    in `Resharder`; Concat and Stack join tensors or split them, and Quantized turns codes and scales into values, or values into
-    these. `select`, `exclude`: patterns of source names to take or to leave out, also of values that are not
-    tensors. `merge`: the folder of a LoRA adapter of peft, which is added to the weights, by source names.
-    `parameters`: the names of the parameters of an optimizer, in the order of its groups, or a text file with a
-    name in each line: they take the place of the numbers in its states.
+    (Megatron's torch_dist), "deepspeed-universal", "torch.save"; by default by the suffix of `out`. `rename`,
+    `remap`: as in `Resharder`; Concat and Stack join tensors or split them, and Quantized turns codes and scales
+    into values, or values into these. `select`, `exclude`: patterns of source names to take or to leave out, also
+    of values that are not tensors. `merge`: the folder of a LoRA adapter of peft, which is added to the weights, by
+    source names. `parameters`: the names of the parameters of an optimizer, in the order of its groups, or a text
+    file with a name in each line: they take the place of the numbers in its states.
     `with_config`: also copy config, tokenizer and generation files, of the source (True) or of another folder. `cast`:
     a dtype for all floating point tensors, or rules [(pattern, dtype), ...] by the new names, optionally with a dtype
     for the rest. A dtype or a pattern only casts between float64, float32, float16 and bfloat16: to cast quantized
