@@ -27,6 +27,7 @@ judges:
 
 judges-table:
 	@PYTHON=$(PYTHON) tests/judges/run vllm -q --write-table
+	@PYTHON=$(PYTHON) tests/judges/run frameworks -q --write-table
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --quiet --check

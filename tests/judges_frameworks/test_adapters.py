@@ -64,6 +64,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.judged("peft", "LoRA adapters, merged", "read", "`merge_and_unload`")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ADAPTERS)

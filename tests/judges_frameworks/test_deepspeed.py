@@ -37,6 +37,7 @@ def by_the_script(folder):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
+@pytest.mark.judged("deepspeed", "ZeRO-1, 2 and 3: weights and states", "read", "its optimizer, bit-for-bit")
 def test_weights_and_moments_are_those_of_the_optimizer(saved, request):
     folder, values = saved
     if "round robin" in request.node.name:
@@ -46,6 +47,7 @@ def test_weights_and_moments_are_those_of_the_optimizer(saved, request):
         torch.testing.assert_close(opened[name].read(), value, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.judged("deepspeed", "ZeRO-1, 2 and 3: fp32 weights", "read", "`zero_to_fp32`, bit-for-bit")
 def test_the_model_is_what_zero_to_fp32_makes_of_it(saved, request):
     folder, _ = saved
     if "optimizer for bfloat16" in request.node.name:
@@ -77,6 +79,7 @@ def written(request, tmp_path_factory):
     return base, values
 
 
+@pytest.mark.judged("deepspeed", "universal", "written", "resumes on other ranks and stages")
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (2, 1), (3, 3)])
 def test_deepspeed_resumes_from_what_was_written_on_other_ranks(written, stage, ranks):
     base, values = written
@@ -87,6 +90,7 @@ def test_deepspeed_resumes_from_what_was_written_on_other_ranks(written, stage, 
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.judged("deepspeed", "universal", "read", "`ds_to_universal`, bit-for-bit")
 def test_universal_checkpoints_of_deepspeed_and_of_shardwise_are_equal(written):
     base, _ = written
     [step] = (base / "zero").glob("global_step*")

@@ -81,6 +81,7 @@ def data():
     return torch.utils.data.DataLoader(dataset)
 
 
+@pytest.mark.judged("lightning", "`.ckpt`", "read and written", "a Trainer that resumes")
 @pytest.mark.filterwarnings("ignore")
 def test_a_ckpt_is_read_and_goes_on_after_a_conversion(tmp_path, data):
     with chdir(tmp_path):
@@ -103,6 +104,7 @@ def test_a_ckpt_is_read_and_goes_on_after_a_conversion(tmp_path, data):
         assert second.current_epoch == 3
 
 
+@pytest.mark.judged("lightning", "folders of FSDPStrategy and ModelParallelStrategy", "read", "the model, bit-for-bit")
 def test_folders_of_fsdp_strategy_and_model_parallel_strategy_are_read_whole(tmp_path):
     def save(rank):
         warnings.simplefilter("ignore")
@@ -142,6 +144,7 @@ def test_folders_of_fsdp_strategy_and_model_parallel_strategy_are_read_whole(tmp
     assert epoch == 3
 
 
+@pytest.mark.judged("lightning", "folder of ModelParallelStrategy", "written", "its own load")
 def test_lightning_loads_a_folder_that_was_converted(tmp_path):
     def save(rank):
         warnings.simplefilter("ignore")
@@ -168,6 +171,7 @@ def test_lightning_loads_a_folder_that_was_converted(tmp_path):
     assert states == 3
 
 
+@pytest.mark.judged("accelerate", "folders of FSDP 1 and 2", "read", "the model and the optimizer, bit-for-bit")
 @pytest.mark.parametrize("version", [1, 2])
 def test_folders_of_accelerate_are_one_checkpoint(tmp_path, version):
     def save(rank):

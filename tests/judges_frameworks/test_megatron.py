@@ -43,6 +43,7 @@ def as_hf(kind, source, folder):
     return folder
 
 
+@pytest.mark.judged("megatron-core", "torch_dist: Llama, GPT-2, Mixtral", "read", "logits of transformers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_what_megatron_saves_has_the_logits_of_transformers(kind, tp, pp, tmp_path):
@@ -74,6 +75,7 @@ GRIDS = {  # kind, tp, pp, ep and parts of an interleaved pipeline
 }
 
 
+@pytest.mark.judged("megatron-core", "torch_dist and files of ranks", "read", "each other, bit-for-bit")
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 def test_all_forms_of_a_model_are_the_same_for_transformers(grid, tmp_path):
     kind, tp, pp, ep, vp = grid
@@ -95,6 +97,9 @@ def test_all_forms_of_a_model_are_the_same_for_transformers(grid, tmp_path):
         assert checkpoint.verify(found["stacked"], found[form]) == []
 
 
+@pytest.mark.judged(
+    "megatron-core", "torch_dist: Llama, GPT-2, Mixtral", "written", "`dist_checkpointing.load`, logits of transformers"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_we_write_is_loaded_by_megatron_with_the_same_logits(kind, tp, tmp_path):
