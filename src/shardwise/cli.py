@@ -111,7 +111,7 @@ def shardwise(
 
 @command
 def show(layout: LayoutText, html: Page = None) -> None:
-    """Draw who holds what."""
+    """Draw which owner holds which cells."""
     parsed = parse(layout).validate()
     terms = "" if parsed.op is None else f", {parsed.terms} terms to {parsed.op}"
     _say(f"{parsed}: shape {parsed.shape} over {len(parsed.owners())} owners{terms}\n")
@@ -128,10 +128,10 @@ def plan(
     source: LayoutText,
     target: LayoutText,
     itemsize: Annotated[int | None, typer.Option(help="Bytes per element, by default 4.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Instead of its size: bf16, float32, float8_e4m3fn ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the elements: bf16, float32, float8_e4m3fn ...")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Memory limit for staging per owner, such as 64MiB.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Owners per host.")] = None,
-    relabel: Annotated[bool, typer.Option(help="Let target owners be permuted so that the least moves.")] = False,
+    relabel: Annotated[bool, typer.Option(help="Permute the target's owners so that the fewest bytes move.")] = False,
     verify: Annotated[bool, typer.Option(help="Prove the plan against both layouts.")] = False,
     json: Annotated[
         Path | None, typer.Option(help="Also write the plan to this file; - prints it instead of the summary.")
@@ -185,7 +185,7 @@ RulesFile = Annotated[
 MeshSizes = Annotated[list[str] | None, typer.Option(help="The mesh of those rules: tp=2, repeated for more axes.")]
 Renames = Annotated[list[str] | None, typer.Option(help="'model.*=*': the first match wins.")]
 Selects = Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.*'. Repeated for more.")]
-Excludes = Annotated[list[str] | None, typer.Option(help="Not the names that match: 'optimizer.*'. Repeated for more.")]
+Excludes = Annotated[list[str] | None, typer.Option(help="Leave out matching names: 'optimizer.*'. Repeated for more.")]
 Merge = Annotated[
     str | None, typer.Option(help="The folder of a LoRA adapter of peft: each weight becomes base + scale * B @ A.")
 ]
@@ -196,7 +196,7 @@ Casts = Annotated[
     ),
 ]
 AllowOverflow = Annotated[
-    bool, typer.Option("--allow-overflow", help="Also cast values beyond the range of the new dtype.")
+    bool, typer.Option("--allow-overflow", help="Also cast values that are out of range of the new dtype.")
 ]
 Concats = Annotated[
     list[str] | None,
@@ -216,22 +216,22 @@ Interleaves = Annotated[
 Rotaries = Annotated[
     list[str] | None,
     typer.Option(
-        help="'*.q.weight=halves:128': rotary pairs become halves of heads of 128 cells; 'pairs:128' for the other way."
+        help="'*.q.weight=halves:128': rotary pairs become halves of heads of 128 cells; 'pairs:128' for the opposite."
     ),
 ]
 Pads = Annotated[
     list[str] | None,
-    typer.Option(help="'embed=1024' or 'embed=multiple:64': pad with zeros; a smaller size cuts off."),
+    typer.Option(help="'embed=1024' or 'embed=multiple:64': pad with zeros; a smaller size cuts rows off."),
 ]
 QuantizedTensors = Annotated[
     list[str] | None,
     typer.Option(
-        help="'auto' dequantizes what it finds; CODES,SCALES@FORMAT, as in '*.w,*.w_scale@fp8-row', also quantizes."
+        help="'auto' dequantizes all it finds; CODES,SCALES@FORMAT, as in '*.w,*.w_scale@fp8-row', also quantizes."
     ),
 ]
 Names = Annotated[
     str | None,
-    typer.Option(help="Names and arrangement of another framework: 'hf' for a model of Megatron, or 'megatron'."),
+    typer.Option(help="Names and form of another framework: 'hf' (from Megatron), or 'megatron' (from Hugging Face)."),
 ]
 ObjectsOf = Annotated[
     str | None,
@@ -244,12 +244,12 @@ Bar = Annotated[bool, typer.Option(help="Show a progress bar.")]
 @command
 def inspect(
     checkpoint: Path_,
-    all: Annotated[bool, typer.Option("--all", help="Each tensor by itself.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="One line for each tensor.")] = False,
     filter: Annotated[list[str] | None, typer.Option(help="Only names that match: 'layers.0.*'.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many lines.")] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Names by their parts, with sizes.")] = False,
-    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree; it implies --tree.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Print at most this many lines.")] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Show names as a tree, with sizes.")] = False,
+    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree; implies --tree.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     html: Page = None,
     rules: RulesFile = None,
     mesh: MeshSizes = None,
@@ -335,15 +335,15 @@ def convert(
     with_config: Annotated[
         bool, typer.Option("--with-config", help="Also copy config, tokenizer and generation files of SOURCE.")
     ] = False,
-    config_from: Annotated[str | None, typer.Option(help="The same, of another folder.")] = None,
+    config_from: Annotated[str | None, typer.Option(help="Copy these files of another folder.")] = None,
     parameters: Annotated[
         str | None,
-        typer.Option(help="A text file: the names of an optimizer's parameters, one per line, in place of numbers."),
+        typer.Option(help="A text file: the names of an optimizer's parameters, one per line, to replace numbers."),
     ] = None,
     objects: ObjectsOf = None,
     jobs: Jobs = 1,
     max_bytes: Annotated[str, typer.Option(help="Memory limit for values.")] = "256MiB",
-    verify: Annotated[bool, typer.Option(help="Read it back and compare every cell.")] = True,
+    verify: Annotated[bool, typer.Option(help="Compare the result with the source.")] = True,
     sums: Annotated[bool, typer.Option(help="Write checksums of every file beside it.")] = True,
     bar: Bar = True,
 ) -> None:
@@ -427,12 +427,12 @@ def verify(
     quantized: QuantizedTensors = None,
     names: Names = None,
     objects: ObjectsOf = None,
-    receipt: Annotated[str | None, typer.Option(help="Compare with this receipt, in place of B.")] = None,
+    receipt: Annotated[str | None, typer.Option(help="Compare with this receipt, instead of B.")] = None,
     all: Annotated[bool, typer.Option("--all", help="List all differences, not only the first 20.")] = False,
     jobs: Jobs = 1,
     bar: Bar = True,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 where they differ.
+    """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 if they differ.
 
     With the options of convert: compare B, or the receipt, with what A becomes by them. Without B and a receipt: check
     all files of A against the checksums beside them. Exit code 1 where a file is damaged.
@@ -542,7 +542,7 @@ def diff(
     rename: Renames = None,
     select: Selects = None,
     exclude: Excludes = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 40,
+    limit: Annotated[int, typer.Option(min=1, help="Print at most this many lines.")] = 40,
     jobs: Jobs = 1,
     bar: Bar = True,
 ) -> None:
@@ -569,7 +569,7 @@ def _pairs(rename: list[str] | None) -> list[tuple[str, str]] | None:
 
 @command
 def hub(
-    port: Annotated[int | None, typer.Option(help="Where to listen.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="The port to listen on.", show_default=False)] = None,
     host: Annotated[str, typer.Option(help="The address of this host to listen on.")] = "127.0.0.1",
     file: Annotated[Path | None, typer.Option(help="Instead of a port: a file, for jobs of this host.")] = None,
     key_file: Annotated[Path | None, typer.Option(help="A file with the secret that all jobs know (key=).")] = None,
@@ -590,9 +590,9 @@ def hub(
 
 @command
 def demo(
-    out: Annotated[Path, typer.Option(help="Where to leave the checkpoints and the page.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="The folder for the checkpoints and the page.")] = Path("demo"),
 ) -> None:
-    """A tour in one minute: save, plan, convert, load, sync and publish a small model, on this machine."""
+    """Demonstrate in one minute: save, plan, convert, load, sync and publish a small model, on this machine."""
     from shardwise.demo import run
 
     run(Console(), out)
@@ -603,9 +603,9 @@ def bench(
     ranks: Annotated[int, typer.Option(help="Processes of this machine.")] = 4,
     size: Annotated[str, typer.Option(help="The size of the moved tensor, such as 256MiB.")] = "64MiB",
     device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU of this machine for each process.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="Everything, for tools.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Time a few moves on this machine: over each transport, by torch's own ways, and as plain memory copies."""
+    """Time a few moves on this machine: over each transport, with torch's functions, and as plain memory copies."""
     from shardwise import bench as benchmark
 
     bytes_moved, console = size_in_bytes(size), Console(highlight=False)
@@ -620,7 +620,7 @@ def bench(
 
 @command
 def doctor() -> None:
-    """Say what this machine can do, and what to change. Exit code 1 if there is something to change.
+    """Report what this machine can do, and what to change. Exit code 1 if there is something to change.
 
     Under torchrun (torchrun ... -m shardwise doctor) also how the ranks of the job reach each other. The first prints.
     """

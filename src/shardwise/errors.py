@@ -82,11 +82,11 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
 
 
 class EngineError(ShardwiseError, RuntimeError):
-    """An inference engine whose loader cannot be recorded, or whose parameters are not those that were recorded."""
+    """The loader of an inference engine cannot be recorded, or its parameters differ from the recorded ones."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """Files that are not a checkpoint, are damaged, or cannot be read or written. Names the file, tensor and bytes."""
+    """A path is not a checkpoint, is damaged, or cannot be read or written. Names the file, tensor and bytes."""
 
 
 class RefusedCastError(CheckpointError, ValueError):

@@ -47,9 +47,9 @@ def input_reshard(
     least: int = SavePolicy.least,
     name: str | None = None,
 ) -> torch.nn.Module:
-    """Keep this rank's part of what the module saves for backward, where that is the same on all ranks of the mesh.
+    """Keep only this rank's part of tensors that the module saves for backward, if all ranks of the mesh have the same.
 
-    That is: the module's input tensors, and DTensors that are replicated on the mesh. Backward restores the whole,
+    These are the module's input tensors, and DTensors that are replicated on the mesh. Backward restores the whole,
     bit-for-bit. `input_reshard_dim` is torch's: None leaves the module as it is; all numbers mean the same here. On a
     mesh of several dims the first one counts, as in torch: pass `mesh["tp"]` to use another.
 

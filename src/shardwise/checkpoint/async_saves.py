@@ -41,7 +41,7 @@ class SaveReport:
 
 
 class SaveHandle:
-    """An asynchronous save. The state may be changed; the checkpoint is there once `wait` has returned.
+    """An asynchronous save. The state may be changed. The checkpoint is complete after `wait` has returned.
 
     >>> import shardwise as sw
     >>> import torch
@@ -62,7 +62,7 @@ class SaveHandle:
 
     @property
     def stall(self) -> float:
-        """Seconds that `save` has kept its caller."""
+        """Seconds that the caller waited for `save`."""
         return self._stall
 
     @property

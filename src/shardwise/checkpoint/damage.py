@@ -33,7 +33,7 @@ class DamagedBlocksError(CheckpointError):
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a file that are not as they were written: why, and the tensors in them, with a box around their cells.
+    """Damaged bytes of a file: the cause, and the tensors in them, with a box around their cells.
 
     >>> print(Damage("w.safetensors", 0, 96, WRONG_SUM, (("w", Box((0, 0), (2, 6))),)))
     w.safetensors, bytes 0 to 96: does not match its checksum: w in [0:2, 0:6]

@@ -48,7 +48,7 @@ class Translation(TypedDict):
 
 
 def translation(source: PathLike | Checkpoint, to: str) -> Translation:
-    """What `convert` and `verify` need to give a model the names and the arrangement of another framework.
+    """Options of `convert` and `verify` that give a model the names and the form of another framework.
 
     `to`: "hf", from a checkpoint of Megatron, whose `args` say which model it is; or "megatron", from Hugging Face's
     files with their config.json. Llama (Mistral, Qwen2, Qwen3), Mixtral and GPT-2. Optimizer states are left out.

@@ -58,7 +58,7 @@ class TensorReceipt:
 
 @dataclass(frozen=True, repr=False)
 class Receipt:
-    """What a model was at some time: its tensors by name. Equal values have equal fingerprints under every sharding.
+    """The state of a model at one time: its tensors by name. Equal values have equal fingerprints under every sharding.
 
     Made by `receipt`. `version` is the number that was given there; `time` is when it was made, in UTC.
     """

@@ -62,12 +62,12 @@ class Run:
     ...     run.resume(into=state), state["w"]
     (4, tensor([4., 4.]))
 
-    `keep`: so many of the newest steps are kept, None for all; `keep_every=1000`: and every 1000th for good. Others are
-    removed once a newer one is whole. `folder` is a path or URL that all ranks share. As long as a Run is open, another
+    `keep`: how many of the newest steps are kept, None for all; `keep_every=1000` also keeps every 1000th. Others are
+    removed after a newer one is whole. `folder` is a path or URL that all ranks share. While a Run is open, another
     one on the same folder is refused.
 
     `memory=2`: the newest step is also kept in memory, in two copies on different hosts (on one host, beside different
-    ranks), by processes that outlive this one. `resume` of the next job takes it from there. They end with `close`, or
+    ranks), by processes that survive this one. `resume` of the next job takes it from there. They end with `close`, or
     `lease` seconds after the last process of the run has ended.
     """
 
@@ -365,15 +365,15 @@ class Run:
     # --- stop ---------------------------------------------------------------------------------------------------------
 
     def save_on(self, *signals: int) -> None:
-        """Let `should_stop` be true on all ranks once one of them has received such a signal. `close` ends that.
+        """After any rank has received such a signal, `should_stop` is true on all ranks. `close` ends this.
 
-        Each rank calls it, in its main thread. The handler only remembers the signal, also the second time.
+        Each rank calls it, in its main thread. The handler only records the signal, however often it comes.
         """
         self._callers("Run.save_on")
         self._signals.watch(*signals)
 
     def should_stop(self) -> bool:
-        """True on all ranks, in the same step, once one of them has received a signal of `save_on`: save, and end.
+        """True on all ranks, in the same step, after one of them received a signal of `save_on`: then save, and end.
 
         All ranks call it in every step, or in every tenth. It takes one message between all ranks.
         """

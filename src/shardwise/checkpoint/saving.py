@@ -186,7 +186,7 @@ def prepare(
     rename: Rename = None,
     remap: Iterable[Remap] = (),
 ) -> None:
-    """Get ready for `save(..., async_op=True)` of such a state: allocate memory for it, and start what writes it.
+    """Prepare for `save(..., async_op=True)` of this state: allocate memory, and start the process that writes.
 
     Otherwise the first save does that, and takes several times as long as the next ones. Every rank of the group calls.
 

@@ -54,7 +54,7 @@ class RankRecord(NamedTuple):
 
 
 class Recorded(dict[str, ShardedTensor]):
-    """A state dict under the checkpoint's names, whose memory is that of an engine's parameters.
+    """A state dict with the checkpoint's names. Its memory is that of an engine's parameters.
 
     It is a target like any other: of `Resharder`, `checkpoint.load` and `reshard_state_dict`. Names that only the
     engine's own loader can load are handed to it, whole, once they are filled.
@@ -97,7 +97,7 @@ class Recorded(dict[str, ShardedTensor]):
                 target.set_shards([*self._local.views(name, current), *self._spare[name]])
 
     def release(self) -> None:
-        """Hold the engine's memory no longer. `resolve` looks it up again."""
+        """Drop the references to the engine's memory. `resolve` looks it up again."""
         for name, target in self.items():
             if not isinstance(target, DeliveredTensor):
                 target.set_shards([*self._local.views(name, self._described), *self._spare[name]])
@@ -143,7 +143,7 @@ def record(
     timeout: float = 120,
     strict: bool = True,
 ) -> Recorded:
-    """The parameters of an engine as targets under the checkpoint's names. Every rank of the engine calls.
+    """The parameters of an engine as targets with the checkpoint's names. Every rank of the engine calls.
 
     `load` takes an iterable of (name, tensor), as `model.load_weights` of vLLM does. It is run on tensors without
     values that record what is done to them. No parameter is changed, apart from constants such as padding.

@@ -271,12 +271,12 @@ class ModelPlan:
 
     @property
     def bytes_across(self) -> int:
-        """Of those moved, from one host to another; zero where the plan heeds no hosts."""
+        """Bytes moved from one host to another; zero if the plan uses no hosts."""
         return sum(planned.plan.bytes_across for planned in self.links if planned.plan.hosts is not None)
 
     @property
     def peak_bytes(self) -> int:
-        """No rank stages more than this at a time."""
+        """The most bytes that any rank stages at a time."""
         return max((sum(self.links[at].plan.most_bytes for at in bucket) for bucket in self.buckets()), default=0)
 
     @cached_property
@@ -381,7 +381,7 @@ class ModelPlan:
         return json.dumps({"shardwise_model_plan": 1, **self.contents(), **figures}, indent=1)
 
     def check(self, text: str) -> None:
-        """Raise a PlanError with the first difference if the text is not that of this plan's file."""
+        """Raise a PlanError with the first difference if `text` is not the file of this plan."""
         try:
             document = json.loads(text)
         except (TypeError, ValueError) as error:

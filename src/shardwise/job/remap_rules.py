@@ -53,7 +53,7 @@ class NamedParts:
 
 @dataclass(frozen=True)
 class Concat(NamedParts):
-    """One tensor that has several others one after the other along a dim: q, k, v in qkv; gate, up in gate_up.
+    """One tensor that is the concatenation of others along a dim: q, k, v in qkv; gate, up in gate_up.
 
     Stars in the names stand for the same on both sides. The rule works in both directions. `sizes` of the parts are
     needed only where neither side has them: to split a whole into unequal parts, in a conversion or under an
@@ -139,7 +139,7 @@ class Interleaved(NamedParts):
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor that has several others along a dim of its own: experts. `{}` in `part` is their number.
+    """One tensor that is the stack of others along a new dim: experts. `{}` in `part` is their number.
 
     >>> Stack("*.experts.up", "*.experts.{}.up").names(["layers.0"], (2, 8, 8))
     ['layers.0.experts.0.up', 'layers.0.experts.1.up']

@@ -34,7 +34,7 @@ from shardwise.notation import Numbers, Spelling, read
 
 
 class Layout:
-    """Where every cell of a tensor of `shape` lives: a value, frozen and hashable, equal where it means the same.
+    """Where every cell of a tensor of `shape` lives: a frozen, hashable value. Layouts with the same meaning are equal.
 
     >>> rows = Layout.chunk((8, 6), 0, owners=4)
     >>> print(rows)
@@ -107,7 +107,7 @@ class Layout:
     def on_mesh(shape: Sequence[int], mesh: Mesh | Mapping[str, int] | Sequence[int], placements: object) -> Layout:
         """One placement per mesh axis, in DTensor's meaning: applied from left to right.
 
-        Placements are words ("S0", "S0:2" strided, "R", "P", "Pmax", "fused0=64,16,16", "heads0=8"), values such as
+        Placements are strings ("S0", "S0:2" strided, "R", "P", "Pmax", "fused0=64,16,16", "heads0=8"), values such as
         Shard(0) or Heads(0, 8), or torch's own objects, in a sequence, or in a mapping axis name -> placement.
 
         >>> print(Layout.on_mesh((8, 6), Mesh(fsdp=4, tp=2), ["S0", "R"]))
@@ -153,7 +153,7 @@ class Layout:
 
     @staticmethod
     def cyclic(shape: Sequence[int], dim: int, block: int, owners: int | Sequence[int]) -> Layout:
-        """Blocks of `block` cells along `dim`, dealt out to the owners in turn.
+        """Blocks of `block` cells along `dim`, to each owner in turn.
 
         >>> [p.box.lo[0] for p in Layout.cyclic((10,), 0, block=2, owners=2).pieces(0)]
         [0, 4, 8]
@@ -175,7 +175,7 @@ class Layout:
     ) -> tuple[Layout, Layout]:
         """The layouts of Ulysses attention: outside, dim `sequence` is split; inside, the heads of dim `heads`.
 
-        `count`: how many heads the dim has, if it is not one cell each. To reshard between them is the all-to-all.
+        `count`: how many heads the dim has, if a head is not one cell. A reshard between the two is the all-to-all.
 
         >>> outside, inside = Layout.ulysses((1024, 512), sequence=0, heads=1, owners=4, count=8)
         >>> print(outside, inside)
@@ -189,7 +189,7 @@ class Layout:
     def experts(shape: Sequence[int], dim: int, owners: Sequence[int | Sequence[int]]) -> Layout:
         """Experts stacked along `dim`: expert e is on owner `owners[e]`, or on each of several (replicas).
 
-        An owner has one buffer with its experts in rising order. Expert re-placement is a reshard between two of these.
+        An owner has one buffer with its experts in ascending order. To rebalance experts, reshard between two of these.
 
         >>> layout = Layout.experts((4, 64), 0, [0, (5, 7), 7, 0])
         >>> [piece.box.lo[0] for piece in layout.pieces(7)]
@@ -226,11 +226,11 @@ class Layout:
     # --- questions ---------------------------------------------------------------------------------------------------
 
     def pieces(self, owner: int) -> tuple[Piece, ...]:
-        """What an owner holds and where it lies in its buffers; nothing for an owner that has only empty buffers."""
+        """What an owner holds, and where it lies in its buffers. Empty if all buffers of the owner are empty."""
         return self.form.pieces(self._checked_owner(owner))
 
     def owners(self, box: Box | None = None) -> tuple[int, ...]:
-        """The owners that hold a cell of `box`; without a box all owners, also those with nothing. Rising."""
+        """The owners that hold a cell of `box`, ascending; without a box all owners, even those that hold nothing."""
         if box is None:
             return tuple(self.form.owners.tolist())
         if not isinstance(box, Box):
@@ -294,7 +294,7 @@ class Layout:
         return diagnose(self.form) if isinstance(self.form, Listing) else Diagnosis()
 
     def validate(self) -> Layout:
-        """The layout itself where its pieces cover every cell exactly, whole replicas aside; else an exact error.
+        """Return the layout if its pieces cover every cell exactly once (replicas aside); otherwise raise an error.
 
         >>> Layout.boxes((8, 6), [(0, (0, 0), (4, 6)), (1, (3, 0), (7, 6))]).validate()
         Traceback (most recent call last):
@@ -335,7 +335,7 @@ class Layout:
         return chunks if chunks == self else self
 
     def relabel(self, owners: Mapping[int, int]) -> Layout:
-        """The same layout with owners renamed; those not named keep their number.
+        """The same layout with owners renumbered. Owners that are not named keep their number.
 
         >>> print(Layout.chunk((8, 6), 0, owners=2).relabel({0: 1, 1: 0}))
         8x6/S0@2:1,0

@@ -20,7 +20,7 @@ from shardwise.quoting import brief
 class Mesh:
     """Owners in an array with named axes.
 
-    `ranks` are the owners (by default 0, 1, 2, ...); `hosts` says where they live: a number of owners per host, or a
+    `ranks` are the owners (by default 0, 1, 2, ...). `hosts` says where they live: a number of owners per host, or a
     host for every owner in the order of `ranks`.
 
     >>> Mesh(fsdp=4, tp=2)

@@ -196,7 +196,7 @@ class Experts:
 class Zigzag:
     """Split dim `dim` into two chunks for every rank of a mesh axis: rank i has chunk i and the i-th from the end.
 
-    So every rank has as much to do in causal attention over a sequence (ring attention).
+    So every rank has the same amount of work in causal attention over a sequence (ring attention).
 
     >>> from shardwise.layout import Layout
     >>> [str(piece.box) for piece in Layout.on_mesh((16,), (4,), [Zigzag(0)]).pieces(1)]
@@ -215,7 +215,7 @@ class Zigzag:
 
 @dataclass(frozen=True, slots=True)
 class Cyclic:
-    """Deal out blocks of `block` cells of dim `dim` to the ranks of a mesh axis in turn.
+    """Give blocks of `block` cells of dim `dim` to the ranks of a mesh axis in turn.
 
     >>> from shardwise.layout import Layout
     >>> [piece.box.lo[0] for piece in Layout.on_mesh((10,), (2,), [Cyclic(0, 2)]).pieces(0)]

@@ -14,9 +14,9 @@ from shardwise.layout import Mesh
 
 @dataclass(frozen=True)
 class Network:
-    """What the network between hosts can do: seconds that a message takes at least, and bytes per second.
+    """The network between hosts: `latency` in seconds for each message, and `bandwidth` in bytes per second.
 
-    A step more costs a latency. So it is worth it where it saves as many bytes as a link carries in that time.
+    Another step costs one latency. It is used if it saves more bytes than a link carries in that time.
 
     >>> Network(latency=20e-3, bandwidth=125e6).bytes_of_a_step
     2500000

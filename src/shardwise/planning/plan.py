@@ -94,7 +94,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Plan:
-    """The copies between two layouts, in steps and rounds; a value that is computed when it is looked at.
+    """The copies between two layouts, in steps and rounds. They are computed when they are first used.
 
     >>> p = plan(Layout.chunk((8, 6), 0, owners=2), Layout.chunk((8, 6), 1, owners=2), itemsize=4)
     >>> p.bytes_moved, p.bytes_local, p.messages
@@ -120,10 +120,10 @@ class Plan:
 
     @cached_property
     def legs(self) -> tuple[Plan, ...]:
-        """The plans that are carried out one after the other: this one, or two by way of what each host adds up first.
+        """The plans that run one after the other: this one alone, or two if each host adds up its terms first.
 
-        There are two if the sums have fewer bytes than the terms, and if the two stage no more than twice what a plan
-        without hosts does, in no more than twice its rounds (`_worth`). The memory between the two counts as staging.
+        There are two if the sums have fewer bytes than the terms, and the two stage at most twice as much as a plan
+        without hosts, in at most twice as many rounds (`_worth`). The memory between the two counts as staging.
         """
         between = host_sums(self.source, self.hosts) if self.hosts and self.reducing and not self.sums else None
         width = max(self.itemsize, SUM_BYTES)
@@ -189,7 +189,7 @@ class Plan:
         return self._chosen(all_regions(self.source, self.target), Among(self.hosts))
 
     def for_owner(self, owner: int) -> Part:
-        """The copies of one owner, at the cost of its own: the same as in `copies`, without looking at all of them."""
+        """The copies of one owner, as in `copies`, but computed without those of all other owners."""
         try:
             number = index(owner)
         except TypeError:
@@ -341,7 +341,7 @@ class Plan:
 
     @property
     def most_rounds(self) -> int:
-        """What `rounds` cannot exceed, from the layouts alone."""
+        """An upper bound of `rounds`, from the layouts alone."""
         if len(self.legs) > 1:
             return sum(leg.most_rounds for leg in self.legs)
         rounds = self._rounds if self.max_bytes is not None else (1,) * MOST_STEPS
@@ -359,7 +359,7 @@ class Plan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Everybody who takes part, rising."""
+        """All owners that take part, ascending."""
         return tuple(either(self.source.form.owners, self.target.form.owners).tolist())
 
     @property
@@ -374,7 +374,7 @@ class Plan:
 
     @property
     def bytes_across(self) -> int:
-        """Bytes sent between hosts: all that is moved where hosts are not known."""
+        """Bytes sent between hosts. If hosts are not known, all bytes that move."""
         return exact_sum(self.traffic.size[~self.traffic.inside])
 
     @cached_property
@@ -460,13 +460,13 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most bytes that any owner stages at a time: all that it sends and receives in one round.
 
-        With them what it holds between the two legs of a plan, if it has two.
+        If the plan has two legs, this includes what the owner holds between them.
         """
         return self.traffic.peak() + self.bytes_between
 
     @property
     def most_bytes(self) -> int:
-        """What `peak_bytes` cannot exceed, from the layouts alone: it costs nothing, however many owners there are."""
+        """An upper bound of `peak_bytes`, from the layouts alone. It costs nothing, for any number of owners."""
         if self.max_bytes or len(self.legs) > 1:
             return self.max_bytes or max(leg.most_bytes for leg in self.legs) + self.bytes_between
         return max(self._loads) * self._widest
@@ -476,9 +476,9 @@ class Plan:
         return self.traffic.matrix()
 
     def estimate(self, **model: float) -> float:
-        """Seconds, by a simple model: in every round the busiest owner pays for its messages and its bytes.
+        """Seconds, by a simple model: the time of every round is that of the busiest owner's messages and bytes.
 
-        `latency` (20e-6 s) and `bandwidth` (10e9 bytes/s each way) hold between hosts, `host_latency` (5e-6) and
+        `latency` (20e-6 s) and `bandwidth` (10e9 bytes/s each way) are those between hosts, `host_latency` (5e-6) and
         `host_bandwidth` (50e9) inside one; without `hosts=` every message counts as one between hosts.
         """
         return self.traffic.estimate(**model)
@@ -486,7 +486,7 @@ class Plan:
     # --- what it is good for -----------------------------------------------------------------------------------------
 
     def verify(self) -> Plan:
-        """The plan itself, once it is proven against both layouts without running it; else a PlanError."""
+        """Prove the plan against both layouts, without running it. Returns the plan, or raises a PlanError."""
         for leg in self.legs:
             edges = leg.sums.edges if leg.sums and leg.sums.made else None
             verify(leg.source, leg.target, leg.copies, reducing=leg.reducing, edges=edges)
@@ -495,7 +495,7 @@ class Plan:
         return self
 
     def check(self, source: Layout, target: Layout) -> Plan:
-        """The plan itself where it is for these layouts; else a PlanError that names the side that differs."""
+        """Return the plan if it is for these layouts; otherwise raise a PlanError that names the side that differs."""
         for side, made_for, layout in ("source", self.source, source), ("target", self.target, target):
             if made_for != layout:
                 raise PlanError(f"this plan is for the {side} layout {made_for!r}, not for {layout!r}: plan again")
@@ -506,7 +506,7 @@ class Plan:
         return explain(self)
 
     def html(self, path: str | PathLike[str], *, title: str | None = None) -> Path:
-        """Write the plan as a page to look at: one HTML file that needs nothing else. Returns its path."""
+        """Write the plan as one self-contained HTML file. Returns its path."""
         from shardwise import report  # which looks at plans
 
         return report.write(path, report.page(self, title=title))
@@ -529,7 +529,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, *, max_copies: int = 2**18) -> Plan:
-        """The plan of a file; refused where it is damaged, or where another plan would be made of its layouts today.
+        """Read a plan file. Refused if it is damaged, or if the planner would now make another plan of its layouts.
 
         A short file can ask for a plan that fills the memory: `max_copies` is the limit. A copy takes about 300 bytes.
         """
@@ -547,9 +547,9 @@ def plan(
 ) -> Plan:
     """How to turn `source` into `target` (layouts, or their notation): each cell exactly once, with the fewest bytes.
 
-    `max_bytes` bounds what an owner stages at a time, by rounds. `hosts` (owners per host, owner -> host, or a mesh
-    that knows) makes cells cross between hosts once and travel on inside. `relabel` lets the target owners be permuted
-    so that the most cells stay where they are; see `plan.target`.
+    `max_bytes` limits what an owner stages at a time. `hosts` (owners per host, owner -> host, or a mesh with hosts)
+    makes cells cross between hosts once, and be passed on inside a host. `relabel` permutes the target's owners
+    so that the fewest bytes move; see `plan.target`.
 
     >>> plan("8x6/S0@4", "8x6/S1@3", itemsize=4).messages
     9

@@ -235,9 +235,9 @@ class Publisher:
         return self._versions.bytes
 
     def commit(self, version: int, *, copy: bool = True) -> None:
-        """Make the current weights a version. Returns when they may be changed again. Every rank calls.
+        """Make the current weights a version. After it returns, they may be changed. Every rank calls.
 
-        `copy=False`: nothing is copied, and nobody may change the weights until `drained` has returned.
+        `copy=False`: nothing is copied, and the weights must not be changed until `drained` has returned.
         """
         self._drop_live()
         prepared: tuple[dict[str, Tensors], Side] | None = None
@@ -304,9 +304,9 @@ class Publisher:
         return held
 
     def drained(self, timeout: float | None = None) -> None:
-        """Wait until nobody reads a version that was committed with `copy=False`. Every rank calls.
+        """Wait until all pulls of a version that was committed with `copy=False` have ended. Every rank calls.
 
-        From then on it cannot be pulled any more, and the weights may be changed.
+        Then the version cannot be pulled any more, and the weights may be changed.
         """
         live = self._live
         if live is None:

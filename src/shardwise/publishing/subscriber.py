@@ -258,7 +258,7 @@ class Subscriber:
         return publisher != self._publisher and newest[0] >= self._current[0]
 
     def pull(self, version: int | None = None) -> int | None:
-        """Take over the newest version, or the given one, on all ranks of this job. Every rank calls.
+        """Write the newest version, or the given one, to the weights of all ranks of this job. Every rank calls.
 
         Returns the version of the weights; None if none was committed yet. Does nothing if no version is newer. If it
         fails, all ranks raise, and the weights stay as they were (except with `atomic=False`, see `subscribe`).
@@ -479,7 +479,7 @@ class Subscriber:
         yield ReadVersion(self._target.wait_for_aside(order.version, self._patience))
 
     def close(self) -> None:
-        """Leave. The weights stay. A rank may call it alone."""
+        """End the subscription. The weights do not change. A rank may call it alone."""
         if self._closed or self._process != os.getpid():  # a forked process would end its parent's
             return
         self._closed = True

@@ -30,8 +30,8 @@ FIELDS = ("shape", "dtype", "source", "device")  # what all ranks must know
 def fingerprint(x: Sharded | None, *, group: dist.ProcessGroup | None = None) -> str | None:
     """32 hex digits of the values of a sharded tensor: positions, bits, shape and dtype. Every rank of its group calls.
 
-    The same under every sharding and number of ranks, today and tomorrow. It guards against accidents, such as a lost
-    shard or a flipped bit, and not against an adversary: other values with the same fingerprint can be computed. The
+    They are the same under every sharding and on any number of ranks. They detect accidents, such as a lost shard or
+    a flipped bit, but not attacks: other values with the same fingerprint can be computed on purpose. The
     terms of a partial tensor are reduced first. A rank that holds nothing passes None, as to `reshard`. (None comes
     back on a rank that is not in the mesh of a DTensor.)
     """

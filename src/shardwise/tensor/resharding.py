@@ -169,9 +169,9 @@ class Handle:
         return self._future is None or self._future.done()
 
     def backward(self) -> None:
-        """Take part in the backward pass on a rank that holds nothing of the result, and so has nothing to call it on.
+        """Take part in the backward pass on a rank that holds nothing of the result.
 
-        The others call backward on what they computed from the result; this rank calls this instead.
+        Other ranks call `backward` on what they computed from the result. This rank has no such tensor, and calls this.
         """
         self.wait()
         stand_in = self._result and self._result[1]
