@@ -166,7 +166,7 @@ def _machine() -> str:
 _HEAD = """\
 # Performance
 
-This page is written by the benchmark itself; do not edit it:
+The benchmark writes this page; do not edit it:
 
 ```sh
 {command}
@@ -174,21 +174,21 @@ This page is written by the benchmark itself; do not edit it:
 
 Machine: {machine}.
 
-On your own machine, `shardwise bench` times a few moves in half a minute: over each transport, by torch's own ways, and
-as plain memory copies. `--ranks` and `--size` choose how many processes, and how large a tensor; `--json` is for
-tools.
+On your own machine, `shardwise bench` times a few moves in half a minute: over each transport, with torch's functions,
+and as plain memory copies. `--ranks` and `--size` choose the number of processes and the size of the tensor. `--json`
+prints everything as JSON.
 
 How to read it:
 
-- Sections may have been measured at different times; what is compared was measured together.
-- Every number is the median of several runs. The sides of a comparison take turns in one run, so that a busy moment
-  meets all of them; peers that take seconds run less often than the rest. Absolute times belong to this machine, and
-  even ratios move by a quarter from run to run, more on a busy machine: a verdict close to its target can turn over.
-- The ratio says how many times cheaper shardwise is than what it is compared with. Where the target is an upper bound
+- Sections may have been measured at different times. The two sides of a comparison were measured together.
+- Every number is the median of several runs. The sides of a comparison take turns in one run, so a busy moment
+  affects all of them. Peers that take seconds run less often. Absolute times are those of this machine. Even ratios
+  change by a quarter from run to run, and more on a busy machine: a result close to its target may change.
+- The ratio says how many times faster, or smaller, shardwise is than its peer. If the target is an upper bound
   ("at most"), it says how many times as much shardwise takes.
 - Targets were set before anything was built, and stay as they were. Where a peer is close to what the machine can do, a
   note says how far even plain memory copies would be ahead of it: nothing can reach more.
-- The garbage collector rests while the clock runs, for everybody.
-- Nothing is remembered from one repeat to the next, layouts and plans are made anew for every repeat, unless a section
+- The garbage collector is off while the clock runs, for all sides.
+- No caches are kept from one repeat to the next: layouts and plans are made again for every repeat, unless a section
   says otherwise.
 """

@@ -1,4 +1,4 @@
-"""As push_weights.py, but training goes on while the weights are moved.
+"""As push_weights.py, but training continues while the weights are moved.
 
 torchrun --standalone --nproc-per-node 4 examples/push_beside_training.py
 """

@@ -193,7 +193,7 @@ def translated(changes: Changes, opened: Checkpoint, names: str | None) -> Chang
     if names is None:
         return changes
     if changes["rename"]:
-        raise ValueError("--names and --rename cannot be combined: rename in a conversion of its own")
+        raise ValueError("--names and --rename cannot be combined: rename in a separate conversion")
     found = translation(opened, names)
     return {
         **changes,
