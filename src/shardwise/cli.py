@@ -449,7 +449,7 @@ def verify(
         changed = terminal.translated(changed, checkpoints.open(a, rules=_rules(rules, mesh)), names)
     if receipt is not None:
         if b is not None or other_rules is not None or other_mesh or objects is not None:
-            raise ValueError("--receipt takes the place of B: leave out B, and the options of B and of objects")
+            raise ValueError("--receipt replaces B: leave out B, and the options of B and of objects")
         opened = checkpoints.open(a, rules=_rules(rules, mesh))
         differences = receipts.compare(
             opened,

@@ -245,7 +245,7 @@ def test_what_a_checkpoint_becomes_is_compared_with_a_receipt(verify, tmp_path):
     ("words", "said"),
     [
         (["good", "--rename", "a=b"], "need a second checkpoint, B, or a --receipt"),
-        (["good", "good", "--receipt", "r.json"], "takes the place of B"),
+        (["good", "good", "--receipt", "r.json"], "replaces B"),
         (["good", "--receipt", "absent.json"], "absent.json"),
         (["good", "--receipt", "good.json"], "this is not a receipt"),
     ],

@@ -545,5 +545,5 @@ def test_an_interpreter_that_ends_during_runs(tmp_path):
             one.kill()
     assert [one.returncode for one in processes] == [0, 0], said
     assert [out.strip() for out, _ in said] == ["end", "end"]
-    assert said[0][1].count("an asynchronous run failed, and nobody waited for it") == 2
+    assert said[0][1].count("an asynchronous run failed, and wait() was not called") == 2
     assert said[1][1] == ""

@@ -204,7 +204,7 @@ class RunningSaves:
         for handle in self.running:
             save = handle.save
             if save.pending.done() and (why := save.pending.error()) is not None:
-                log.error("an asynchronous save to %s failed, and nobody waited for it: %s", save.order.folder, why)
+                log.error("an asynchronous save to %s failed, and wait() was not called: %s", save.order.folder, why)
 
 
 _all = WeakSet[RunningSaves]()

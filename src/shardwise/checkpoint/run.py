@@ -263,7 +263,7 @@ class Run:
         elif step < self._at:
             raise CheckpointError(
                 f"step {step} comes before step {self._at} of this run: steps must rise. "
-                f"resume(step=...) goes on from an earlier one"
+                f"resume(step=...) continues from an earlier one"
             )
         else:
             self._drop([later for later in self._folders.all() if later > self._at and self._folders.is_saved(later)])

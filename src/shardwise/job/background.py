@@ -131,7 +131,7 @@ class BackgroundRun:
     def _report(self) -> None:
         if self.future.done() and not self._seen and (error := self.future.exception()) is not None:
             self._seen = True
-            log.error("an asynchronous run failed, and nobody waited for it: %s: %s", type(error).__name__, error)
+            log.error("an asynchronous run failed, and wait() was not called: %s: %s", type(error).__name__, error)
 
     def __del__(self) -> None:
         self._report()

@@ -162,7 +162,7 @@ class MeetingPoint:
         try:
             socket.create_connection((host, port), timeout=CONNECTING.total_seconds()).close()
         except OSError as error:
-            raise MeetingLostError(f"nobody listens at the meeting point {self.address}: {error}") from error
+            raise MeetingLostError(f"no process listens at the meeting point {self.address}: {error}") from error
         return host, port
 
     def local_address(self) -> str:

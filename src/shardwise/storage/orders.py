@@ -177,7 +177,7 @@ def check_exist(folder: OutputFolder, files: Sequence[str]) -> None:
     if missing:
         raise CheckpointError(
             f"{folder.path_of(missing[0])} was written, but does not exist any more: does something else "
-            f"write to the same path? Give every checkpoint a path of its own"
+            f"write to the same path? Give every checkpoint a separate path"
         )
 
 

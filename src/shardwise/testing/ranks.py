@@ -65,7 +65,7 @@ def on_ranks(
         import shardwise.transports.shared_memory  # noqa: F401
 
     if dist.is_initialized():
-        raise RankError("on_ranks makes a process group of its own: call it where there is none, not on a rank")
+        raise RankError("on_ranks makes a process group: call it in a process without one, not on a rank")
     if hosts is not None and len(hosts) != count:
         raise RankError(f"{count} ranks need a host each, not {len(hosts)} hosts: name a host as often as it has ranks")
     threads = torch.get_num_threads()
