@@ -14,7 +14,7 @@ from threads import carried
 
 from shardwise import Layout, Mesh, plan
 from shardwise.exchange.reduce import BITWISE
-from shardwise.planning.host_sums import _subtrees, host_sums
+from shardwise.planning.host_sums import host_sums, subtrees
 from shardwise.planning.hosts import Hosts
 
 SHAPE = (24, 10)
@@ -176,7 +176,7 @@ def test_a_limit_that_sums_would_not_fit_is_kept_without_them():
 def test_subtrees_are_the_largest_that_fit(count, data):
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first + 1, count))
-    found = [*_subtrees(first, last, 0, count), last]
+    found = [*subtrees(first, last, count), last]
 
     def nodes(low, high):
         half = low + (1 << ((high - low - 1).bit_length() - 1)) if high - low > 1 else high
