@@ -27,9 +27,9 @@ def pytest_runtest_makereport(item, call):
     report = yield
     mark = item.get_closest_marker("judged")
     if mark is not None and report.failed:
-        item.config.stash[FAILED].add(mark)
+        item.config.stash[FAILED].add(mark.args)
     elif mark is not None and call.when == "call" and report.passed:
-        item.config.stash[PASSED].append(mark)
+        item.config.stash[PASSED].append(mark.args)
     return report
 
 
@@ -38,7 +38,7 @@ def pytest_sessionfinish(session, exitstatus):
     config = session.config
     if exitstatus or config.option.keyword or config.option.markexpr or len(config.args) != 1 or "::" in config.args[0]:
         return
-    found = judged.table(mark for mark in config.stash[PASSED] if mark not in config.stash[FAILED])
+    found = judged.table(set(config.stash[PASSED]) - config.stash[FAILED])
     if config.option.write_table:
         judged.write(found)
     elif found != judged.written():

@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from shardwise.testing import on_ranks
+
 KINDS = ("llama", "mixtral", "gpt2")
 TOKENS = torch.arange(10)[None] * 7 % 128
 ARGS = {  # what Megatron's own trainer keeps of them
@@ -57,6 +59,20 @@ def without_gpu():
     for module in (tensor_parallel, parallel_random):
         module.get_cuda_rng_tracker = lambda: tracker
     moe_utils.te_general_gemm = None  # which it forgets to define where Transformer Engine is missing
+
+
+def on_megatron(ranks, work):
+    """`work` on ranks. The processes that megatron-core starts there and never ends are ended."""
+
+    def ending(rank):
+        try:
+            return work(rank)
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()
+                process.join()
+
+    return on_ranks(ranks, ending, timeout=300)
 
 
 def start(tp, pp, ep=1, vp=None):

@@ -75,6 +75,15 @@ def trainer(folder, epochs):
     return lightning.Trainer(max_epochs=epochs, callbacks=[stop, keep], **options)
 
 
+@pytest.fixture(autouse=True)
+def no_safe_globals():
+    """Other frameworks tell torch that a Namespace is safe, and shardwise would rebuild it."""
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.add_safe_globals(known)
+
+
 @pytest.fixture
 def data():
     dataset = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(4, 6) / 24)

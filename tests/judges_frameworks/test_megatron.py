@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from megatron_models import KINDS, TOKENS, arguments, load, logits, model, save, save_ranks, start
+from megatron_models import KINDS, TOKENS, arguments, load, logits, model, on_megatron, save, save_ranks, start
 
 from shardwise import checkpoint
-from shardwise.testing import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 
@@ -58,7 +57,7 @@ def test_what_megatron_saves_has_the_logits_of_transformers(kind, tp, pp, tmp_pa
         save_ranks([made], tmp_path / "iter_0000003", arguments(kind, tp, pp), rank)
         return logits(made) if pp == 1 else None
 
-    by_megatron = on_ranks(tp * pp, write, timeout=300)[0]
+    by_megatron = on_megatron(tp * pp, write)[0]
     dist, ranks = checkpoint.open(tmp_path / "dist"), checkpoint.open(tmp_path / "iter_0000003")
     assert (dist.format, ranks.format) == ("megatron-dist", "megatron-ranks")
     found = own_logits(as_hf(kind, dist, tmp_path / "from_dist"))
@@ -89,7 +88,7 @@ def test_all_forms_of_a_model_are_the_same_for_transformers(grid, tmp_path):
         save(parts, tmp_path / "one_by_one", args, singleton_local_shards=True)
         save_ranks(parts, tmp_path / "ranks", args, rank)
 
-    on_ranks(tp * pp * ep, write, timeout=300)
+    on_megatron(tp * pp * ep, write)
     forms = {form: checkpoint.open(tmp_path / form) for form in ("stacked", "one_by_one", "ranks")}
     found = {form: as_hf(kind, opened, tmp_path / f"{form}_hf") for form, opened in forms.items()}
     assert len(forms["one_by_one"]) > len(forms["stacked"])
@@ -124,7 +123,7 @@ def test_what_we_write_is_loaded_by_megatron_with_the_same_logits(kind, tp, tmp_
         load(made, tmp_path / "out")
         return logits(made)
 
-    close(on_ranks(tp, read, timeout=300)[0], expected)
+    close(on_megatron(tp, read)[0], expected)
 
 
 def test_values_of_single_ranks_go_there_and_back(tmp_path):
@@ -132,7 +131,7 @@ def test_values_of_single_ranks_go_there_and_back(tmp_path):
         start(2, 1)
         save([model("llama", 2)], tmp_path / "in", arguments("llama", 2))
 
-    on_ranks(2, write, timeout=300)
+    on_megatron(2, write)
     ours = checkpoint.convert(tmp_path / "in", tmp_path / "out", format="megatron-dist", objects="carry")
     some = ["decoder.*", "embedding.*", "output_layer.*"]
     assert checkpoint.verify(tmp_path / "in", tmp_path / "out", select=some) == []
@@ -150,6 +149,6 @@ def test_values_of_single_ranks_go_there_and_back(tmp_path):
         made.load_state_dict(found["model0"])
         return {name: value for name, value in made.state_dict().items() if value is not None}
 
-    found, opened = on_ranks(1, read, timeout=300)[0], checkpoint.open(tmp_path / "in")
+    found, opened = on_megatron(1, read)[0], checkpoint.open(tmp_path / "in")
     qkv = opened["decoder.layers.self_attention.linear_qkv.weight"].read()
     torch.testing.assert_close(found["decoder.layers.2.self_attention.linear_qkv.weight"], qkv[2], rtol=0, atol=0)
