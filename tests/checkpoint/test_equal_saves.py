@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from shardwise import ShardedTensor, checkpoint
-from shardwise.checkpoint import known_states, saving
+from shardwise.checkpoint import known_states, state_descriptions
 from shardwise.checkpoint.known_states import KnownStates
 from shardwise.errors import ExchangeError
 from shardwise.job.agree import Callers
@@ -37,7 +37,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _told(work: Callable[[], object]) -> list[bool]:
     """For each time that ranks describe a state in `work`: is it an earlier one?"""
-    known, made = list[bool](), saving._together
+    known, made = list[bool](), state_descriptions._together
 
     def together(*args: Any) -> Any:
         known[-1] = False
@@ -46,7 +46,7 @@ def _told(work: Callable[[], object]) -> list[bool]:
     with pytest.MonkeyPatch.context() as patched:
         found = KnownStates.find
         patched.setattr(KnownStates, "find", lambda *args: (known.append(True), found(*args))[1])
-        patched.setattr(saving, "_together", together)
+        patched.setattr(state_descriptions, "_together", together)
         work()
     return known
 

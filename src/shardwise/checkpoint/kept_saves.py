@@ -9,7 +9,8 @@ import torch.distributed as dist
 from shardwise.checkpoint.async_saves import SaveHandle, SaveReport
 from shardwise.checkpoint.formats.sharded import ShardedWriter
 from shardwise.checkpoint.keeping import Keeping
-from shardwise.checkpoint.saving import PATIENCE, Saved, SaveOptions, as_text, save_state
+from shardwise.checkpoint.save_options import PATIENCE, SaveOptions, as_text
+from shardwise.checkpoint.saving import Saved, save_state
 from shardwise.checkpoint.staging import StagedFolder
 from shardwise.job.agree import Callers
 from shardwise.job.names import Rename
