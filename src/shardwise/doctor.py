@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.exchange import in_words
-from shardwise.exchange.buffers import available
 from shardwise.job.session import group_transport
 from shardwise.planning import size
+from shardwise.storage.available_memory import available_memory
 from shardwise.transports import GroupTransport
 
 TESTED = (2, 13)  # the newest torch that the tests ran with
@@ -104,7 +104,7 @@ def descriptors(soft: int, hard: int) -> Finding:
 def memory() -> Finding:
     """What processes may still take."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Finding(f"memory: {size(available())} available of {size(total)}")
+    return Finding(f"memory: {size(available_memory())} available of {size(total)}")
 
 
 def attempt(what: str, work: Callable[[], str]) -> Finding:

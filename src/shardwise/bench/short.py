@@ -31,8 +31,8 @@ from shardwise.bench.moves import (
     silence,
     synchronized,
 )
-from shardwise.exchange.buffers import available
 from shardwise.planning import size as in_words
+from shardwise.storage.available_memory import available_memory
 from shardwise.testing import on_ranks
 
 VARIANTS = (OUT, SHARED, GROUP) if sys.platform == "linux" else (OUT, GROUP)  # which alone has shared memory
@@ -101,7 +101,7 @@ def check_options(ranks: int, size: int, device: str = "cpu") -> None:
         raise ValueError(f"--ranks {ranks}: from 2 to {most} make sense on this machine, which has {cores} cores")
     if size < ITEMSIZE * ranks**2:
         raise ValueError(f"--size {size}: {ranks} ranks share rows and columns of at least {ITEMSIZE * ranks**2} bytes")
-    needed, free = memory_needed(ranks, size), available()
+    needed, free = memory_needed(ranks, size), available_memory()
     if needed > free:
         raise ValueError(
             f"--size {in_words(size)} on {ranks} ranks takes about {in_words(needed)} of memory, most of it for "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from string import Formatter
 
 import numpy as np
@@ -13,6 +13,27 @@ from shardwise.layout import Mesh
 from shardwise.quoting import brief
 
 DIGITS = re.compile("(0?[0-9]{1,2})?d?")  # allowed format specs of numbers in file names
+NUMBER = re.compile("[0-9]+")
+
+
+def numbers_in(name: str) -> tuple[int, ...]:
+    """
+    >>> numbers_in("model_03-of-16.pt")
+    (3, 16)
+    """
+    return tuple(map(int, NUMBER.findall(name)))
+
+
+def numbered_alike(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ in numbers only, together, in the order of their numbers.
+
+    >>> numbered_alike(["b_10.pt", "a.pt", "b_9.pt"])
+    [['b_9.pt', 'b_10.pt'], ['a.pt']]
+    """
+    found = dict[str, dict[tuple[int, ...], str]]()
+    for name in names:
+        found.setdefault(NUMBER.sub("0", name), {})[numbers_in(name)] = name
+    return [[group[key] for key in sorted(group)] for group in found.values()]
 
 
 def axis_positions(mesh: Mesh, rank: int) -> dict[str, int]:

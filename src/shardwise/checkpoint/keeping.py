@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from shardwise.checkpoint.formats.writers import Writer
 from shardwise.checkpoint.kept_copies import CopyJob, Holders, Vacancies, holders
+from shardwise.checkpoint.save_options import check_seconds
 from shardwise.checkpoint.saving import Saved, describe_file
 from shardwise.checkpoint.segments import Segment, size_of
 from shardwise.checkpoint.staging import SaveMemory, StagedFile, stage
@@ -90,8 +91,7 @@ class KeepOptions:
         copies, lease = self.__dict__.values()
         if type(copies) is not int or copies < 1:
             raise ValueError(f"memory={copies!r}: give the number of copies to keep, such as 2, or None")
-        if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 < lease < float("inf"):
-            raise ValueError(f"lease={lease!r}: give a finite number of seconds, more than 0")
+        check_seconds("lease", lease)
 
 
 class Keeping:
@@ -227,9 +227,7 @@ class Keeping:
 
     def _hold(self, writer: Writer, index: bytes) -> None:
         """Hand the files over. A keeper that was lost is replaced."""
-        whole = Descriptor(os.memfd_create("shardwise index", os.MFD_CLOEXEC))
-        with open(whole.number, "wb", closefd=False) as file:
-            file.write(index)
+        whole = Descriptor.of_memory("shardwise index", index)
         files = {writer.main: (whole.number, len(index))}
         for one in self._unsure:
             segment = segment_of(one.memory)

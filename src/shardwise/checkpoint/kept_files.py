@@ -48,10 +48,7 @@ class KeptFiles(Files):
 
     def add(self, name: str, data: bytes) -> None:
         """One more file, in memory of this process."""
-        file = Descriptor(os.memfd_create("shardwise index", os.MFD_CLOEXEC))
-        with open(file.number, "wb", closefd=False) as opened:
-            opened.write(data)
-        self._memory[name] = KeptMemory(file, len(data))
+        self._memory[name] = KeptMemory(Descriptor.of_memory("shardwise index", data), len(data))
 
     def planned(self, plan: ModelPlan, me: int) -> None:
         """What comes from other hosts, and at all: ranks of several hosts may be able to read the same."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwise.checkpoint.entry import Checkpoint
+from shardwise.checkpoint.file_patterns import numbered_alike
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.formats import (
     dcp,
@@ -17,7 +18,6 @@ from shardwise.checkpoint.formats import (
     megatron_dist,
     megatron_ranks,
     rank_files,
-    rank_shards,
     safetensors,
     safetensors_shards,
     several,
@@ -92,41 +92,60 @@ def _open_directory(files: Files) -> Checkpoint:
             return _open_file(files, index)
     there = [name for name in files.names() if name == data_name(name)]  # without checksums
     here = [name for name in there if name != LOCK and not PARTIAL.fullmatch(name)]
-    indexes = [name for name in here if name.endswith((".safetensors.index.json", ".bin.index.json"))]
-    tensors = [name for name in here if name.endswith(".safetensors")]
-    _check_one_model(files, here, indexes or tensors)
+    for attempt in (_open_weights, _open_folder_of_framework, _open_torch_saves):
+        opened = attempt(files, here)
+        if opened is not None:
+            return opened
+    if len(here) < len(there):
+        raise CheckpointError(
+            f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
+        )
+    raise _unrecognized(files, here)
+
+
+def _open_weights(files: Files, names: list[str]) -> Checkpoint | None:
+    """Files with an index, or safetensors files without one."""
+    indexes = [name for name in names if name.endswith((".safetensors.index.json", ".bin.index.json"))]
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    _check_one_model(files, names, indexes or tensors)
     if len(indexes) == 1:
         return _open_file(files, indexes[0])
     if tensors and len(indexes) == 0:
         _check_whole(files, tensors)
         return _open_safetensors(files, tensors)
-    if LATEST in here:
+    return None
+
+
+def _open_folder_of_framework(files: Files, names: list[str]) -> Checkpoint | None:
+    """What Megatron, DeepSpeed or accelerate write, by the names of files and folders."""
+    if LATEST in names:
         return _open_latest(files)
-    megatron_dist.refuse_without_index(files, here)
+    megatron_dist.refuse_without_index(files, names)
     if deepspeed_universal.is_universal(files):
         return deepspeed_universal.open_universal(files)
-    if is_step(here):
-        return deepspeed.open_step(files, here)
+    if is_step(names):
+        return deepspeed.open_step(files, names)
     folders = files.folders()
-    if several.is_of_accelerate(folders):
-        return _open_accelerate(files, folders)
-    saved = [name for name in here if torch_save.looks_like_one(files, name)]
+    return _open_accelerate(files, folders) if several.is_of_accelerate(folders) else None
+
+
+def _open_torch_saves(files: Files, names: list[str]) -> Checkpoint | None:
+    """One file of torch.save, or those of all ranks."""
+    saved = _torch_saves(files, names)
     if len(saved) == 1:
         return torch_save.open_files(files, saved)
     step = deepspeed.step_folder(files)
     if step is not None:
         return _open(*files_at(files.path(step)), None)
-    groups = [group for group in rank_shards.groups(saved) if len(group) > 1 and torch_save.has_shards(files, group[0])]
+    groups = [group for group in numbered_alike(saved) if len(group) > 1 and torch_save.has_shards(files, group[0])]
     if groups:
         parts = {group[0]: torch_save.open_files(files, group, ranks=True) for group in groups}
         return several.joined(files, "torch.save", parts)
-    if megatron_ranks.holds_rank_files(files):
-        return megatron_ranks.open_megatron_ranks(files)
-    if len(here) < len(there):
-        raise CheckpointError(
-            f"{files.root} is unfinished: a save or a conversion to it was interrupted, or is still running"
-        )
-    raise _unrecognized(files, here, saved, folders)
+    return megatron_ranks.open_megatron_ranks(files) if megatron_ranks.holds_rank_files(files) else None
+
+
+def _torch_saves(files: Files, names: list[str]) -> list[str]:
+    return [name for name in names if torch_save.looks_like_one(files, name)]
 
 
 def _check_one_model(files: Files, names: list[str], models: list[str]) -> None:
@@ -145,8 +164,9 @@ def _several(files: Files, names: list[str]) -> CheckpointError:
     )
 
 
-def _unrecognized(files: Files, names: list[str], saved: list[str], folders: list[str]) -> CheckpointError:
+def _unrecognized(files: Files, names: list[str]) -> CheckpointError:
     """Names the checkpoints in a folder that is none, or what was looked for and what was seen."""
+    saved, folders = _torch_saves(files, names), files.folders()
     indexes = (sharded.INDEX, dcp.METADATA, safetensors.INDEX, safetensors.SINGLE)
     below = [folder for folder in folders if any(files.has(f"{folder}/{index}") for index in indexes)]
     if below or len(saved) > 1:

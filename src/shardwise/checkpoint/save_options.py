@@ -38,8 +38,7 @@ class SaveOptions:
         in_flight, patience = cast("tuple[object, object]", (self.in_flight, self.patience))
         if type(in_flight) is not int or in_flight < 1:
             raise ValueError(f"in_flight={in_flight!r}: give the number of saves that may run at a time, at least 1")
-        if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience < inf:
-            raise ValueError(f"patience={patience!r}: give a finite number of seconds, more than 0")
+        check_seconds("patience", patience)
         if self.incremental is not False and (self.format != "safetensors" or not self.sums):
             raise ValueError(
                 f"incremental={self.incremental!r} with format={self.format!r}, sums={self.sums}: only checkpoints "
@@ -50,3 +49,9 @@ class SaveOptions:
 
 def as_text(incremental: bool | PathLike) -> bool | str:
     return incremental if isinstance(incremental, bool) else str(incremental)
+
+
+def check_seconds(option: str, value: object) -> None:
+    """Refuse what is no time to wait."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ValueError(f"{option}={value!r}: give a finite number of seconds, more than 0")

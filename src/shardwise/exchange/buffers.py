@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from shardwise.exchange.messages import Message, Pair, Tensors, view_of
-from shardwise.storage.available_memory import available_memory
 
 PAGE = 2**21
 CPU = torch.device("cpu")
@@ -47,11 +46,6 @@ def outside_inference() -> AbstractContextManager[Any]:
 def on_the_cpu() -> AbstractContextManager[Any]:
     """New tensors are on the CPU inside, whatever the default is. (A context of torch slows every call down.)"""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
-def available() -> int:
-    """Bytes of memory that this process can still get."""
-    return available_memory()
 
 
 def _ask_for_large_pages(address: int, size: int) -> None:

@@ -32,6 +32,14 @@ class Descriptor:
     def __init__(self, number: int, name: object = "a pipe") -> None:
         self.number, self.name = number, name
 
+    @staticmethod
+    def of_memory(name: str, data: bytes = b"") -> Descriptor:
+        """A file in memory, which other processes can be sent."""
+        made = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC), name)
+        with open(made.number, "wb", closefd=False) as file:
+            file.write(data)
+        return made
+
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when the process ends
         close(self.number)
 

@@ -55,7 +55,7 @@ class WriterProcess:
         self._written = dict[int, Written]()
         self._lost: str | None = None
         try:
-            self._stderr = Descriptor(os.memfd_create("shardwise writer", os.MFD_CLOEXEC))
+            self._stderr = Descriptor.of_memory("shardwise writer")
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             finalize(self, self._socket.close)  # the writer ends when it has done its work
             with theirs:
@@ -78,9 +78,7 @@ class WriterProcess:
         number, text = next(self._numbers), order.to_json().encode()
         try:
             packet = {"number": number, "order": len(text), "lock": lock and str(lock.path), "umask": _umask()}
-            whole = Descriptor(os.memfd_create("shardwise order", os.MFD_CLOEXEC))
-            with open(whole.number, "wb", closefd=False) as file:
-                file.write(text + index)
+            whole = Descriptor.of_memory("shardwise order", text + index)
             files = [memory, whole.number, *([] if lock is None else [lock.number])]
             socket.send_fds(self._socket, [json.dumps(packet).encode()], files)
         except OSError as error:

@@ -21,7 +21,8 @@ from weakref import finalize
 import torch
 
 from shardwise.errors import ExchangeError
-from shardwise.exchange.buffers import available, give_back
+from shardwise.exchange.buffers import give_back
+from shardwise.storage.available_memory import available_memory
 from shardwise.transports import torch_groups
 from shardwise.transports.torch_groups import move_to_shared_memory, storage_id, swap_memory
 from shardwise.transports.unix_packets import PacketKey, PacketSocket, close_files
@@ -85,7 +86,7 @@ class SharedSegment:
 
 def _check_memory(size: int) -> None:
     """Refuse what the system would try to give, and kill a process for it."""
-    if size > LARGE and size > (most := available()):
+    if size > LARGE and size > (most := available_memory()):
         raise SharedMemoryError(f"{size} bytes of shared memory cannot be allocated: {most} bytes of memory are left")
 
 

@@ -6,7 +6,6 @@ read; a few cells are compared with the last one.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 
 from shardwise.checkpoint.axis_rules import AxisRule, Known, Word
 from shardwise.checkpoint.entry import Checkpoint, Entry, HashableBoxes, Positions
-from shardwise.checkpoint.file_patterns import axis_positions, file_name
+from shardwise.checkpoint.file_patterns import axis_positions, file_name, numbered_alike, numbers_in
 from shardwise.checkpoint.files import FileLabel, Files
 from shardwise.checkpoint.formats import safetensors, torch_save
 from shardwise.checkpoint.rules import Rules, RulesSource, rules_for
@@ -32,7 +31,6 @@ from shardwise.layout.checks import checked_dim
 from shardwise.state.traverse import OBJ_PATH
 from shardwise.storage.paths import inside
 
-NUMBER = re.compile("[0-9]+")
 SAMPLE = 1024  # cells of replicas that are compared
 MAX_MISSING = 1024  # files that may be missing and are still listed by name
 
@@ -98,22 +96,19 @@ def rank_files(files: Files, rules: Rules) -> list[str]:
 
 def _numbered_files(files: Files, mesh: Mesh) -> list[str]:
     """The files whose names differ in one number only, if there are as many as ranks."""
-    groups = dict[str, dict[tuple[int, ...], str]]()
-    for name in files.names():
-        if "/" not in name:
-            groups.setdefault(NUMBER.sub("0", name), {})[tuple(map(int, NUMBER.findall(name)))] = name
+    groups = numbered_alike(name for name in files.names() if "/" not in name)
     fitting = [
         group
-        for group in groups.values()
-        if len(group) == mesh.ranks.size and _count_up(group) and _opener(files, min(group.values())) is not None
+        for group in groups
+        if len(group) == mesh.ranks.size and _count_up(map(numbers_in, group)) and _opener(files, min(group))
     ]
     if len(fitting) != 1:
-        here = [name for group in groups.values() for name in sorted(group.values())]
+        here = [name for group in groups for name in sorted(group)]
         names = ", ".join(here[:6]) + (" ..." if len(here) > 6 else "") if here else "none"
         which = "several sets of numbered files match" if fitting else "no set of numbered files matches"
         remedy = 'name the files in the rules, as in [files] pattern = "model_{rank}.pt"'
         raise CheckpointError(f"{files.root}: {which} {mesh}, among {names}: {remedy}")
-    return [fitting[0][key] for key in sorted(fitting[0])]
+    return fitting[0]
 
 
 def _count_up(numbers: Iterable[tuple[int, ...]]) -> bool:

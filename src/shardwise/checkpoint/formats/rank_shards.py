@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import prod
 
@@ -14,16 +13,7 @@ from shardwise.checkpoint.unpickle_stubs import TensorStub
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Box, Boxes, Ints, ints
 
-NUMBER = re.compile(r"\d+")
 Found = Sequence[tuple[int, Archive, ShardStub]]  # the number of a file, and what it has of a tensor
-
-
-def groups(names: Sequence[str]) -> list[list[str]]:
-    """Names that differ in numbers only, together."""
-    found = dict[str, dict[tuple[int, ...], str]]()
-    for name in names:
-        found.setdefault(NUMBER.sub("0", name), {})[tuple(map(int, NUMBER.findall(name)))] = name
-    return [[group[key] for key in sorted(group)] for group in found.values()]
 
 
 def shard_entry(name: str, found: Found, paths: Sequence[str], files: Files) -> Entry:
