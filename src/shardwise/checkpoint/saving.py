@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple, Protocol, overload
 import torch.distributed as dist
 
 from shardwise.checkpoint.async_saves import RunningSaves, SaveHandle, SaveReport
+from shardwise.checkpoint.earlier_save import location_in
 from shardwise.checkpoint.formats.writers import Contents, TensorPart, Writer
-from shardwise.checkpoint.increments import location_in
 from shardwise.checkpoint.remapping import remap_state_dict
-from shardwise.checkpoint.replicas import warning_of
+from shardwise.checkpoint.replica_samples import warning_of
 from shardwise.checkpoint.save_options import PATIENCE, WRITERS, SaveOptions, as_text
 from shardwise.checkpoint.saved_parts import parts_of
 from shardwise.checkpoint.segments import Segment

@@ -13,7 +13,7 @@ import torch
 from shardwise.checkpoint.assignment import assign_writers
 from shardwise.checkpoint.known_states import KnownState, KnownStates, StateDescription
 from shardwise.checkpoint.random_state import with_random_states
-from shardwise.checkpoint.replicas import differing_replicas, sample_sums
+from shardwise.checkpoint.replica_samples import differing_replicas, sample_sums
 from shardwise.checkpoint.save_options import SaveOptions
 from shardwise.checkpoint.values import encode, refuse_modules
 from shardwise.containers.description import describe_all, is_tensor
