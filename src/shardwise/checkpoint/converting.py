@@ -122,9 +122,7 @@ def convert(
     every file beside it, which `load` and `verify` check.
     """
     check_progress(progress)
-    opened = source if isinstance(source, Checkpoint) else open(source, rules=source_rules)
-    opened = opened if parameters is None else with_names(opened, parameters)
-    opened, chosen = opened if merge is None else with_adapter(opened, merge), Selection(select, exclude)
+    opened, chosen = _opened(source, source_rules, parameters, merge), Selection(select, exclude)
     given = None if rules is None else rules_for(rules, opened.files)
     streams = streams_of(opened, rename=rename, remap=remap, selection=chosen, cast=cast)
     streams = {key: stream for key, stream in streams.items() if given is None or not given.skips(key)}
@@ -157,6 +155,15 @@ def convert(
         if verify:
             _verify(streams, contents, made, chunk, jobs, progress)
     return made
+
+
+def _opened(
+    source: PathLike | Checkpoint, rules: RulesSource | None, parameters: Parameters | None, merge: PathLike | None
+) -> Checkpoint:
+    """The source, with names in place of an optimizer's numbers, and an adapter merged."""
+    opened = source if isinstance(source, Checkpoint) else open(source, rules=rules)
+    opened = opened if parameters is None else with_names(opened, parameters)
+    return opened if merge is None else with_adapter(opened, merge)
 
 
 def _copies(
