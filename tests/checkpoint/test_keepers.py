@@ -47,6 +47,21 @@ def test_a_killed_job_resumes_from_memory_on_other_numbers_of_ranks(folder):
     is_step(resumed(folder, 2), 1, 2)
 
 
+def test_what_a_job_kept_does_not_come_back_after_one_without_memory_has_saved(folder):
+    killed_after(folder, 2, 1, keep=(9,))
+
+    def go_on(rank):
+        with checkpoint.Run(folder) as run:
+            into = empty_state(2)
+            found = run.resume(into=into)
+            run.save(2, sharded_state(2, 2))
+            return found
+
+    assert on_ranks(2, go_on) == [1, 1]
+    is_step(resumed(folder, 2), 2, 2)
+    gone(folder)
+
+
 @pytest.mark.parametrize("lost", [0, 2])
 def test_any_rank_may_be_lost_with_its_keeper(folder, lost):
     killed_after(folder, 3, keep=(7,), dead_keepers=(lost,))

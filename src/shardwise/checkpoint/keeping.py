@@ -71,6 +71,13 @@ class RunLine(NamedTuple):
             file.write(f"{self.run} {self.newest}\n".encode())
 
 
+def leave_kept_steps(folder: OutputFolder) -> None:
+    """A job without keepers goes on: what jobs before it have kept must not come back later."""
+    if folder.exists(LINE):
+        line = RunLine.of(folder)
+        line._replace(newest=line.newest + 1).write(folder)
+
+
 class KeptStep(NamedTuple):
     """What this rank's keeper holds of a step."""
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.async_saves import SaveHandle, SaveReport
-from shardwise.checkpoint.keeping import Keeping, KeepOptions
+from shardwise.checkpoint.keeping import Keeping, KeepOptions, leave_kept_steps
 from shardwise.checkpoint.kept_loading import Resumed
 from shardwise.checkpoint.kept_saves import keep_state, save_kept
 from shardwise.checkpoint.resuming import Resuming
@@ -83,6 +83,7 @@ class Run:
     ) -> None:
         self._group, self._kept = group, f"keep={keep}, keep_every={keep_every}"
         self._keeping: Keeping | None = None
+        self._left = False  # True once steps that jobs before have kept in memory do not count any more
         self._resumed: Resumed | None = None
         self._claim: RunClaim | None = None
         self._at: int | None = None  # the step that this training goes on from
@@ -267,6 +268,9 @@ class Run:
             )
         else:
             self._drop([later for later in self._folders.all() if later > self._at and self._folders.is_saved(later)])
+        if self._keeping is None and not self._left:
+            leave_kept_steps(self._folders.run)
+            self._left = True
 
     def _drop(self, later: list[int]) -> None:
         """They must be gone before the next save is whole: a crash in between must not bring them back."""
