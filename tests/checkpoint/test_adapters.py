@@ -90,6 +90,13 @@ def test_names_of_a_training_and_weights_with_inputs_first_are_found(tmp_path, b
     same_tensors({name.removeprefix("app.model."): entry.read() for name, entry in found.items()}, merged)
 
 
+def test_an_adapter_that_fits_two_models_of_a_training_is_refused(tmp_path, base):
+    adapter(tmp_path)
+    torch.save({"module": base, "ema": base}, tmp_path / "base.pt")
+    with pytest.raises(CheckpointError, match=r"'ema\.' and 'module\.': convert one of them with select= first"):
+        checkpoint.convert(tmp_path / "base.pt", tmp_path / "out.pt", merge=tmp_path / "adapter")
+
+
 def test_whole_tensors_of_an_adapter_take_the_place_of_others(tmp_path, base):
     norm = numbers(33)
     adapter(tmp_path, {"base_model.model.norm": norm})

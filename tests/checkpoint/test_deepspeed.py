@@ -170,6 +170,16 @@ def test_model_states_of_another_iteration_are_refused(tmp_path):
     assert "'embedding'" in message
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_the_part_of_a_rank_of_another_training_at_the_same_step_is_refused(tmp_path, rank):
+    step, other = zero(2, 4).save(tmp_path), zero(2, 4, seed=1).save(tmp_path / "other")
+    name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    shutil.copy(other / name, step / name)
+    said = error_of(tmp_path)
+    assert "has other values of " in said
+    assert name in said
+
+
 def test_optimizer_states_of_another_order_are_refused(tmp_path):
     step = zero(2).save(tmp_path)
 

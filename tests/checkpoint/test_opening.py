@@ -6,11 +6,13 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as judge
 from safetensors.torch import save_file
 
 from shardwise import checkpoint
 from shardwise.errors import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own
 ONE = {"w": torch.ones(2, 3)}
 
 
@@ -43,6 +45,22 @@ def test_a_model_and_an_adapter_in_one_folder_are_two_checkpoints(tmp_path, mode
     (tmp_path / model).unlink()
     if not model.endswith(".json"):
         assert list(checkpoint.open(tmp_path)) == ["w"]
+
+
+def test_what_another_writer_saved_to_the_same_folder_is_not_passed_over(tmp_path):
+    checkpoint.save(ONE, tmp_path)
+    judge.save({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path)
+    assert "has 2 checkpoints: shardwise.json, .metadata." in refused(tmp_path)
+    assert checkpoint.open(tmp_path / ".metadata")["w"].read().sum() == 0
+
+
+def test_a_single_file_beside_an_index_of_others_is_a_second_checkpoint(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
+    for name in ("part.safetensors", "model.safetensors"):
+        save_file(ONE, tmp_path / name)
+    assert "has 2 checkpoints: model.safetensors.index.json, model.safetensors." in refused(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    assert list(checkpoint.open(tmp_path)) == ["w"]
 
 
 def test_an_adapter_beside_an_optimizer_is_opened(tmp_path):

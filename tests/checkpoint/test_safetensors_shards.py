@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as judge
 from checkpoints import names_in, rewritten, same_tensors
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,6 +27,16 @@ def model():
         "one": torch.tensor(7.0),
         "plain": torch.randn(4),
     }
+
+
+def test_shards_that_an_earlier_save_on_more_ranks_left_are_refused(tmp_path):
+    for ranks in (4, 2):
+        for rank in range(ranks):
+            said = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [8 // ranks * rank, 0]}})}
+            name = f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+            save_file({"w": torch.full((8 // ranks, 3), float(ranks))}, tmp_path / name, said)
+    with pytest.raises(CheckpointError, match="remove the shards of other saves"):
+        checkpoint.open(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -212,9 +212,14 @@ def _prefix(opened: Checkpoint, names: Sequence[str], adapter: Checkpoint) -> st
     choices = sorted(
         (name.removesuffix(first) for name in opened if name == first or name.endswith(f".{first}")), key=len
     )
-    for prefix in choices:
-        if all(f"{prefix}{name}" in known for name in names):
-            return prefix
+    fitting = [prefix for prefix in choices if all(f"{prefix}{name}" in known for name in names)]
+    if len(fitting) > 1 and fitting[0]:
+        raise CheckpointError(
+            f"{opened.path} has several models that {adapter.path} fits, such as those below {fitting[0]!r} and "
+            f"{fitting[1]!r}: convert one of them with select= first, and merge into that"
+        )
+    if fitting:
+        return fitting[0]
     lacking = [name for name in names if name not in known]
     raise CheckpointError(missing(f"{opened.path} lacks what {adapter.path} is for:", lacking, opened))
 

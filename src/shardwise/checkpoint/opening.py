@@ -87,8 +87,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def _open_directory(files: Files) -> Checkpoint:
     for index in (sharded.INDEX, dcp.METADATA, safetensors.INDEX):  # first, as listing a large directory is slow
         if files.has(index):
-            if index == safetensors.INDEX and files.has(ADAPTERS[0]):
-                raise _several(files, [index, ADAPTERS[0]])
+            _check_one_index(files, index)
             return _open_file(files, index)
     there = [name for name in files.names() if name == data_name(name)]  # without checksums
     here = [name for name in there if name != LOCK and not PARTIAL.fullmatch(name)]
@@ -154,6 +153,16 @@ def _check_one_model(files: Files, names: list[str], models: list[str]) -> None:
     others = [name for name in (*models, *(name for name in names if name in MODELS)) if name not in ADAPTERS]
     if adapters and others:
         raise _several(files, [others[0], adapters[0]])
+
+
+def _check_one_index(files: Files, index: str) -> None:
+    """Refuse another checkpoint beside it: nobody knows which one was saved last."""
+    others = {sharded.INDEX: (dcp.METADATA,), safetensors.INDEX: (ADAPTERS[0], safetensors.SINGLE)}.get(index, ())
+    there = [name for name in others if files.has(name)]
+    if there == [safetensors.SINGLE] and safetensors.SINGLE in safetensors.read_index(files, index).files.values():
+        return
+    if there:
+        raise _several(files, [index, *there])
 
 
 def _several(files: Files, names: list[str]) -> CheckpointError:

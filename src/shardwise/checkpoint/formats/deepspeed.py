@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import add
 
 import torch
 
@@ -33,6 +34,7 @@ from shardwise.checkpoint.formats.flat_runs import Buffer, Run
 from shardwise.checkpoint.formats.rank_files import first_cells
 from shardwise.checkpoint.unpickle_stubs import TensorStub
 from shardwise.errors import CheckpointError
+from shardwise.geometry import Box, Boxes, cut, ints
 from shardwise.job.names import some
 from shardwise.storage.paths import inside
 
@@ -83,6 +85,7 @@ class Step:
     def __init__(self, files: Files, models: Sequence[RankFile], parts: Sequence[RankFile]) -> None:
         self.parts, self.model, self.first, self.stage = parts, models[0], parts[0], parts[0].stage
         self.names = Names(files, [file.archive.location.file for file in (*models, *parts)])
+        self.masters = dict[str, tuple[Shape, list[Run], Buffer]]()
         self.states = ModelStates(models, zero3=self.stage == 3)
 
     def fill(self) -> None:
@@ -119,7 +122,7 @@ class Step:
     def _add_masters(self) -> None:
         """The weights that the optimizer updates, also under names that share them."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        found = dict[str, tuple[Shape, list[Run], Buffer]]()
+        found = self.masters
         for number in range(len(self.groups)):
             tensors = (self._of_group(file, key, number) for file in self.parts)
             buffers, placed = self._placed(number, f"{key}[{number}]", tensors)
@@ -159,22 +162,36 @@ class Step:
     def _check_weights(self) -> None:
         """Refuse model states of another save: the first cells of weights must be what the optimizer has, cast.
 
-        Of the first and the last parameter of each group; of all where only this shows that their order is right.
+        Of the first parameter of each rank and the last one of each group; of all where only this shows their order.
         """
-        for number, group in enumerate(self.groups) if self.stage < 3 else ():
+        if self.stage == 3:
+            return
+        for name, cells, buffer in self._first_of_ranks():
+            self._check_weight(name, cells, buffer.where)
+        for number, group in enumerate(self.groups):
             names = [*group.shapes]
-            for name in names[:1] + names[1:][-1:] if self._listed(number) else names:
-                self._check_weight(name)
+            for name in names[1:][-1:] if self._listed(number) else names:
+                self._check_weight(name, first_cells(group.shapes[name]), f"{self.first.where} and its like")
 
-    def _check_weight(self, name: str) -> None:
+    def _first_of_ranks(self) -> Iterator[tuple[str, Box, Buffer]]:
+        """The first cells that each rank has of each group."""
+        first = dict[int, tuple[str, Shape, Run]]()
+        for name, (shape, runs, _) in self.masters.items():
+            for run in runs:
+                first.setdefault(id(run.buffer), (name, shape, run))
+        for name, shape, run in first.values():
+            whole = Boxes.of([Box.whole(shape)], len(shape))
+            box = cut(whole, ints([run.start]), ints([run.stop]))[1].box(0)
+            yield name, Box(box.lo, tuple(map(add, box.lo, first_cells(box.shape).hi))), run.buffer
+
+    def _check_weight(self, name: str, cells: Box, where: object) -> None:
         master, weight = self.names.entries[f"model.{name}"], self.names.entries.get(f"module.{name}")
         if weight is None or weight.shape != master.shape:
             raise CheckpointError(f"{self.model.where} has no weight {name!r} of shape {master.shape}")
-        cells = first_cells(master.shape)
         if not torch.allclose(master.read(cells).to(weight.dtype), weight.read(cells), rtol=0, atol=0, equal_nan=True):
             raise CheckpointError(
-                f"{self.model.where} has other values of {name!r} than the optimizer in {self.first.where} and its "
-                f"like: they are of different saves, or in another order. {ONE_SAVE}"
+                f"{self.model.where} has other values of {name!r} than the optimizer in {where}: they are of "
+                f"different saves, or in another order. {ONE_SAVE}"
             )
 
     def _add_states(self) -> None:

@@ -84,6 +84,12 @@ def _entry(name: str, shards: Sequence[Shard], paths: Sequence[str], files: File
     entry = Entry(name, shape, first.tensor.dtype, boxes, file, lambda rows: Positions(begins[rows]), paths, files)
     if prod(shape):
         entry.check(Boxes.of([Box.whole(shape)], len(shape)))
+    if sum(prod(shard.tensor.shape) for shard in stored) > prod(shape):
+        some = ", ".join(dict.fromkeys(paths[shard.file] for shard in stored[:4]))
+        raise CheckpointError(
+            f"{files.root}: {name!r} has cells in several shards ({some} ...), but a save writes each cell once: "
+            f"remove the shards of other saves"
+        )
     return entry
 
 
