@@ -47,6 +47,18 @@ def test_a_killed_job_resumes_from_memory_on_other_numbers_of_ranks(folder):
     is_step(resumed(folder, 2), 1, 2)
 
 
+def test_what_a_keeper_says_of_a_step_does_not_grow_with_the_ranks(folder):
+    def said(ranks):
+        def keep(rank):
+            with checkpoint.Run(folder, memory=2, lease=LEASE) as run:
+                run.keep(1, sharded_state(1, ranks))
+                return [list(one.step.values()) for one in run._keeping._keeper.held()]
+
+        return on_ranks(ranks, keep)[0]
+
+    assert [len(str(values)) for values in said(4)] == [len(str(values)) for values in said(1)], "a packet has a limit"
+
+
 def test_what_a_job_kept_does_not_come_back_after_one_without_memory_has_saved(folder):
     killed_after(folder, 2, 1, keep=(9,))
 

@@ -241,7 +241,7 @@ class Keeping:
             assert segment is not None, "or it was refused"
             files[one.name] = segment.file, one.size
         job = self._line.newest + (not self._committed)
-        known = {"number": self._number, "job": job, "save": self._saves, "index": writer.main, "files": writer.files}
+        known = {"number": self._number, "job": job, "save": self._saves, "index": writer.main}
         try:
             self._own_keeper().hold(writer.token, known, files)
         except KeeperLostError as error:
@@ -320,18 +320,17 @@ class FoundStep:
     `age`: the number of its job, and of its save in that.
     """
 
-    def __init__(self, token: str, number: int, index: str, files: Sequence[str], age: tuple[int, int]) -> None:
-        self.token, self.number, self.index, self.files, self.age = token, number, index, tuple(files), age
+    def __init__(self, token: str, number: int, index: str, age: tuple[int, int]) -> None:
+        self.token, self.number, self.index, self.age = token, number, index, age
         self.hosts, self.sizes = defaultdict[str, list[tuple[str, list[str]]]](list), dict[str, int]()
 
     @staticmethod
     def of(held: HeldStep) -> FoundStep:
         """As one keeper says."""
-        files, job, save = held.step["files"], held.step["job"], held.step["save"]
-        assert isinstance(files, list)
+        job, save = held.step["job"], held.step["save"]
         assert isinstance(job, int)
         assert isinstance(save, int)
-        return FoundStep(held.token, _number(held), str(held.step["index"]), files, (job, save))
+        return FoundStep(held.token, _number(held), str(held.step["index"]), (job, save))
 
     def add(self, host: str, address: str, held: HeldStep) -> None:
         """What a keeper has of it."""

@@ -22,7 +22,7 @@ from shardwise.job.agree import Callers
 from shardwise.planning import size
 from shardwise.state.traverse import flatten_state_dict
 from shardwise.storage.appending import Descriptor
-from shardwise.storage.folders import OutputFolder
+from shardwise.storage.folders import OURS_IN_BYTES, OutputFolder, token_of
 from shardwise.storage.keepers import KeeperConnection
 
 
@@ -63,7 +63,7 @@ class KeptLoad(NamedTuple):
         if self.step.index not in readers:
             return "no keeper has its index"
         index = self._index(kept, readers[self.step.index][0][0])
-        missing = [name for name in self.step.files if name not in readers]
+        missing = sorted(self._named(index) - readers.keys())
         on_disk = self.callers.by_first(lambda: self._on_disk(index) if missing else set())
         if lost := sorted(set(missing) - on_disk):
             return f"{lost[0]} is neither in memory nor, as it was, on the disk"
@@ -92,6 +92,11 @@ class KeptLoad(NamedTuple):
         hosts = self.keeping.hosts
         groups = {name: [tuple(rank for rank in some if name in by_rank[rank]) for some in hosts] for name in names}
         return {name: tuple(group for group in some if group) for name, some in groups.items()}
+
+    def _named(self, index: bytes) -> set[str]:
+        """The files of this save that its index names. (Keepers do not list them: there may be thousands.)"""
+        names = {match[0].decode() for match in OURS_IN_BYTES.finditer(index)}
+        return {name for name in names if token_of(name) == self.step.token}
 
     def _on_disk(self, index: bytes) -> set[str]:
         """The files of the same save. (An incremental one leaves out what did not change: its index is another.)"""
