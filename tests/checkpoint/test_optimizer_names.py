@@ -63,3 +63,29 @@ def test_a_checkpoint_without_an_optimizer_or_with_two_is_refused(tmp_path):
         torch.save(saved, tmp_path / "m.pt")
         with pytest.raises(CheckpointError, match=f"the states of {count} optimizers"):
             checkpoint.convert(tmp_path / "m.pt", tmp_path / "out.pt", parameters=ORDER)
+
+
+@pytest.mark.parametrize("number", [2, -1])
+def test_the_state_of_a_number_that_no_group_has_is_refused(tmp_path, number):
+    state = {number: {"exp_avg": torch.ones(2)}}
+    torch.save({"state": state, "param_groups": [{"params": [0, 1]}]}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=f"has the state of parameter {number}, but its groups have 2"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "out.pt", parameters=["a", "b"])
+
+
+def test_names_that_are_no_text_are_refused(tmp_path):
+    torch.save({"state": {}, "param_groups": [{"params": [0]}]}, tmp_path / "a.pt")
+    (tmp_path / "names").write_bytes(b"\xff\n")
+    with pytest.raises(CheckpointError, match="needs a text file with a name in each line"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "out.pt", parameters=tmp_path / "names")
+
+
+def test_names_in_another_order_than_the_shapes_of_the_weights_are_refused(tmp_path):
+    state = {number: {"exp_avg": torch.ones(2 + number), "step": torch.tensor(1.0)} for number in (0, 1)}
+    optimizer = {"state": state, "param_groups": [{"params": [0, 1]}]}
+    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="give the names in the order of the groups"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "out.pt", parameters=["b", "a"])
+    assert "optimizer.state.b.exp_avg" in checkpoint.convert(
+        tmp_path / "a.pt", tmp_path / "b.pt", parameters=["a", "b"]
+    )
