@@ -90,6 +90,27 @@ def test_names_of_a_training_and_weights_with_inputs_first_are_found(tmp_path, b
     same_tensors({name.removeprefix("app.model."): entry.read() for name, entry in found.items()}, merged)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lora_alpha": float("nan")}, "the alpha nan"),
+        ({"lora_alpha": True}, "the alpha True"),
+        ({"alpha_pattern": ["up"]}, "are not values by patterns of names"),
+        ({"alpha_pattern": {"(": 2}}, "is invalid: missing"),
+    ],
+)
+def test_scales_that_are_no_numbers_are_refused(tmp_path, base, config, message):
+    adapter(tmp_path, **config)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.convert(tmp_path / "base.safetensors", tmp_path / "out.pt", merge=tmp_path / "adapter")
+
+
+def test_two_tensors_of_an_adapter_for_one_of_the_model_are_refused(tmp_path, base):
+    adapter(tmp_path, {"base_model.model.n.bias": numbers(3), "base_model.model.n.base_layer.bias": numbers(3)})
+    with pytest.raises(CheckpointError, match="are for the same tensor"):
+        checkpoint.convert(tmp_path / "base.safetensors", tmp_path / "out.pt", merge=tmp_path / "adapter")
+
+
 def test_an_adapter_that_fits_two_models_of_a_training_is_refused(tmp_path, base):
     adapter(tmp_path)
     torch.save({"module": base, "ema": base}, tmp_path / "base.pt")

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from typing import cast
 
 import torch
@@ -151,7 +151,9 @@ def _deltas(adapter: Checkpoint, config: Config) -> tuple[dict[str, list[Added]]
         if found is None and ".lora_" in name:
             raise CheckpointError(f"{adapter.path}: {name!r} is not a part of a plain LoRA, such as lora_A.weight")
         if found is None:
-            replaced[name.removeprefix(PREFIX).replace(".base_layer.", ".")] = entry
+            other = replaced.setdefault(name.removeprefix(PREFIX).replace(".base_layer.", "."), entry)
+            if other is not entry:
+                raise CheckpointError(f"{adapter.path}: {other.name!r} and {name!r} are for the same tensor")
         else:
             kind = found["embedding"] or ""
             parts[found["module"], kind][f"{found['part']}{(found['what'] or '').removesuffix('.weight')}"] = entry
@@ -187,18 +189,24 @@ def _scale(config: Config, module: str, rank: int, adapter: Checkpoint) -> float
     alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"), where)
     if said != rank:
         raise CheckpointError(f"{where} gives {module!r} the rank {brief(said)}, but its lora_A has {rank}")
-    if not isinstance(alpha, int | float) or not rank:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not isfinite(alpha) or not rank:
         raise CheckpointError(f"{where} gives {module!r} the alpha {brief(alpha)} and the rank {rank}")
     return alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def _by_pattern(patterns: object, module: str, otherwise: object, where: object) -> object:
     """The value of the first pattern that fits the end of a module's name."""
+    if patterns and not isinstance(patterns, Mapping):
+        raise CheckpointError(f"{where}: {brief(patterns)} are not values by patterns of names")
     for pattern, value in patterns.items() if isinstance(patterns, Mapping) else ():
         plain = REPEATED.sub(r"\1", cast("str", pattern))
         if not SAFE_PATTERN.fullmatch(plain) or len(REPEATED.findall(pattern)) > 3:
             raise CheckpointError(f"{where}: the pattern {brief(pattern)} is not one of names, numbers and dots")
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise CheckpointError(f"{where}: the pattern {brief(pattern)} is invalid: {error}") from None
+        if fits:
             return value
     return otherwise
 
