@@ -38,7 +38,7 @@ def main(folder):
         }
 
     with sw.checkpoint.Run(folder, keep=3, keep_every=500) as run:
-        run.save_on(signal.SIGTERM)
+        run.save_on(signal.SIGTERM, signal.SIGINT)  # SIGINT: Ctrl-C
         resumed = state()
         start = run.resume(into=resumed) or 0
         if start:

@@ -12,6 +12,7 @@ from hypothesis.extra.numpy import arrays
 from shardwise import checkpoint, cli
 from shardwise.checkpoint import changes as module
 from shardwise.checkpoint.changes import Change, changes
+from shardwise.errors import CheckpointError
 
 
 def between(folder, a, b, **options):
@@ -43,6 +44,16 @@ def test_what_came_and_went_is_first_then_the_largest_relative_change(tmp_path):
         "big: 1 (100.0% of elements, by up to 1)",
         "small: 0.01 (100.0% of elements, by up to 1)",
     ]
+
+
+def test_what_only_the_second_has_can_be_left_out_or_selected(tmp_path):
+    a, b = {"m": {"w": torch.ones(2)}}, {"m": {"w": torch.zeros(2), "v": torch.ones(1)}, "adam": {"w": torch.ones(2)}}
+    changed = "m.w: 1 (100.0% of elements, by up to 1)"
+    for options in ({"exclude": ["adam.*"]}, {"select": "m.*"}):
+        assert [str(one) for one in between(tmp_path, a, b, **options)] == ["m.v: added", changed]
+    assert [one.name for one in between(tmp_path, a, b, select="m.*", rename={"m.*": "m.*"})] == ["m.w"]
+    with pytest.raises(CheckpointError, match=r"exclude= has 'adm\.\*', which matches no name"):
+        between(tmp_path, a, b, exclude=["adam.*", "adm.*"])
 
 
 numbers = st.floats(-10, 10, width=32)

@@ -392,7 +392,7 @@ def filled_like_small():
 
 
 WRONG = {
-    "missing": ({"head.wieght": torch.zeros(2, 3)}, {}, ["head.wieght", "nearest: 'head.weight'"]),
+    "missing": ({"head.wieght": torch.zeros(2, 3)}, {}, ["head.wieght", "nearest: 'head.weight'", "strict=False"]),
     "value": ({"stepp": 3}, {}, ["stepp", "nearest: 'step'", "strict=False"]),
     "shape": ({"embed.weight": torch.zeros(3, 4)}, {}, ["embed.weight", "(4, 3)", "(3, 4)"]),
     "dims": ({"head.bias": torch.zeros(2, 1)}, {}, ["head.bias", "(2,)", "(2, 1)"]),

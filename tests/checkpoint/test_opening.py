@@ -85,7 +85,7 @@ def test_several_checkpoints_are_named(tmp_path):
 SEEN = {
     "m.gguf": (b"GGUF\x03\0\0\0", "GGUF, of llama.cpp"),
     "m.h5": (b"\x89HDF\r\n\x1a\n", "HDF5"),
-    "m.txt": (b"hello world", "begins with b'hello wo'"),
+    "m.txt": (b"hello world", "data that begins with b'hello wo'"),
     "m.gz": (gzip.compress(b"x"), "compressed with gzip"),
     "m.pkl": (b"\x80\x04N.", "a plain pickle"),
     "m": (b"", "empty"),

@@ -44,12 +44,16 @@ def changes(
     jobs: int = 1,
     progress: Progress = None,
 ) -> list[Change]:
-    """All tensors that differ: those that came, went or have another shape, then by relative change, largest first."""
+    """All tensors that differ: those that came, went or have another shape, then by relative change, largest first.
+
+    `select` and `exclude` hold for the names of both. With `rename` as well, tensors that only b has are left out.
+    """
     check_progress(progress)
     check_jobs(jobs)
     chosen = Selection(select, exclude)
-    source = streams_of(a, rename=rename, selection=chosen)
-    there = {name: stream_of(entry) for name, entry in b.items() if chosen.everything or name in source}
+    source = streams_of(a, rename=rename, selection=chosen.but_for(a, b))
+    meant = chosen.of(b) if chosen.everything or not rename else source.__contains__
+    there = {name: stream_of(entry) for name, entry in b.items() if name in source or meant(name)}
     listed = [Change(name, "removed") for name in source if name not in there]
     listed += [Change(name, "added") for name in there if name not in source]
     pairs = {name: (stream, there[name]) for name, stream in source.items() if name in there}

@@ -127,7 +127,8 @@ class Keeping:
         callers.all_do(self._own_keeper)  # now, because a process takes a moment to start
         places = len(self._who[0][1]) + 1
         if callers.first and places < options.copies:
-            log.warning("%s: memory=%s, but a step is held only %s times here", folder.path, options.copies, places)
+            few = "%s: memory=%s, but these ranks have room for %s of the copies of a step: start more ranks, or hosts"
+            log.warning(few, folder.path, options.copies, places)
 
     def _find_earlier(self) -> None:
         """Those of jobs before, on one rank of each host."""

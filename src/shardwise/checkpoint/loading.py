@@ -36,7 +36,7 @@ from shardwise.job.casts import Cast, TargetCasts
 from shardwise.job.names import Rename, missing
 from shardwise.job.plan import TensorInfo
 from shardwise.job.progress import Progress, check_progress
-from shardwise.job.remap import Remap, check_kept, links
+from shardwise.job.remap import NoSourceError, Remap, check_kept, links
 from shardwise.job.session import check_owners
 from shardwise.job.side import combine_descriptions
 from shardwise.quantized.moves import Rule, check_used, split_rules, value_shapes
@@ -282,7 +282,8 @@ def _streams(
         cast.check_used(infos)
         check_kept(planned, wanted, {*target.replacements, *(name for name, one in infos.items() if one.delivered)})
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+        remedy = "; rename= maps names, strict=False leaves such tensors as they are"
+        raise CheckpointError(f"{checkpoint.path}: {error}{remedy * isinstance(error, NoSourceError)}") from error
     made = loading(_with_cells(by_target(planned, checkpoint)), infos, coded, ties)
     filled = {name: stream.sources for name, stream in made.streams.items() if name in infos}
     for name in (*filled, *made.computed.names):

@@ -24,8 +24,9 @@ class MegatronArgs(NamedTuple):
         state = args.state if isinstance(args, Opaque) else args if isinstance(args, Mapping) else None
         state = state if state is not None else getattr(args, "__dict__", None)
         if not isinstance(state, Mapping):
+            found = "" if args is None else f", but {brief(args)}"
             raise CheckpointError(
-                f"{where} has no 'args' with the arguments of Megatron ({brief(args)}): heads, layers and parallel "
+                f"{where} has no 'args' with the arguments of Megatron{found}: heads, layers and parallel "
                 f"sizes are not known without them. Remedy: save it with Megatron's own save_checkpoint"
             )
         return MegatronArgs({str(key): value for key, value in state.items()}, where)

@@ -29,6 +29,12 @@ class Selection(NamedTuple):
         taken, left = _any_of(_patterns(self.select), names), _any_of(_patterns(self.exclude), names)
         return lambda name: (self.select is None or taken(name)) and not left(name)
 
+    def but_for(self, opened: Checkpoint, other: Checkpoint) -> Selection:
+        """The same for a checkpoint, without patterns that leave out only names of the other one."""
+        mine, theirs = [*opened, *opened.objects], [*other, *other.objects]
+        left = [pattern for pattern in _patterns(self.exclude) if used(pattern, mine) or not used(pattern, theirs)]
+        return Selection(self.select, left)
+
     def check(self, opened: Checkpoint, names: Sequence[str]) -> None:
         """Refuse patterns that match none of these names."""
         check_used(opened, "select=", _patterns(self.select), names)
@@ -43,11 +49,16 @@ def _patterns(select: Select) -> list[str]:
     return [select] if isinstance(select, str) else list(select or [])
 
 
+def used(pattern: str, names: Iterable[str]) -> bool:
+    """Does a pattern match any name?"""
+    return any(matched(pattern, name) is not None for name in names)
+
+
 def check_used(opened: Checkpoint, option: str, patterns: Sequence[str], names: Iterable[str]) -> None:
     """Refuse patterns of an option that match no name."""
     there = list(names)
     for pattern in patterns:
-        if not any(matched(pattern, name) is not None for name in there):
+        if not used(pattern, there):
             some = ", ".join(map(repr, there[:4])) + (" ..." if len(there) > 4 else "")
             raise CheckpointError(f"{opened.path}: {option} has {pattern!r}, which matches no name: there are {some}")
 

@@ -28,7 +28,7 @@ def kind_of(files: Files, name: str) -> str:
     if not start:
         return "empty"
     known = next((kind for beginning, kind in BEGINNINGS.items() if start.startswith(beginning)), None)
-    return known or f"begins with {brief(start[:8])}"
+    return known or f"data that begins with {brief(start[:8])}"
 
 
 def seen(files: Files, names: Sequence[str], folders: Sequence[str]) -> str:

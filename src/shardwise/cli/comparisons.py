@@ -47,8 +47,8 @@ def verify(
     ] = None,
     rules: RulesFile = None,
     mesh: MeshSizes = None,
-    other_rules: RulesFile = None,
-    other_mesh: MeshSizes = None,
+    other_rules: Annotated[str | None, typer.Option(help="The same as --rules, for B.")] = None,
+    other_mesh: Annotated[list[str] | None, typer.Option(help="The mesh of --other-rules.")] = None,
     rename: Renames = None,
     select: Selects = None,
     exclude: Excludes = None,
@@ -69,10 +69,10 @@ def verify(
     jobs: Jobs = 1,
     bar: Bar = True,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes and every cell. Exit code 1 if they differ.
+    """Compare two checkpoints, or check one against its checksums. Exit code 1 if they differ, or it is damaged.
 
-    With the options of convert: compare B, or the receipt, with what A becomes by them. Without B and a receipt: check
-    all files of A against the checksums beside them. Exit code 1 where a file is damaged.
+    It compares names, shapes, dtypes and every cell. With the options of convert it compares B, or the receipt, with
+    what A becomes by them. Without B and a receipt it checks all files of A against the checksums beside them.
     """
     from shardwise import checkpoint as checkpoints
     from shardwise.cli.changes import changes_of, overflow, rules_on, translated

@@ -43,6 +43,10 @@ __all__ = [
 ]
 
 
+class NoSourceError(ValueError):
+    """Targets that no source has cells for."""
+
+
 class Link(NamedTuple):
     """Cells of a source tensor that become cells of a target tensor. `zeros`: the source is no tensor of the source."""
 
@@ -228,7 +232,7 @@ def _check(
     left = [name for name in targets if whole and name not in reached]
     idle = f"; {', '.join(map(str, unused))} fit nothing" if unused else ""
     if left:
-        raise ValueError(missing("the source has nothing for", left, sources) + idle)
+        raise NoSourceError(missing("the source has nothing for", left, sources) + idle)
     extra = [name for name in sources if name not in used]
     if extra and strict:
         raise ValueError(missing("the target has no", extra, targets) + idle + "; strict=False leaves them out")
