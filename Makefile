@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED) browser
 	@$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow"
 
-# Tests that kill and stop processes again and again, or wait for long.
+# Tests that take seconds, or kill and stop processes.
 slow: $(INSTALLED)
 	@$(BIN)/pytest -q -n 3 --dist worksteal -m slow
 

@@ -9,6 +9,10 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 TORCH_ABORTS, TRIES = "terminate called without an active exception", 4  # as in test_readme.py
 LIMIT = 90.0  # seconds that anything may take

@@ -16,6 +16,8 @@ from shardwise.testing import on_ranks
 from shardwise.testing.device import on_host, use_device
 from shardwise.testing.ordered_group import ALONE, BESIDE_GLOO
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [
     ("12x8/S0@3", "12x8/S1@3"),
     ("40x64/S0@3", "40x64/S1@3"),

@@ -30,6 +30,8 @@ from torch.distributed.tensor.parallel import (
 
 import shardwise as sw
 
+pytestmark = pytest.mark.slow
+
 WORLDS = pytest.mark.parametrize("count", SIZES)
 CHANCE = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 WIDTH, HEADS, SEQUENCE = 24, 12, 7

@@ -36,6 +36,7 @@ def is_step(found, step, ranks):
     same(whole, numbers(8, 4, start=step))
 
 
+@pytest.mark.slow
 def test_a_killed_job_resumes_from_memory_on_other_numbers_of_ranks(folder):
     killed_after(folder, 4, 1, keep=(2, 3))
     found = resumed(folder, 3, close=False)

@@ -16,8 +16,11 @@ from shardwise import checkpoint
 from shardwise.testing import on_ranks
 from shardwise.transports import guarded_group
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own
-MOMENTS = 1  # of each kind; more find nothing more
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),  # torch's own
+]
+MOMENTS = 1  # of each kind
 CALLS = {"sendmsg", "recvmsg", "memfd_create", "connect", "posix_fallocate", "copy_", "close", "unlink", "fstat"}
 
 

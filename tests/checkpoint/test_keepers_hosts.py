@@ -19,7 +19,10 @@ from shardwise.storage.available_memory import available_memory
 from shardwise.testing import on_ranks
 from shardwise.testing.hosts import hosts, why_no_hosts
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),  # torch's own
+]
 NAMES = "abcd"
 
 

@@ -78,6 +78,7 @@ def trainings(tmp_path_factory):
     return {path / name: contents for name, contents in on_ranks(4, run)[0].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "count"), [("plain", 1), ("tp", 2), ("fsdp", 3), ("both", 4)])
 def test_a_training_goes_on_in_any_sharding(trainings, how, count):
     """Saved on 4 ranks by us and by torch; weights, the state of the optimizer, and values."""
@@ -111,6 +112,7 @@ def whole_files(tmp_path_factory):
     return paths, tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "count"), [("plain", 1), ("fsdp", 2), ("fsdp", 3), ("tp", 4), ("both", 4)])
 def test_whole_files_are_loaded_into_any_sharding(whole_files, how, count):
     paths, tensors = whole_files
@@ -140,6 +142,7 @@ def test_through_all_shardings_and_numbers_of_ranks_and_back(tmp_path):
     has(tmp_path / "5", whole[0])
 
 
+@pytest.mark.slow
 @pytest.mark.devices(group=False)
 @pytest.mark.parametrize("count", list(LAYOUTS))
 def test_our_own_shards_of_any_layout_from_any_other(tmp_path, count):

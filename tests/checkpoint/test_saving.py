@@ -52,6 +52,7 @@ DTYPES = (
 TRAININGS = {1: ["plain"], 2: ["tp"], 3: ["fsdp"], 4: ["fsdp", "tp", "both"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", list(TRAININGS))
 def test_a_training_is_saved_with_every_cell_once(tmp_path, count):
     def run(rank):

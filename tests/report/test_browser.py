@@ -506,6 +506,7 @@ def test_ten_thousand_tensors_open_fast(opened):
     assert "Showing 100 of 10,000 tensors" in opened.one("#tensors").text
 
 
+@pytest.mark.slow
 def test_hostile_names_are_only_text(opened):
     opened.open(page({HOSTILE: PLAN, f"a.{HOSTILE}": PLAN}, title=HOSTILE, facts={HOSTILE: HOSTILE}))
     assert opened.driver.title == HOSTILE

@@ -22,6 +22,8 @@ from shardwise.exchange.delta_round import DeltaRound
 from shardwise.job.deltas import PAUSE, changed_cells
 from shardwise.job.snapshot import Snapshot
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny(monkeypatch):

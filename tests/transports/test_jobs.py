@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks  # noqa: F401
@@ -25,6 +26,7 @@ def left_by(pids):
     return [name for name in names if any(f"-{pid}-" in name or f"_{pid}_" in name for pid in pids)]
 
 
+@pytest.mark.slow
 def test_jobs_that_run_at_a_time_on_one_host(tmp_path):
     starts = [TORCHRUN, [sys.executable]]  # which spawns its ranks
     jobs = []

@@ -36,6 +36,7 @@ def counting():
     return sent
 
 
+@pytest.mark.slow
 def test_64_ranks_move_values_with_few_descriptors_and_packets(ranks):  # noqa: F811
     by, whole = layouts(MANY), np.arange(2.0 * MANY * MANY).reshape(2 * MANY, MANY)
     to_the_next = [*range(1, MANY), 0]
