@@ -27,6 +27,8 @@ from torch import nn
 
 import shardwise as sw
 
+pytestmark = pytest.mark.slow
+
 WORLDS = pytest.mark.parametrize("count", SIZES)
 
 

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 
+pytestmark = pytest.mark.slow
+
 
 class Chain(nn.Module):
     """Blocks in a row, each with an input that is the same on the ranks of an axis."""

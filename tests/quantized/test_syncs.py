@@ -12,6 +12,8 @@ from shardwise import Concat, Layout, Quantized, Resharder, ShardedTensor, check
 from shardwise.quantized import FORMATS, dequantize, quantize, scales_layout
 from shardwise.testing import on_ranks, scatter
 
+pytestmark = pytest.mark.slow
+
 SMALL = FORMATS["fp8-block"].with_block((4, 3))
 RULE = Quantized("*.w", "*.s", format=SMALL)
 SHAPE = (11, 10)

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 import shardwise as sw
 from shardwise.containers.delivered import DeliveredTensor, Delivery
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLUMNS = "64x48/S0@2", "64x48/S1@2"
 WHOLE = numbers(64, 48)
 
