@@ -22,7 +22,7 @@ from shardwise.storage.available_memory import available_memory
 from shardwise.transports import GroupTransport
 
 TESTED = (2, 13)  # the newest torch that the tests ran with
-DESCRIPTORS = 4096  # enough for a rank that exchanges with 2,000 others
+DESCRIPTORS = 4096  # enough for a rank of 2,000 that exchanges with all
 WAITING = timedelta(seconds=60)  # for the other ranks
 NOT_REAL = {"undefined", "fake"}  # names in torch's list of backends
 MEMORY = 2**20  # bytes of shared memory to try
@@ -91,13 +91,13 @@ def devices() -> Finding:
 def descriptors(soft: int, hard: int) -> Finding:
     """
     >>> descriptors(256, 4096)
-    Finding(what='at most 256 open files', fix='run `ulimit -n 4096` before the job: a rank needs 32 and two for ...
+    Finding(what='at most 256 open files', fix='run `ulimit -n 4096` before the job: gloo needs one for every rank ...
     """
     if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS:
         return Finding(f"open files: at most {soft:,}" if soft != resource.RLIM_INFINITY else "open files: no limit")
     raised = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     how = f"run `ulimit -n {raised}`" if raised > soft else "raise the hard limit (docker run --ulimit nofile=65536)"
-    need = "a rank needs 32 and two for each rank that it exchanges with, and gloo two for every rank"
+    need = "gloo needs one for every rank of the group, shardwise one for each rank that it exchanges with"
     return Finding(f"at most {soft:,} open files", f"{how} before the job: {need}")
 
 
